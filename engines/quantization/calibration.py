@@ -19,28 +19,38 @@ from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.program import Program, token_inputs
 from edgellm.engines.model.rotary import rotary_table
 
-#: Of the rows that a linear layer takes, so many are kept to compute errors of outputs with.
+#: Of the rows that a linear layer takes, so many are kept to compute errors of outputs with, and left out of moments.
 _SAMPLED = 512
-#: Of the mean square, what is added to each: a few rows then do not decide about directions that they lack.
-_DAMPING = 0.01
+#: Elements whose products with each other are summed up: the memory that moments take grows with their number.
+_SPAN = 2048
 
 
 @dataclass
 class InputStatistics:
-    """What a linear layer takes, over all calibration rows x of K elements.
+    """What a linear layer takes, over the calibration rows x of K elements.
 
-    `magnitude` float32 [K] is the mean of |x|, `sample` float32 [S, K] some of the rows. `factors` are what
-    `quantize_rows` takes: of each group of columns a matrix F with F F^T the mean of x x^T, float32 [groups, size,
-    size]; where a whole row is one group, the roots of the mean squares, float32 [K].
+    `magnitude` float32 [K] is the mean of |x|. `moments` float32 [S, S] are the means of x x^T of at most `_SPAN`
+    elements of x each, one span behind the other. `sample` float32 [n, K] are some rows that are in none of these.
     """
 
     magnitude: np.ndarray
-    factors: np.ndarray
+    moments: list[np.ndarray]
     sample: np.ndarray
 
-    def scaled_factors(self, scales: np.ndarray) -> np.ndarray:
-        """`factors` for inputs that are divided by `scales` [K]."""
-        return self.factors / (scales if self.factors.ndim == 1 else scales.reshape(*self.factors.shape[:2], 1))
+    @property
+    def root_mean_squares(self) -> np.ndarray:
+        """Of each element: float32 [K]."""
+        return np.sqrt(np.concatenate([np.diagonal(each) for each in self.moments]))
+
+    def divide(self, scales: np.ndarray) -> None:
+        """Make it that of inputs divided by `scales` [K]."""
+        self.magnitude /= scales
+        self.sample /= scales
+        start = 0
+        for each in self.moments:
+            own = scales[start : start + len(each)]
+            np.divide(each, own * own[:, None], out=each)
+            start += len(each)
 
 
 class CalibrationRows:
@@ -49,12 +59,9 @@ class CalibrationRows:
     `texts` are float32 [T, H], one a text.
     """
 
-    def __init__(
-        self, config: DecoderConfig, checkpoint: Checkpoint, texts: Sequence[Sequence[int]], group: int | None
-    ) -> None:
-        """`group` is how many columns of a weight share a scale."""
+    def __init__(self, config: DecoderConfig, checkpoint: Checkpoint, texts: Sequence[Sequence[int]]) -> None:
         table, dtype = checkpoint.raw(EMBEDDING), checkpoint.info(EMBEDDING).dtype
-        self._config, self._group = config, group
+        self._config = config
         self._rotary = rotary_table(config, max(map(len, texts)), config.max_position_embeddings)
         self.texts: list[np.ndarray] = []
         for text in texts:
@@ -71,14 +78,14 @@ class CalibrationRows:
         """Pass layer `index`, and say what each of its linear layers took, by the linear layer's name."""
         observed: dict[str, _Observation] = {}
         names = {id(array): name.removesuffix(".weight") for name, array in weights.items()}
-        chosen = np.linspace(0, self.count - 1, min(_SAMPLED, self.count)).astype(np.int64)
+        chosen = np.linspace(0, self.count - 1, min(_SAMPLED, self.count // 8)).astype(np.int64)
         start = 0
 
         def observe(weight: np.ndarray, x: np.ndarray) -> None:
             inputs, own = x.reshape(-1, x.shape[-1]), chosen[(chosen >= start) & (chosen < start + x.shape[1])]
             name = names[id(weight)]
             if name not in observed:
-                observed[name] = _Observation(weight.shape[1], self._group)
+                observed[name] = _Observation(weight.shape[1])
             observed[name].add(inputs, own - start)
 
         for number, rows in enumerate(self.texts):
@@ -115,35 +122,28 @@ class CalibrationRows:
 class _Observation:
     """Sums over the rows that a linear layer took so far."""
 
-    def __init__(self, columns: int, group: int | None) -> None:
+    def __init__(self, columns: int) -> None:
         self._count = 0
         self._magnitude = np.zeros(columns)
-        self._products = np.zeros(columns if group is None else (columns // group, group, group))
+        self._products = [np.zeros((min(_SPAN, columns - at),) * 2, np.float32) for at in range(0, columns, _SPAN)]
         self._sample: list[np.ndarray] = []
 
     def add(self, inputs: np.ndarray, chosen: np.ndarray) -> None:
-        """Rows float32 [M, K], of which the `chosen` are kept."""
+        """Rows float32 [M, K], of which the `chosen` are kept for the sample."""
+        self._sample.append(inputs[chosen])
+        inputs = np.delete(inputs, chosen, 0)
         self._count += len(inputs)
         self._magnitude += np.abs(inputs).sum(0, np.float64)
-        if self._products.ndim == 1:
-            self._products += np.einsum("mk,mk->k", inputs, inputs, dtype=np.float64)
-        else:
-            grouped = inputs.reshape(len(inputs), *self._products.shape[:2]).transpose(1, 0, 2)
-            self._products += np.matmul(grouped.transpose(0, 2, 1), grouped)
-        self._sample.append(inputs[chosen])
+        for number, products in enumerate(self._products):
+            own = inputs[:, number * _SPAN : (number + 1) * _SPAN]
+            np.add(products, own.T @ own, out=products)
 
     def statistics(self) -> InputStatistics:
-        """Of all rows. The products of columns are damped as Frantar et al. 2022 do, so that few rows can be enough."""
-        products = self._products / self._count
-        if products.ndim == 1:
-            factors = np.sqrt(products)
-        else:
-            size = products.shape[1]
-            products += np.einsum("gkk->g", products)[:, None, None] / size * _DAMPING * np.eye(size)
-            values, vectors = np.linalg.eigh(products)
-            factors = vectors * np.sqrt(np.maximum(values, 0))[:, None, :]
-        magnitude, sample = (self._magnitude / self._count).astype(np.float32), np.concatenate(self._sample)
-        return InputStatistics(magnitude, factors.astype(np.float32), sample)
+        """Of all rows."""
+        moments = [each / np.float32(self._count) for each in self._products]
+        return InputStatistics(
+            (self._magnitude / self._count).astype(np.float32), moments, np.concatenate(self._sample)
+        )
 
 
 class _ObservedOperations(NumpyOperations):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from edgellm.engines.checkpoints.weights import part_places
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program
 from edgellm.engines.quantization.calibration import InputStatistics
-from edgellm.engines.quantization.rounding import quantize_rows
 from edgellm.engines.quantization.scaling import foldings, scale_norm, search_scales
 from edgellm.engines.quantization.written_layout import StoredTensor, packed_tensors
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
@@ -29,11 +28,11 @@ def scale_layer(
     seen: Mapping[str, InputStatistics],
     format: WeightFormat,
     dtypes: Mapping[str, str],
-) -> dict[str, np.ndarray]:
+) -> None:
     """Scale what the layer's linear layers take, where that can be folded, as leaves the least error.
 
-    `weights`, float32 by name, are changed in place; the layer's output stays the same. `dtypes` are those that norms
-    are written in. Gives the factors for `quantize_rows` of each linear layer by its name.
+    `weights`, float32 by name, are changed in place, and what the linear layers take, by their names, with them; the
+    layer's output stays the same. `dtypes` are those that norms are written in.
     """
     places = foldings(program.steps)
     chosen = {
@@ -52,26 +51,25 @@ def scale_layer(
             if place.linear.bias is not None:
                 weights[place.linear.bias.name][rows] /= scales
         weights[f"{name}.weight"] *= chosen[name]
-    return {name: each.scaled_factors(chosen[name]) if name in chosen else each.factors for name, each in seen.items()}
+        seen[name].divide(chosen[name])
 
 
 def layer_tensors(
     checkpoint: Checkpoint,
     program: Program,
     weights: Mapping[str, np.ndarray],
-    factors: Mapping[str, np.ndarray],
-    format: WeightFormat,
+    quantize: Callable[[str, np.ndarray], PackedWeight],
 ) -> dict[str, StoredTensor]:
-    """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, norms
-    and biases in their own dtype."""
+    """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, as
+    `quantize` makes it of the linear layer's name and weight, norms and biases in their own dtype."""
     packed = {linear.weight.name: linear for linear in linears(program)}
     tensors: dict[str, StoredTensor] = {}
     for spec in program.weights.values():
         if spec.name in packed:
-            whole = quantize_rows(weights[spec.name], format, factors.get(packed[spec.name].name))
+            whole = quantize(packed[spec.name].name, weights[spec.name])
             for name, part in _parts(spec):
                 zeros = None if whole.zeros is None else whole.zeros[part]
-                own = PackedWeight(format, whole.codes[part], whole.scales[part], zeros)
+                own = PackedWeight(whole.format, whole.codes[part], whole.scales[part], zeros)
                 tensors |= packed_tensors(checkpoint.info(name).name.removesuffix(".weight"), own)
         else:
             for name, part in _parts(spec):

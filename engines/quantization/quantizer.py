@@ -30,10 +30,12 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantization.feedback import quantize_in_turn
 from edgellm.engines.quantization.layers import layer_tensors, linears, scale_layer
+from edgellm.engines.quantization.rounding import quantize_rows
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
 from edgellm.engines.quantization.written_layout import StoredTensor, quantization_config, write_tensors
-from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
 Progress = Callable[[str, int, int], None]
@@ -51,7 +53,8 @@ _COPY_AGAIN = "Copy it from the checkpoint's source"
 @dataclass(frozen=True)
 class QuantizationOptions:
     """How weights are quantized: 4 bits in groups of 32, 64 or 128 columns, or 8 bits with a scale for each row
-    (`group_size` None); `method` "awq" scales columns by the activations before, "rtn" does not."""
+    (`group_size` None); `method` "awq" scales columns by the activations before and rounds them in turn, "rtn" rounds
+    each to nearest."""
 
     bits: int = 4
     group_size: int | None = 128
@@ -155,7 +158,7 @@ def _quantize_layers(
     due = [index for index in range(config.num_layers) if not work.has(index)]
     done = config.num_layers - len(due)
     progress("layers", done, config.num_layers)
-    rows = CalibrationRows(config, checkpoint, texts, options.group_size) if texts and due else None
+    rows = CalibrationRows(config, checkpoint, texts) if texts and due else None
     for index in range(due[-1] + 1) if due else ():
         if index in due:
             work.write(index, _layer(checkpoint, config, options, rows, index))
@@ -180,10 +183,14 @@ def _layer(
     dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
     format = options.format(checkpoint.dtype or config.dtype)
     if options.method == "awq":
-        factors = scale_layer(program, weights, seen, format, dtypes)
-    else:
-        factors = {name: each.factors for name, each in seen.items()}
-    return layer_tensors(checkpoint, program, weights, factors, format)
+        scale_layer(program, weights, seen, format, dtypes)
+
+    def quantize(name: str, weight: np.ndarray) -> PackedWeight:
+        if options.method == "awq":
+            return quantize_in_turn(weight, format, seen.pop(name))
+        return quantize_rows(weight, format, seen[name].root_mean_squares if seen else None)
+
+    return layer_tensors(checkpoint, program, weights, quantize)
 
 
 def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:

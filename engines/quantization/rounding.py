@@ -38,16 +38,17 @@ def quantize_rows(
     rounded to the format's dtype, each group gets that of the least squared error (as Nagel et al. 2021 set ranges);
     the first of equals.
 
-    The error of a group is |(w - its values) F|^2 with `factors` F float32 [groups, size, size], or diagonal ones whose
-    elements are float32 [K]; None: all 1. With F F^T the mean of x x^T over inputs x it is what the group adds to the
-    squared error of the output. Raises ValueError for a group that does not divide K.
+    The error of a group is the sum of its columns' squared errors, each multiplied by the square of its one of the
+    `factors` float32 [K] (None: 1). With the root mean squares of the inputs' elements it is what the group adds to the
+    squared error of the output, as far as elements are independent. Raises ValueError for a group that does not divide
+    K.
     """
     rows, columns = weights.shape
     group = format.group or columns
     if columns % group:
         raise ValueError(f"groups of {group} do not divide {columns} columns")
     counts = columns // group
-    if factors is not None and factors.ndim == 1:
+    if factors is not None:
         factors = factors.reshape(counts, 1, group)
     codes = np.empty((rows, columns), np.uint8)
     scales, zeros = np.empty((rows, counts), np.float32), np.empty((rows, counts), np.uint8)
@@ -140,12 +141,10 @@ def _scales(largest: np.ndarray, share: float, dtype: str) -> np.ndarray:
 
 
 def _squared(error: np.ndarray, steps: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
-    """|(error - steps) F|^2 [groups, R]; `error` is not to be used afterwards."""
+    """|(error - steps) factors|^2 [groups, R]; `error` is not to be used afterwards."""
     error -= steps
-    if factors is not None and factors.shape[1] == 1:
+    if factors is not None:
         error *= factors
-    elif factors is not None:
-        error = np.matmul(error, factors)
     return np.einsum("grk,grk->gr", error, error)
 
 

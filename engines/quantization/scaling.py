@@ -22,7 +22,7 @@ from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: Exponents of the activations that are tried.
 _EXPONENTS = tuple(step / 10 for step in range(11))
-#: Errors are computed for so many rows of a weight: they decide about one number.
+#: Errors are computed for so many rows of a weight.
 _SAMPLED_ROWS = 256
 #: Activations and weights are taken to be no smaller than this share of their mean; scales stay within the factor.
 _SMALLEST_SHARE, _LARGEST_SCALE = 1e-3, 64.0
@@ -68,16 +68,21 @@ def search_scales(weights: np.ndarray, seen: InputStatistics, format: WeightForm
     Tried are mean|x_k|^a and mean|x_k|^a / mean|w_k|^(1 - a) for a from 0 to 1 (equation 5 of Lin et al. 2023, and its
     published program), divided by the root of the product of the largest and the smallest; with a = 0 the former are 1.
     """
-    sampled = weights[np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)]
+    sampled = sampled_rows(weights)
     candidates = list(_candidates(seen.magnitude, np.abs(weights).mean(0)))
     with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
         errors = list(pool.map(lambda scales: output_error(sampled, scales, seen, format), candidates))
     return candidates[int(np.argmin(errors))]
 
 
+def sampled_rows(weights: np.ndarray) -> np.ndarray:
+    """Rows of a weight that stand for all, where errors decide about one number."""
+    return weights[np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)]
+
+
 def output_error(weights: np.ndarray, scales: np.ndarray, seen: InputStatistics, format: WeightFormat) -> float:
-    """The squared error of the outputs for the sampled inputs, with the weight quantized under `scales`."""
-    packed = quantize_rows(weights * scales, format, seen.scaled_factors(scales), COARSE_CLIPPING)
+    """The squared error of the outputs for the sampled inputs, with the weight rounded under `scales`."""
+    packed = quantize_rows(weights * scales, format, seen.root_mean_squares / scales, COARSE_CLIPPING)
     difference = packed.values()
     difference /= scales
     difference -= weights
