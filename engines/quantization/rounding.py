@@ -12,10 +12,11 @@ from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
-#: Of the scale that clips nothing, the shares that are tried.
-CLIPPING = tuple(1 - step / 64 for step in range(37))
+#: Of the scale that the largest weight asks for, the shares that are tried: those above 1 leave room for a zero point
+#: that is rounded, and for a grid that fits the columns with the largest inputs.
+CLIPPING = tuple(1.25 - step / 64 for step in range(42))
 #: Fewer, for where much else is tried at the same time.
-COARSE_CLIPPING = (1.0, 0.93, 0.86, 0.79, 0.72)
+COARSE_CLIPPING = (1.07, 1.0, 0.93, 0.86, 0.79, 0.72)
 #: How far beside the nearest a zero point is tried.
 _ZERO_STEPS = (0, -1, 1)
 #: Elements of a weight that are computed with at a time: a few arrays of so many stay in a processor's cache.

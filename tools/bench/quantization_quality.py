@@ -8,9 +8,10 @@ an item, and each of its tokens, the end of the turn included, counts: the refer
 way of quantizing see the same tokens before it. An item is an exact match where the most probable token is the right
 one at every place, which is when greedy decoding gives that answer. All compute the program of a prefill in NumPy's
 float32; with KV rows of 8 bits in float64, as the runtime does, over fewer answers. Ways named "plain" round to nearest
-as compressed-tensors does; all others are checkpoints that `edgellm quantize` makes, read back.
+as compressed-tensors does; all others are checkpoints that `edgellm quantize` makes, read back: calibrated on the texts
+that ship, or on the model's "own texts", conversations of another seed.
 
-Results so far are printed and written after each hundred conversations: an interrupted run leaves valid ones.
+Results so far are printed and written after every 25 conversations: an interrupted run leaves valid ones.
 """
 
 import argparse
@@ -48,13 +49,17 @@ QUANTIZED = {
     "int4, groups of 32, zero points": QuantizationOptions(4, 32, False),
     "int8": QuantizationOptions(8, None, True),
 }
+#: Behind the name of one of these: calibrated on conversations like those that are measured.
+OWN_TEXTS = ", own texts"
 #: Rounded to nearest in the scales that hold all weights.
 PLAIN = {
     "plain int4, groups of 64": WeightFormat("int4", 64, False, "float16"),
     "plain int4, groups of 64, zero points": WeightFormat("int4", 64, True, "float16"),
 }
 KV_CACHE = "int8 KV rows"
-_BETWEEN_REPORTS = 100
+_BETWEEN_REPORTS = 25
+#: Answers in the model's own texts, and the seed that they are drawn with.
+_OWN_ANSWERS, _OWN_SEED = 220, 31
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,11 @@ def forced(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> Forced:
             tokens = len(tokenizer.encode(message["content"]))
             answers.append(range(start, start + tokens + 1))
     return Forced(tokenizer.encode_chat(messages, add_generation_prompt=False), answers)
+
+
+def own_texts(tokenizer: Tokenizer) -> list[Sequence[int]]:
+    """Conversations of the evaluation for calibration: other scenes and questions than those that are measured."""
+    return [text.token_ids for text in forced_conversations(tokenizer, _OWN_SEED, _OWN_ANSWERS)]
 
 
 class Model:
@@ -236,7 +246,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
 
 def main() -> None:
     """Print a table and the results as JSON."""
-    names = [*PLAIN, *QUANTIZED, KV_CACHE]
+    names = [*PLAIN, *QUANTIZED, *(name + OWN_TEXTS for name in QUANTIZED), KV_CACHE]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=SHIPPED, help="checkpoint (default: the shipped one)")
     parser.add_argument("--answers", type=int, default=5000)
@@ -254,8 +264,10 @@ def main() -> None:
     for name in arguments.ways:
         if name in PLAIN:
             models[name] = rounded_model(reference, PLAIN[name]), arguments.answers
-        elif name in QUANTIZED:
-            models[name] = quantized(arguments.model, QUANTIZED[name], texts), arguments.answers
+        elif name != KV_CACHE:
+            options = QUANTIZED[name.removesuffix(OWN_TEXTS)]
+            read = own_texts(tokenizer) if name.endswith(OWN_TEXTS) else texts
+            models[name] = quantized(arguments.model, options, read), arguments.answers
         else:
             models[name] = Model(reference.config, reference.weights, "int8"), arguments.kv_answers
     conversations = forced_conversations(tokenizer, arguments.seed, arguments.answers)

@@ -124,7 +124,7 @@ def outlier_layer(where: str, seed: int) -> tuple[np.ndarray, np.ndarray, np.nda
     """A weight [N, K], and inputs for calibration and others: of `where` 1 column in 100 is 20 times larger."""
     random = np.random.default_rng(seed)
     weight = random.standard_normal((192, 512)).astype(np.float32) * np.float32(0.05)
-    inputs = [random.standard_normal((1200, 512)).astype(np.float32) for _ in range(2)]
+    inputs = [random.standard_normal((600, 512)).astype(np.float32) for _ in range(2)]
     outliers = random.choice(512, 5, replace=False)
     for array in inputs if where == "activations" else [weight]:
         array[:, outliers] *= 20
@@ -132,7 +132,7 @@ def outlier_layer(where: str, seed: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 @pytest.mark.parametrize(
-    ("group", "zeros", "most"), [(64, False, 0.5), (128, False, 0.52), (64, True, 0.54), (128, True, 0.56)]
+    ("group", "zeros", "most"), [(64, False, 0.47), (128, False, 0.51), (64, True, 0.5), (128, True, 0.53)]
 )
 @pytest.mark.parametrize("where", ["activations", "weights"])
 def test_outlier_channels_cost_about_half(where: str, group: int, zeros: bool, most: float) -> None:
