@@ -51,7 +51,11 @@ def quantize(
     ] = False,
     method: Annotated[
         str,
-        typer.Option(metavar="|".join(METHODS), help="awq scales columns by the activations; rtn rounds to nearest."),
+        typer.Option(
+            metavar="|".join(METHODS),
+            help="awq scales columns by the activations and lets each make up for the errors of those before; rtn "
+            "rounds to nearest.",
+        ),
     ] = METHODS[0],
     calibration: Annotated[
         Path | None,

@@ -32,10 +32,10 @@ def quantize_rows(
 ) -> PackedWeight:
     """The weight float32 [N, K] in an integer `format`, each group of columns of a row by itself.
 
-    Without zero points a code q stands for (q - 2^(b-1)) s; the largest scale is s = max|w| / (2^(b-1) - 1), and as the
+    Without zero points a code q stands for (q - 2^(b-1)) s; the full scale is s = max|w| / (2^(b-1) - 1), and as the
     codes reach one step further to one side, its negative is tried too. With them a code stands for (q - z) s; the
-    largest scale is (max(w, 0) - min(w, 0)) / (2^b - 1), and z = -min(w, 0) / s rounded, or one beside it. Codes are
-    w / s rounded to nearest, ties to even, and clipped. Of the scales that are a share from `clipping` of the largest,
+    full scale is (max(w, 0) - min(w, 0)) / (2^b - 1), and z = -min(w, 0) / s rounded, or one beside it. Codes are
+    w / s rounded to nearest, ties to even, and clipped. Of the scales that are a share from `clipping` of the full one,
     rounded to the format's dtype, each group gets that of the least squared error (as Nagel et al. 2021 set ranges);
     the first of equals.
 
@@ -135,7 +135,7 @@ def _search_zeros(
 
 
 def _scales(largest: np.ndarray, share: float, dtype: str) -> np.ndarray:
-    """A share of the largest scales, rounded, none of them 0: a group of zeros has the scale 1."""
+    """A share of the full scales, rounded, none of them 0: a group of zeros has the scale 1."""
     scales = np.maximum(rounded(largest * np.float32(share), dtype), np.float32(_SMALLEST[dtype]))
     scales[largest == 0] = 1
     return scales

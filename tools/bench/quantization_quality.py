@@ -1,14 +1,14 @@
 """What quantizing costs the shipped model: exact match, equal greedy tokens and KL, teacher-forced over its own tasks.
 
-Usage: python -m tools.bench.quantization_quality [--answers 5000] [--kv-answers 300] [--ways NAME ...]
+Usage: python -m tools.bench.quantization_quality [--answers 5000] [--fewer 300] [--ways NAME ...]
        [--calibration FILE] [--seed 2026] [--output RESULTS.json]
 
 Conversations of the model's evaluation, with the right answers in the assistant's place. Every one of these answers is
 an item, and each of its tokens, the end of the turn included, counts: the reference (the checkpoint as it is) and each
 way of quantizing see the same tokens before it. An item is an exact match where the most probable token is the right
 one at every place, which is when greedy decoding gives that answer. All compute the program of a prefill in NumPy's
-float32; with KV rows of 8 bits in float64, as the runtime does, over fewer answers. Ways named "plain" round to nearest
-as compressed-tensors does; all others are checkpoints that `edgellm quantize` makes, read back: calibrated on the texts
+float32; with KV rows of 8 bits in float64, as the runtime does. Ways named "plain" round to nearest as
+compressed-tensors does; all others are checkpoints that `edgellm quantize` makes, read back: calibrated on the texts
 that ship, or on the model's "own texts", conversations of another seed.
 
 Results so far are printed and written after every 25 conversations: an interrupted run leaves valid ones.
@@ -51,6 +51,8 @@ QUANTIZED = {
 }
 #: Behind the name of one of these: calibrated on conversations like those that are measured.
 OWN_TEXTS = ", own texts"
+#: What is measured over all answers; everything else over fewer.
+MAIN = ("int4, groups of 64", "int4, groups of 64, zero points")
 #: Rounded to nearest in the scales that hold all weights.
 PLAIN = {
     "plain int4, groups of 64": WeightFormat("int4", 64, False, "float16"),
@@ -250,7 +252,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=SHIPPED, help="checkpoint (default: the shipped one)")
     parser.add_argument("--answers", type=int, default=5000)
-    parser.add_argument("--kv-answers", type=int, default=300, help="for KV rows of 8 bits, which take longer")
+    parser.add_argument("--fewer", type=int, default=300, help=f"answers for all but {' and '.join(MAIN)}")
     parser.add_argument("--ways", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {names}")
     parser.add_argument("--calibration", type=Path, help="as edgellm quantize takes it")
     parser.add_argument("--seed", type=int, default=2026)
@@ -262,14 +264,15 @@ def main() -> None:
     reference = open_model(arguments.model)
     models: dict[str, tuple[Model, int]] = {}
     for name in arguments.ways:
+        most = arguments.answers if name in MAIN else arguments.fewer
         if name in PLAIN:
-            models[name] = rounded_model(reference, PLAIN[name]), arguments.answers
+            models[name] = rounded_model(reference, PLAIN[name]), most
         elif name != KV_CACHE:
             options = QUANTIZED[name.removesuffix(OWN_TEXTS)]
             read = own_texts(tokenizer) if name.endswith(OWN_TEXTS) else texts
-            models[name] = quantized(arguments.model, options, read), arguments.answers
+            models[name] = quantized(arguments.model, options, read), most
         else:
-            models[name] = Model(reference.config, reference.weights, "int8"), arguments.kv_answers
+            models[name] = Model(reference.config, reference.weights, "int8"), most
     conversations = forced_conversations(tokenizer, arguments.seed, arguments.answers)
     started = time.perf_counter()
 
