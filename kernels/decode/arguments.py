@@ -32,6 +32,8 @@ from edgellm.kernels.launch import Kernel
 #: Threads of a block of the kernels of few rows and of norms.
 THREADS = 32 * SLICES
 #: By dtype, its name on the device.
+#: A column behind those of every layer.
+_BEHIND_ALL = 2**31 - 1
 CUDA_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 
 
@@ -132,7 +134,8 @@ def adapters_argument(adapters: LinearAdapters, linear: LinearWeights, batch: in
         )
     if adapters.low.size < words or adapters.low.pointer == adapters.next_low.pointer:
         raise KernelError(f"LoRA adapters need {words} words of memory that the next launch does not use")
-    ends = [*accumulate(modules), outputs, outputs][: MAX_FUSED - 1]
+    # A tile may reach behind the last row: what is there belongs to the last module, whose products there are.
+    ends = [*accumulate(modules[:-1]), *[_BEHIND_ALL] * MAX_FUSED][: MAX_FUSED - 1]
     return AdaptersArgument(
         *addresses(*adapters[:3], adapters.low, adapters.next_low),
         *(places, len(modules), rank, batch // sequences, adapters.next_low.size, 0, 0),

@@ -31,8 +31,8 @@ struct Kept {
 };
 
 // LoRA adapters of a linear layer, see adapters.cuh: a [places * P, K], b [places * P, N] and scales [sequences, places] of T,
-// P = modules * rank for the layers that are fused in this one, whose columns end at `ends`; each sequence has `tokens` rows.
-// low [places, batch, P / 2] words; the next launch's `low` is to be cleared. Of a kernel of few rows, the units that A's rows
+// P = modules * rank for the layers that are fused in this one, whose columns, but the last's, end at `ends`; each sequence has
+// `tokens` rows. low [places, batch, P / 2] words; the next launch's `low` is to be cleared. Of a kernel of few rows, the units that A's rows
 // are, and the first blocks, which multiply them.
 struct Adapters {
     const void *a, *b, *scales;

@@ -33,7 +33,8 @@ def small_config(published: dict[str, Any]) -> DecoderConfig:
 @pytest.mark.parametrize("shape", ["qwen2.5-0.5b", "qwen3-1.7b", "llama-1b", "llama-8b"])
 def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape: str) -> None:
     """As the benchmark's rounds do: the rows behind the prompt were overwritten by then."""
-    from random_model import SHAPES, random_directory, random_runner
+    from random_checkpoint import SHAPES
+    from random_model import random_directory, random_runner
 
     config = small_config(SHAPES[shape])
     plan = tree(4, 3, 12) if shape != "llama-8b" else chain(3)
@@ -53,7 +54,8 @@ def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape:
 
 
 def test_a_loop_of_plain_steps_begins_behind_its_prompt_each_time(tmp_path: Path) -> None:
-    from random_model import SHAPES, loop_milliseconds, random_directory, random_runner
+    from random_checkpoint import SHAPES
+    from random_model import loop_milliseconds, random_directory, random_runner
 
     config = replace(small_config(SHAPES["llama-1b"]), vocab_size=1000)
     with random_runner(random_directory(tmp_path, config, EngineLimits(1, 16, 240)), "numpy") as runner:
@@ -63,8 +65,9 @@ def test_a_loop_of_plain_steps_begins_behind_its_prompt_each_time(tmp_path: Path
 
 
 def test_weights_are_spread_as_asked_for() -> None:
+    from random_checkpoint import SHAPES
     from random_draft import HEAD_SCALE, SCALE
-    from random_model import SHAPES, RandomNumpyBackend, RandomTensors
+    from random_model import RandomNumpyBackend, RandomTensors
 
     from edgellm.engines.model.config import WeightSpec
 
@@ -79,7 +82,7 @@ def test_weights_are_spread_as_asked_for() -> None:
 
 def test_a_step_reads_the_embedding_only_where_it_is_the_head() -> None:
     from probes import weight_bytes
-    from random_model import SHAPES
+    from random_checkpoint import SHAPES
 
     decode, found = EngineShape("decode", 1, 1, 64, 64), {}
     for name in ("llama-1b", "llama-8b"):
@@ -98,3 +101,18 @@ def test_the_kernels_that_measure_a_device_compile(architecture: str) -> None:
     limits = DeviceLimits(1000.0, 100.0, 16)
     assert limits.read_share(2e9, 4.0) == 0.5
     assert limits.mma_share(1e12, 20.0) == 0.5
+
+
+def test_a_packed_checkpoint_is_written_and_runs(tmp_path: Path) -> None:
+    from random_checkpoint import LLAMA_3_2_1B, write_checkpoint
+
+    from edgellm import LLM, SamplingParams
+    from edgellm.engines.building.builder import build_engine_directory
+    from edgellm.kernels.quantization.packed_weight import WeightFormat
+
+    small = {"num_hidden_layers": 1, "vocab_size": 300, "hidden_size": 256, "intermediate_size": 384}
+    config = LLAMA_3_2_1B | small | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    write_checkpoint(tmp_path / "model", config, packed=WeightFormat("int4", 128, zeros=False, dtype="float16"))
+    build_engine_directory(tmp_path / "model", tmp_path / "engines", EngineLimits(1, 16, 64), None)
+    with LLM(tmp_path / "engines", backend="numpy") as llm:
+        assert len(llm.generate("hello", SamplingParams(max_tokens=5, ignore_eos=True)).token_ids) == 5

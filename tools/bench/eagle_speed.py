@@ -31,7 +31,8 @@ from as_device import one_of, parse
 from device_limits import device_limits
 from probes import counted_waits, enqueue_replaced, executor_name
 from provenance import provenance, report
-from random_model import SHAPES, loop_milliseconds, random_runner
+from random_checkpoint import SHAPES
+from random_model import loop_milliseconds, random_runner
 from round_bench import PROMPT_TOKENS, ROUNDS_PER_SERIES, SERIES, RoundBench, plans_of, prepare
 from round_table import measure_table
 from simulated_acceptance import SCHEDULE_ROUNDS, schedule, simulated_mean

@@ -33,8 +33,8 @@ from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
 from probes import executor_name, weight_bytes
 from provenance import provenance, report
-from random_checkpoint import LLAMA_3_2_1B, checkpoint_in
-from random_model import SHAPES, loop_milliseconds, random_prompt, random_runner, shape_directory
+from random_checkpoint import LLAMA_3_2_1B, SHAPES, checkpoint_in
+from random_model import loop_milliseconds, random_prompt, random_runner, shape_directory
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import KV_CACHES, DecoderConfig, EngineLimits

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -25,6 +26,8 @@ from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.quantization.written_layout import quantization_config
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LAYERS = 16
 LLAMA_3_2_1B = {
@@ -52,6 +55,50 @@ LLAMA_3_2_1B = {
     "torch_dtype": "float16",
     "bos_token_id": 0,
     "eos_token_id": 1,
+}
+
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_scaling": None, "rms_norm_eps": 1e-6}
+#: By name, what a `config.json` says.
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float16",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    },
+    "qwen3-1.7b": LLAMA_3_2_1B
+    | _QWEN3
+    | {
+        "vocab_size": 151936,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+    },
+    "llama-1b": LLAMA_3_2_1B,
+    "llama-8b": LLAMA_3_2_1B
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
 }
 
 #: With what its vision encoder needs; the preprocessor's settings beside it.
@@ -105,22 +152,29 @@ QWEN_2_5_VL_PREPROCESSOR = {
 
 
 def checkpoint_in(work: Path, layers: int = LAYERS) -> Path:
-    """The checkpoint in `work` with Llama-3.2-1B's shapes, of so many layers; written where it is not there yet.
-
-    That is done by a process of its own: a child's peak memory would count what its parent held when it was started.
-    """
+    """The checkpoint in `work` with Llama-3.2-1B's shapes, of so many layers; written where it is not there yet."""
     checkpoint = work / ("checkpoint" if layers == LAYERS else f"checkpoint-{layers}")
     if not (checkpoint / "model.safetensors").exists():
-        subprocess.run([sys.executable, __file__, checkpoint, "--layers", str(layers)], check=True)
+        write_in_a_process(checkpoint, "--layers", str(layers))
     return checkpoint
 
 
-def write_checkpoint(directory: Path, config: dict, seed: int = 0, preprocessor: dict | None = None) -> None:
+def write_in_a_process(checkpoint: Path, *options: str) -> None:
+    """Write a checkpoint, options as below; a child of this process would count what it held then as its own peak."""
+    subprocess.run([sys.executable, __file__, checkpoint, *options], check=True)
+
+
+def write_checkpoint(
+    directory: Path, config: dict, seed: int = 0, preprocessor: dict | None = None, packed: WeightFormat | None = None
+) -> None:
     """Write config, a byte-level tokenizer and normally distributed fp16 weights (standard deviation 0.02).
 
-    A model with a `preprocessor` has a vision encoder.
+    A model with a `preprocessor` has a vision encoder. Linear layers before the head are `packed` where that is a
+    format, symmetric integers of 4 bits: compressed-tensors' layout, evenly distributed codes.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    if packed is not None:
+        config = config | {"quantization_config": quantization_config(packed, ["lm_head"])}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
@@ -131,17 +185,20 @@ def write_checkpoint(directory: Path, config: dict, seed: int = 0, preprocessor:
     if preprocessor is not None:
         (directory / "preprocessor_config.json").write_text(json.dumps(preprocessor))
         specs += vision_weights(read_vision_config(config))
-    save_file(random_tensors(specs, seed), directory / "model.safetensors")
+    save_file(random_tensors(specs, seed, packed), directory / "model.safetensors")
 
 
-def random_tensors(specs: Sequence[WeightSpec], seed: int) -> dict[str, np.ndarray]:
-    """Normally distributed matrices and vectors of ones, fp16, by their names in a checkpoint."""
+def random_tensors(specs: Sequence[WeightSpec], seed: int, packed: WeightFormat | None = None) -> dict[str, np.ndarray]:
+    """Normally distributed matrices and vectors of ones, fp16, by their names in a checkpoint; layers may be packed."""
     random = np.random.default_rng(seed)
     # One block of random values, cut anew for each tensor: drawing billions of normals would take minutes.
     block = (random.standard_normal(1 << 24) * 0.02).astype(np.float16)
     tensors = {}
     for spec in specs:
         for name, shape in spec.parts:
+            if packed is not None and len(shape) == 2 and ".layers." in name:
+                tensors |= _packed_tensors(name.removesuffix(".weight"), shape, packed, random)
+                continue
             size = int(np.prod(shape))
             start = int(random.integers(0, block.size))
             values = np.ones(size, np.float16) if len(shape) == 1 else np.resize(np.roll(block, -start), size)
@@ -149,13 +206,29 @@ def random_tensors(specs: Sequence[WeightSpec], seed: int) -> dict[str, np.ndarr
     return tensors
 
 
+def _packed_tensors(
+    module: str, shape: tuple[int, ...], format: WeightFormat, random: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Codes from 0 to 15 with one scale, which gives the layer the deviation of the dense ones."""
+    rows, columns = shape
+    words = random.integers(0, 256, rows * columns // 2, np.uint8).view("<i4").reshape(rows, -1)
+    scales = np.full((rows, format.groups(columns)), 0.02 / np.arange(16).std(), np.float16)
+    tensors = {"weight_packed": words, "weight_scale": scales, "weight_shape": np.array(shape, np.int64)}
+    return {f"{module}.{ending}": tensor for ending, tensor in tensors.items()}
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--shapes", choices=list(SHAPES), default="llama-1b")
+    parser.add_argument("--layers", type=int, help="instead of the published count")
+    parser.add_argument("--weights", choices=("float16", "int4"), default="float16", help="int4: groups of 128")
     parser.add_argument("--draft", type=Path, help="where to write an EAGLE-3 head of matching shapes")
     arguments = parser.parse_args()
-    base = LLAMA_3_2_1B | {"num_hidden_layers": arguments.layers}
-    write_checkpoint(arguments.directory, base)
+    base = SHAPES[arguments.shapes]
+    if arguments.layers is not None:
+        base = base | {"num_hidden_layers": arguments.layers}
+    int4 = WeightFormat("int4", 128, zeros=False, dtype="float16")
+    write_checkpoint(arguments.directory, base, packed=int4 if arguments.weights == "int4" else None)
     if arguments.draft is not None:
         write_draft(arguments.draft, base)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from random_checkpoint import LLAMA_3_2_1B
+from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
@@ -29,49 +29,6 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.kernels.bfloat16 import store_rounded
 
-_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_scaling": None, "rms_norm_eps": 1e-6}
-#: By name, what a `config.json` says.
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen2.5-0.5b": {
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float16",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    },
-    "qwen3-1.7b": LLAMA_3_2_1B
-    | _QWEN3
-    | {
-        "vocab_size": 151936,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "attention_bias": False,
-    },
-    "llama-1b": LLAMA_3_2_1B,
-    "llama-8b": LLAMA_3_2_1B
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-}
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
 

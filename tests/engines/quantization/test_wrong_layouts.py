@@ -21,7 +21,7 @@ from edgellm.engines.model.decoder import decoder_weights
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
 MODEL = "model.safetensors"
-LAYER = "model.layers.1.mlp.down_proj"
+LAYER = "model.layers.0.mlp.down_proj"
 _TYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "I8": np.int8, "BF16": np.uint16}
 
 
@@ -104,7 +104,7 @@ def test_values_that_no_weight_has(
     checked(directory, load=False)  # shapes and dtypes are as they were
     with pytest.raises(CheckpointError) as caught:
         checked(directory)
-    assert f"tensor 'model.layers.{'0.mlp.up' if name == 'fp8_blocks' else '1.mlp.down'}_proj.{words}" in str(
+    assert f"tensor 'model.layers.{'0.mlp.up' if name == 'fp8_blocks' else '0.mlp.down'}_proj.{words}" in str(
         caught.value
     )
     assert str(directory) in str(caught.value) and "Copy the checkpoint anew" in str(caught.value)
@@ -139,7 +139,7 @@ LIES = [
     ),
     ("gptq_v1_group32", {"modules_in_block_to_quantize": [["mlp.up_proj"]]}, f"missing: {LAYER}.weight [64, 96]"),
     ("gptq_v1_bias_dynamic", {"dynamic": {}}, f"wrong shape: {LAYER}.qweight"),
-    ("autoround_gptq", {"extra_config": {}}, f"wrong shape: {LAYER}.qweight"),
+    ("autoround_gptq", {"extra_config": {}}, "wrong shape: model.layers.1.mlp.down_proj.qweight"),
     ("fp8_blocks", {"weight_block_size": [16, 16]}, "weight_scale_inv is [2, 4], expected [4, 4]"),
 ]
 
@@ -198,7 +198,7 @@ def test_tensors_that_are_missing_unknown_and_of_another_kind(copy: Callable[[st
     directory = copy("gptq_v1_group32")
     tensors = read_tensors(directory / MODEL)
     del tensors[f"{LAYER}.g_idx"]
-    tensors["model.layers.1.mlp.up_proj.weight_scale"] = "F32", [1], bytes(4)
+    tensors["model.layers.0.mlp.up_proj.weight_scale"] = "F32", [1], bytes(4)
     tensors[f"{LAYER}.scales"] = "I16", *tensors[f"{LAYER}.scales"][1:]
     write_tensors(directory / MODEL, tensors)
     with pytest.raises(CheckpointError) as caught:
@@ -206,7 +206,7 @@ def test_tensors_that_are_missing_unknown_and_of_another_kind(copy: Callable[[st
     for words in (
         "(3 differences, weights packed with gptq)",
         f"missing: {LAYER}.g_idx [96]",
-        "unknown: model.layers.1.mlp.up_proj.weight_scale [1]",
+        "unknown: model.layers.0.mlp.up_proj.weight_scale [1]",
         f"wrong dtype: {LAYER}.scales is int16, expected one of float32, float16, bfloat16",
     ):
         assert words in str(caught.value)

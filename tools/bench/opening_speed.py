@@ -1,0 +1,142 @@
+"""From the start of a process to its first token, and the memory it takes: packed models beside dense ones.
+
+    python tools/bench/opening_speed.py [llama-1b:float16 llama-8b:int4 ...] [--draft] [--kv-cache int8] [--starts 3]
+
+Each model has random weights; it is written and built once. Kernels are compiled and files are in the page cache before
+the starts that count. `host_mib`: the largest sum of a process's own pages, without those of mapped files.
+`device_mib`: by how much less memory of the GPU is free at the peak than before, without a context (`context_mib`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+from as_device import parse, python
+from provenance import provenance, report
+from random_checkpoint import write_in_a_process
+
+from edgellm.engines.model.config import KV_CACHES
+
+_CONTEXT_ALONE = (
+    "import pycuda.driver as d; d.init(); c = d.Device(0).make_context(); print(flush=True); input(); c.pop()"
+)
+_SAMPLE_SECONDS = 0.005
+
+
+class DeviceMemory:
+    """The GPU's free memory, as a context of this process sees it."""
+
+    def __init__(self) -> None:
+        from pycuda import driver
+
+        driver.init()
+        self._driver, self._context = driver, driver.Device(0).retain_primary_context()
+        self._context.push()
+
+    def free_mib(self) -> float:
+        """Now."""
+        return self._driver.mem_get_info()[0] / 2**20
+
+    def context_mib(self) -> float:
+        """What a context of another process takes that does nothing."""
+        before = self.free_mib()
+        command = [sys.executable, "-c", _CONTEXT_ALONE]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process.stdout.read(1)
+        taken = before - self.free_mib()
+        process.communicate(b"\n")
+        return taken
+
+
+def prepared(work: Path, shape: str, weights: str, draft: bool, kv_cache: str, head: str) -> Path:
+    """The engine directory of a random model, built with a context of 4,096."""
+    checkpoint, engines = work / f"{shape}-{weights}", work / f"{shape}-{weights}-{head}-engines"
+    head_of_draft = work / f"{shape}-draft"
+    if not (checkpoint / "model.safetensors").exists():
+        options = ["--draft", str(head_of_draft)] if draft else []
+        write_in_a_process(checkpoint, "--shapes", shape, "--weights", weights, *options)
+    command = [*python(), "-m", "edgellm", "build", str(checkpoint), str(engines), "--force", "--kv-capacity", "4096"]
+    command += ["--kv-cache", kv_cache, *(["--draft", str(head_of_draft)] if draft else [])]
+    command += [] if head == "as-published" else ["--head", head]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return engines
+
+
+def start(engines: Path, device: DeviceMemory) -> dict[str, float]:
+    """One process that answers: seconds to the first byte of its answer, and its largest memory."""
+    command = [*python(), "-m", "edgellm", "generate", "--raw", "hello", "--max-tokens", "64", "--model", str(engines)]
+    free, host, least, first = device.free_mib(), 0.0, device.free_mib(), 0.0
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    while process.poll() is None:
+        host, least = max(host, own_mib(process.pid)), min(least, device.free_mib())
+        if select.select([process.stdout], [], [], _SAMPLE_SECONDS)[0]:
+            if not os.read(process.stdout.fileno(), 1 << 16):
+                break
+            first = first or time.perf_counter() - began
+    if process.wait():
+        raise SystemExit("edgellm generate failed")
+    return {"first_token_seconds": first, "host_mib": host, "device_mib": free - least}
+
+
+def own_mib(process: int) -> float:
+    """Of a process that runs: pages that belong to no file."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:  # it has just ended
+        return 0.0
+    kib = next((line.split()[1] for line in lines if line.startswith("RssAnon")), "0")
+    return int(kib) / 1024
+
+
+def memory_plan(engines: Path) -> dict[str, float]:
+    """What `edgellm info` says, MiB."""
+    command = [*python(), "-m", "edgellm", "info", str(engines), "--json"]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["memory"]
+    return {name: size / 2**20 for name, size in found.items()}
+
+
+def main() -> None:
+    """The whole of the tool."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=["llama-1b:float16", "llama-8b:int4"], help="SHAPE:WEIGHTS")
+    parser.add_argument("--draft", action="store_true", help="with an EAGLE-3 head")
+    parser.add_argument("--head", default="as-published", help="of the packed models")
+    parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-opening")
+    parser.add_argument("--output", type=Path)
+    arguments = parse(parser)
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    device = DeviceMemory()
+    results: dict[str, Any] = {**provenance(), "context_mib": device.context_mib()}
+    for model in arguments.models:
+        shape, weights = model.split(":")
+        head = arguments.head if weights == "int4" else "as-published"
+        engines = prepared(arguments.work, shape, weights, arguments.draft, arguments.kv_cache, head)
+        starts = [start(engines, device) for _ in range(1 + arguments.starts)]
+        context = results["context_mib"]
+        results[model] = {
+            "plan_mib": memory_plan(engines),
+            "first_start": starts[0],
+            "first_token_seconds": min(each["first_token_seconds"] for each in starts[1:]),
+            "host_mib": max(each["host_mib"] for each in starts[1:]),
+            "device_mib": max(each["device_mib"] for each in starts[1:]) - context,
+        }
+        print(f"{model}: {json.dumps(results[model])}", flush=True)
+    report(results, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
