@@ -23,7 +23,7 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 #: Shares of the mean square that are added to each: few rows say little about directions that they lack.
 _DAMPINGS = (0.01, 0.1, 1.0)
 #: Rows of a weight that a processor computes at a time, and columns between which errors are carried one by one.
-_ROWS, _BLOCK = 512, 32
+_ROWS, _BLOCK = 1024, 32
 
 
 @dataclass(frozen=True)
