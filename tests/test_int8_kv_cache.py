@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from edgellm import Request, SamplingParams
 from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, planned_shapes, split_refusal
-from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
+from edgellm.engines.backends.executors import (
+    kernel_executor,
+    kernel_refusal,
+    plan_refusal,
+    planned_shapes,
+    split_refusal,
+)
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import check_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.errors import BuildError, EngineDirectoryError, EngineError
+from edgellm.engines.errors import BuildError, EngineDirectoryError
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.llm import LLM, SHIPPED_MODEL
@@ -138,10 +143,7 @@ def test_heads_that_no_kernel_takes_are_refused_with_the_reason(int8_engines: Pa
 
 
 def test_tensorrt_refuses_a_step_that_only_it_would_run(int8_engines: Path) -> None:
-    backend = object.__new__(TensorRTBackend)
     directory = EngineDirectory.read(int8_engines)
-    backend._directory, backend.compute_dtype = directory, "float32"
-    backend._module = SimpleNamespace(shared_limit=227 << 10, multiprocessors=1, has_clusters=False)
     shape = directory.limits.base_shape("prefill", 1, 16, 96)
-    with pytest.raises(EngineError, match=r"base.prefill.* cannot run with --kv-cache int8: .*float16 and bfloat16"):
-        backend._plan_engine(shape)
+    refusal = str(plan_refusal(directory.config, shape, "float32", 227 << 10, packed=False))
+    assert re.search(r"base.prefill.* cannot run with --kv-cache int8: .*float16 and bfloat16", refusal)

@@ -87,11 +87,11 @@ def draft_limits_in_words(limits: dict[str, Any]) -> str:
 
 
 def executor_facts(
-    models: Mapping[str, Any], limits: EngineLimits, dtype: str, capability: str
+    models: Mapping[str, Any], limits: EngineLimits, dtype: str, capability: str, packed: Collection[str] = ()
 ) -> list[dict[str, str | None]]:
     """What runs which shapes on GPUs of a compute capability ("sm_90"): first the kernels, then TensorRT, alone or with
     kernels for attention, and the `reason` why not kernels, each in an entry of its own; `models` has the configuration
-    by `EngineShape.model`.
+    by `EngineShape.model`, of which `packed` have packed weights.
 
     Where one of them runs several steps of one phase, the reason is that of the first.
     """
@@ -105,7 +105,7 @@ def executor_facts(
         name, reason = "kernels", refusal_on(*described)
         if reason is not None:
             name = SplitEngine.name if splits_on(*described) else "TensorRT"
-            if shape.kv_cache != "compute" and name == "TensorRT":
+            if name == "TensorRT" and (shape.kv_cache != "compute" or shape.model in packed):
                 name = "nothing but the NumPy backend"
         found = steps.setdefault((shape.model, shape.phase + (" with adapters" if shape.lora_slots else "")), {})
         found.setdefault(next((known for known in found if known[0] == name), (name, reason)), []).append(shape)

@@ -60,7 +60,8 @@ def doctor(
     facts |= {"model": model, "kv_cache": _kv_cache(directory)}
     facts |= {"plans": _plans(directory), "draft": _draft(directory)}
     described = directory.models, directory.limits, directory.dtype
-    facts["executors"] = [] if gpu is None else executor_facts(*described, gpu.compute_capability)
+    packed = directory.packed_models()
+    facts["executors"] = [] if gpu is None else executor_facts(*described, gpu.compute_capability, packed)
     say(
         f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})",
         *(f"{'executor':<12}{text}" for text in executors_in_words(facts["executors"])),

@@ -37,11 +37,13 @@ from edgellm.engines.directories.plan_files import (
     refresh_command,
 )
 from edgellm.engines.directories.strict_formats import plain_values
+from edgellm.engines.errors import EngineError
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
+from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
 
@@ -78,12 +80,13 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     specs, draft, vision = decoder_weights(config), directory.draft, directory.vision
     differences = directory.differences(verify, hash_weights=False)
     packed = {} if differences else _packed_facts(directory)
-    computed = "float32" if packed else directory.dtype  # in which packed models run
+    layouts, refusal = _gpu_layouts(directory) if packed else ({}, None)
+    computed = directory.dtype if refusal is None else "float32"  # in which NumPy runs what GPUs do not
     vision_bytes = None
     if vision is not None:
         vision_bytes = vision_memory(vision.config, limits.image_rows, computed)
-    known = [] if packed else _known_platforms(directory)
-    platforms = [_platform_facts(directory, platform) for platform in known]
+    known = [] if refusal is not None else _known_platforms(directory, layouts)
+    platforms = [_platform_facts(directory, layouts, platform) for platform in known]
     described = directory.models, limits, directory.dtype
     capabilities = {platform.compute_capability for platform in known}
     if verify:
@@ -97,14 +100,16 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "attention": directory.attention,
         "limits": plain_values(limits),
         "weights": {name: directory.files[name].size for name in directory.weight_files},
-        "executors": {name: executor_facts(*described, name) for name in sorted(capabilities)},
+        "executors": {name: executor_facts(*described, name, layouts) for name in sorted(capabilities)},
         "plans": platforms,
         "packed": packed,
+        "gpu_refusal": refusal,
         "memory": plan_memory(
             config,
             limits,
             specs,
             computed,
+            packed_memory(directory.models, layouts, directory.dtype),
             draft=None if draft is None else draft.config,
             adapters=limits.has_lora,
             vision_memory=vision_bytes,
@@ -151,10 +156,18 @@ def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
     return facts
 
 
-def _known_platforms(directory: EngineDirectory) -> list[Platform]:
+def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]:
+    """What packed weights are in a GPU's memory, or why GPUs do not run the model."""
+    try:
+        return model_layouts(directory.models, directory.checkpoints, directory.dtype), None
+    except EngineError as error:
+        return {}, str(error)
+
+
+def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     places = [directory.plans_path]
-    shapes = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_80", needless=True)
+    shapes = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_80", True, packed)
     for shape in shapes:  # which are the same for all that have kernels
         places.append(cached_plans_path(directory_network(directory, shape)))
     found = {platform for place in places for platform, plans in platforms_with_plans(place) if plans}
@@ -162,12 +175,12 @@ def _known_platforms(directory: EngineDirectory) -> list[Platform]:
     return sorted(found | ({present} if present else set()), key=lambda platform: platform.folder)
 
 
-def _platform_facts(directory: EngineDirectory, platform: Platform) -> dict[str, Any]:
+def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform: Platform) -> dict[str, Any]:
     models, limits, dtype = directory.models, directory.limits, directory.dtype
-    needed = planned_shapes(models, limits, dtype, platform.compute_capability)
+    needed = planned_shapes(models, limits, dtype, platform.compute_capability, False, packed)
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
-    for shape in planned_shapes(models, limits, dtype, platform.compute_capability, needless=True):
+    for shape in planned_shapes(models, limits, dtype, platform.compute_capability, True, packed):
         plan, refusals = find_plan(directory, shape, platform)
         problems += refusals
         if plan is not None:
@@ -245,14 +258,14 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         for words, part in packed["stored"].items():
             yield _row("", f"{words}, {part['weights']} weights of {part['bytes'] / MEBIBYTE:,.1f} MiB")
         yield from (_row("", note) for note in packed["notes"])
-    if facts["packed"]:
-        yield _row("plans", "none: in this release packed weights run on the NumPy backend alone")
+    if facts["gpu_refusal"]:
+        yield _row("plans", f"none: {facts['gpu_refusal']}")
     elif not facts["plans"]:
         yield _row("plans", "none: the NumPy backend runs it; on a GPU with TensorRT they are made on first use")
     total = sum(facts["memory"].values())
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
     where = "on a GPU, without the engines' scratch"
-    if facts["packed"]:
+    if facts["gpu_refusal"]:
         where = "on the NumPy backend, which makes float32 of the weights"
     yield _row("memory", f"{total / MEBIBYTE:,.1f} MiB {where}: {parts}")
     if facts["verified"] and not facts["differences"]:

@@ -38,7 +38,7 @@ def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
     return typer.Option(*flags, callback=check, show_default=False, rich_help_panel=SAMPLING, **details)
 
 
-def _one_of(choices: tuple[str, ...]) -> Callable[[str | None], str | None]:
+def one_of(choices: tuple[str, ...]) -> Callable[[str | None], str | None]:
     def check(value: str | None) -> str | None:
         if value is not None and value not in choices:
             raise typer.BadParameter(f"{value!r}{did_you_mean(value, choices)}")
@@ -161,14 +161,14 @@ class ComputingOptions:
 
     backend: Annotated[
         str | None,
-        typer.Option("--backend", metavar="|".join(BACKENDS), callback=_one_of(BACKENDS), help="What computes."),
+        typer.Option("--backend", metavar="|".join(BACKENDS), callback=one_of(BACKENDS), help="What computes."),
     ] = None
     kv_cache: Annotated[
         str | None,
         typer.Option(
             "--kv-cache",
             metavar="|".join(KV_CACHES),
-            callback=_one_of(KV_CACHES),
+            callback=one_of(KV_CACHES),
             help="Keep the KV cache in the dtype that is computed in, or in 8 bits, which takes half the memory "
             "[default: as the engine directory was built].",
         ),

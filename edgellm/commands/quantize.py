@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +14,11 @@ import yaml
 
 from edgellm.commands.build import ProgressDisplay
 from edgellm.commands.console import ended_by_signals, write_note
+from edgellm.commands.options import one_of
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_json
+from edgellm.engines.quantization.arithmetic import ARITHMETICS, open_arithmetic
 from edgellm.engines.quantization.quantizer import (
     LONGEST_TEXT,
     METHODS,
@@ -53,7 +56,7 @@ def quantize(
         str,
         typer.Option(
             metavar="|".join(METHODS),
-            help="awq scales columns by the activations and lets each make up for the errors of those before; rtn "
+            help="awq scales columns by the activations; gptq lets columns make up for the errors of others, too; rtn "
             "rounds to nearest.",
         ),
     ] = METHODS[0],
@@ -65,6 +68,14 @@ def quantize(
             '"text" or "messages" [default: a small set of many kinds; rtn: none].',
         ),
     ] = None,
+    backend: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(ARITHMETICS),
+            callback=one_of(ARITHMETICS),
+            help="What computes; auto: a GPU where there is one, else NumPy.",
+        ),
+    ] = ARITHMETICS[0],
     force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
     restart: Annotated[
         bool, typer.Option("--restart", help="Begin anew where an interrupted run has left layers.")
@@ -84,9 +95,10 @@ def quantize(
         entries = default_texts() if calibration is None else load_texts(calibration)
         texts = token_pieces(Tokenizer.from_directory(checkpoint, config.vocab_size), entries)
     display = ProgressDisplay(sys.stderr)
+    arithmetic = open_arithmetic(backend)
     try:
-        with ended_by_signals(), display:
-            report = quantize_checkpoint(checkpoint, target, options, texts, force, restart, display)
+        with closing(arithmetic), ended_by_signals(), display:
+            report = quantize_checkpoint(checkpoint, target, options, texts, force, restart, display, arithmetic)
     except (KeyboardInterrupt, SystemExit):
         write_note("The layers that are done are kept: the same command goes on with the next.")
         raise

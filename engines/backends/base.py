@@ -139,6 +139,10 @@ class Backend(Protocol):
         """All weights, fused as `specs` say; `progress` gets bytes done and bytes in all. Raises CheckpointError that
         names the tensor and the index of a value that is infinite or NaN."""
 
+    @property
+    def packed_memory(self) -> Mapping[str, int]:
+        """Bytes of the weights of models that have packed ones, by the memory plan's names; others it finds itself."""
+
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where the engine of a shape reads what the lengths of sequences ask for, not what the key range does, so
         that one of the largest serves all. Asked where shapes are fixed."""

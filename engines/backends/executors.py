@@ -3,10 +3,10 @@ kernels for its attention."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows, passes
+from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows, most_rows, passes
 from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes
@@ -31,7 +31,7 @@ def kernel_executor(
 
     `capacity` says which is the fastest: by itself an H200 whose blocks have that limit.
 
-    A verify step of more rows than one launch takes runs in passes, each of some of its sequences.
+    A step of more rows than one launch takes runs in passes, each of some of its sequences.
     """
     if dtype not in ("float16", "bfloat16"):
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
@@ -39,11 +39,11 @@ def kernel_executor(
         return None, "vision encoders run on TensorRT"
     part = passes(shape)[-1][1]
     rows = part.batch * part.tokens
-    if rows > ManyRows.most_rows:
+    if rows > ManyRows.most_rows and part.segment is None:  # else it may select some of them
         return None, f"kernels take up to {ManyRows.most_rows} rows, not {rows}"
     program = model_program(config, part)
     capacity = capacity or Capacity(shared_limit=shared_limit)
-    possible: list[Executor] = [FewRows, ManyRows] if rows <= FewRows.most_rows else [ManyRows]
+    possible: list[Executor] = [FewRows, ManyRows] if most_rows(program) <= FewRows.most_rows else [ManyRows]
     few_first = fastest(possible, lambda executor, gpu: executor.clocks(program, gpu), capacity) is FewRows
     reasons: list[str] = []
     for executor in (FewRows, ManyRows) if few_first else (ManyRows, FewRows):
@@ -55,8 +55,11 @@ def kernel_executor(
 
 
 def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why no executor by hand-written kernels runs a shape, or the whole that a segment is of; None if one does."""
+    """Why no executor by hand-written kernels runs a shape, or the whole that a segment is of; None if one does, or
+    runs the segment."""
     executor, reason = kernel_executor(config, replace(shape, segment=None), dtype, shared_limit)
+    if executor is None and shape.segment is not None:
+        executor, _ = kernel_executor(config, shape, dtype, shared_limit)
     return reason if executor is None else None
 
 
@@ -93,6 +96,24 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
     return None
 
 
+def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int, packed: bool) -> str | None:
+    """Why no TensorRT engine runs a shape that kernels do not run, whole or for its attention, and what to do; None if
+    one does. `packed`: the model has packed weights."""
+    if shape.kv_cache != "compute":
+        kernels = kernel_refusal(config, shape, dtype, shared_limit)
+        return (
+            f"{shape.name} cannot run with --kv-cache {shape.kv_cache}: TensorRT has no such KV caches, and {kernels}. "
+            'Take --kv-cache compute (kv_cache="compute"), or --backend numpy'
+        )
+    if packed and shape.segment is None:
+        kernels, split = (refusal(config, shape, dtype, shared_limit) for refusal in (kernel_refusal, split_refusal))
+        return (
+            f"{shape.name} cannot run with packed weights on this GPU: {kernels}; TensorRT takes them layer by layer, "
+            f"but {split}. Take the unquantized model, or --backend numpy"
+        )
+    return None
+
+
 def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:
     """Whether `SplitEngine` runs a shape that kernels refuse whole, on GPUs of a compute capability."""
     limit = shared_limit_of(capability)
@@ -100,17 +121,27 @@ def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: s
 
 
 def planned_shapes(
-    models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, capability: str, needless: bool = False
+    models: Mapping[str, ModelConfig],
+    limits: EngineLimits,
+    dtype: str,
+    capability: str,
+    needless: bool = False,
+    packed: Collection[str] = (),
 ) -> list[EngineShape]:
     """What needs plans on GPUs of a compute capability: whole shapes, and segments of those whose attention kernels
-    compute. `models` are those of `EngineShape.model`; `needless`: also of shapes that kernels run whole."""
+    compute. `models` are those of `EngineShape.model`, of which `packed` have packed weights; `needless`: also of what
+    kernels run, whole or as segments."""
     found: dict[EngineShape, None] = {}
     for shape in limits.all_engine_shapes():
         config = models[shape.model]
         if not needless and refusal_on(config, shape, dtype, capability) is None:
             continue
         splits = splits_on(config, shape, dtype, capability)
-        if shape.kv_cache != "compute" and not splits:  # TensorRT has no such KV caches
+        if not splits and (shape.kv_cache != "compute" or shape.model in packed):  # TensorRT has neither
             continue
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
-    return list(found)
+    return [
+        shape
+        for shape in found
+        if needless or shape.segment is None or refusal_on(models[shape.model], shape, dtype, capability) is not None
+    ]

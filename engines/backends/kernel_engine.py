@@ -1,4 +1,5 @@
-"""Engines of hand-written kernels: decode, verify and draft steps, and short prefills, as launches prepared once.
+"""Engines of hand-written kernels: decode, verify and draft steps, short prefills and the segments of long ones that
+have few rows, as launches prepared once.
 
 They stand behind the same edge as TensorRT's engines and write the same KV rows, so that all share caches and weights.
 Each new token sees the committed rows, itself, and in steps of several tokens the new ones that `attention_mask` lets
@@ -20,11 +21,19 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
-from edgellm.engines.backends.kernel_executors import Executor, StepKernels, adapter_words, passes, scratch_of
+from edgellm.engines.backends.kernel_executors import (
+    Executor,
+    StepKernels,
+    adapter_words,
+    most_rows,
+    passes,
+    scratch_of,
+)
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import ITEM_SIZES, Array
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout, PackedMatrix
 
 _ALIGNMENT = 256
 
@@ -34,6 +43,8 @@ class KernelEngine:
 
     Not thread-safe: enqueue from the thread that owns the stream.
     """
+
+    takes_packed = True
 
     def __init__(
         self,
@@ -60,7 +71,7 @@ class KernelEngine:
         self._launches: list[Any] = []
         self._launches_by_layer: list[Any] = []
         self._layer_starts: dict[int, int] = {}
-        self._is_whole = True
+        self._is_whole, self._has_kernels = True, False
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -73,26 +84,32 @@ class KernelEngine:
         self._scratch = []
         for (_, program), layout in zip(self._passes, self._layouts, strict=True):
             arrays = {name: device.part(scratch, *place) for name, place in layout.items()}
-            rows = program.shape.batch * program.shape.tokens
-            # Not in the shared scratch: the counters must be zero between steps.
-            arrays["counters"] = device.zeros((rows, max(step.heads[1] for step in program.attentions)), "uint32")
+            if program.attentions:  # not in the shared scratch: the counters must be zero between steps
+                most = max(step.heads[1] for step in program.attentions)
+                arrays["counters"] = device.zeros((most_rows(program), most), "uint32")
             self._scratch.append(arrays)
         words = max(adapter_words(program) for _, program in self._passes)
         self._device, self._areas = device, [device.zeros((words,), "uint32") for _ in range(3 if words else 0)]
         self._launches, self._launches_by_layer = [], []
 
-    def load_kernels(self) -> None:
+    def load_kernels(self, loaded: Mapping[str, DeviceLayout | None]) -> None:
         """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
-        step waits for it."""
+        step waits for it: once, when all weights of the program are `loaded`, and it is known how they are packed."""
+        if self._has_kernels or self._bound or not self._program.weights.keys() <= loaded.keys():
+            return
         memory: Any = next(iter(self._scratch[0].values()))
         self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
+        layouts = {name: loaded[name] for name in self._program.weights}
+        self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items() if layout is not None}
         self._prepare()
-        self._bound = {}
+        self._bound, self._has_kernels = {}, True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""
-        self._launches, self._launches_by_layer = [], []
-        self._bound |= checked_bindings(self.shape, self._tensors, bindings)
+        fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
+        if fresh:
+            self._launches, self._launches_by_layer = [], []
+            self._bound |= checked_bindings(self.shape, self._tensors, fresh)
 
     def enqueue(self) -> None:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""
@@ -141,7 +158,7 @@ class KernelEngine:
             executor = self.executor(self._kernels, program, arrays, lows, self._shared_limit)
             # A layer begins with the step before its attention.
             starts = {n - 1: step.index for n, step in enumerate(program.steps) if isinstance(step, Attention)}
-            first = min(starts)
+            first = min(starts, default=None)
             for number, step in enumerate(program.steps):
                 if number in starts:
                     self._layer_starts[len(launches)] = starts[number]
@@ -167,3 +184,12 @@ class KernelEngine:
             nbytes = math.prod(size) * ITEM_SIZES[self._own(kind)]
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return layout, offset
+
+
+def stand_in(layout: DeviceLayout, memory: Any) -> Any:
+    """A `PackedMatrix` of a layout on memory that nothing reads."""
+    columns, format = (layout.columns,), layout.format
+    order = replace(memory, shape=columns, dtype="int32") if format.permuted else None
+    scales = replace(memory, shape=columns, dtype="float32") if format.scaled else None
+    inputs = ArrangedInputs(order, scales) if format.permuted or format.scaled else None
+    return PackedMatrix(layout, memory, inputs)

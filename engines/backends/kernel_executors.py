@@ -7,6 +7,7 @@ launches of their own, for all blocks of the linear layer that follows. Either g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +25,7 @@ from edgellm.engines.model.program import (
     NormLinear,
     Program,
     Scale,
+    SideBySide,
     Step,
 )
 from edgellm.engines.model.states import Edge
@@ -52,8 +54,10 @@ from edgellm.kernels.decode.geometries import (
     norm_linear_shared_bytes,
     norm_shared_bytes,
 )
+from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
+from edgellm.kernels.quantization.device_layout import ArrangedInputs
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 _PACKED = "packed"
@@ -88,7 +92,7 @@ class FewRows:
     @classmethod
     def refusal(cls, program: Program, limit: int) -> str | None:
         """Why this executor cannot run a program where blocks may have so much shared memory, None if it can."""
-        rows = program.shape.batch * program.shape.tokens
+        rows = most_rows(program)
         if rows > cls.most_rows:
             return f"{cls.name} take up to {cls.most_rows} rows, not {rows}"
         for step in program.steps:
@@ -107,7 +111,7 @@ class FewRows:
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
         rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
-            return attention_shared_bytes(AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows))
+            return attention_shared_bytes(_attention_shape(step, shape))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
             return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
@@ -141,26 +145,44 @@ class FewRows:
         if isinstance(step, Scale):
             return [self._kernels.few.scale_rows(self._array(step.value), step.factor, self._array(step.output))]
         if isinstance(step, LinearResidual):
-            return [self._linear_residual(step)]
+            return self._linear_residual(step)
+        if isinstance(step, SideBySide):
+            return self._side_by_side(step)
         assert isinstance(step, NormLinear)
         return self._norm_linear(step, next_early)
 
+    def _side_by_side(self, step: SideBySide) -> list[Any]:
+        output = self._array(step.output)
+        output, launches, column = output.reshape(-1, output.shape[-1]), [], 0
+        for part in (NormedInput(self._array(value), None) for value in step.values):
+            launches.append(self._kernels.few.norm(part, output, column))
+            column += part.columns
+        return launches
+
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
-        if linear.is_packed:
-            return self._normed_apart(step, next_early)
-        if not self.norms_inside(step):
-            x, launches = self._together(step, padded=False)
+        rows = step_rows(step, self._program)
+        apart = linear.arranged is not None or len(step.inputs) > 1 or rows > MAX_NORMED_ROWS  # of packed layers
+        inside = self.norms_inside(step) and not (linear.is_packed and apart)
+        if not few.takes(linear, rows, normed=inside):
+            return self._normed_apart(step, linear, next_early)
+        if not inside:
+            x, launches = self._together(step, False, next_early, linear.arranged)
+            if step.gated:
+                return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
         inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
         if step.gated:
             return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
-    def _normed_apart(self, step: NormLinear, next_early: bool) -> list[Any]:
-        """By the kernels of many rows, which take packed weights of few rows, too."""
-        many, linear, output = self._kernels.many, self._weights(step.linear), self._array(step.output)
-        x, launches = self._together(step, padded=True, next_early=next_early)
+    def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
+        """By the kernels of many rows."""
+        many, output = self._kernels.many, self._array(step.output)
+        products = linear.adapters is not None  # of inputs that are not arranged yet
+        x, launches = self._together(step, True, next_early, None if products else linear.arranged)
+        if products:
+            launches += [*self._low_products(x, linear), *self._arranged(x, linear)]
         if step.gated:
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
@@ -168,11 +190,13 @@ class FewRows:
     def _residual_kernels(self, step: LinearResidual) -> Any:
         return self._kernels.few
 
-    def _linear_residual(self, step: LinearResidual) -> Any:
+    def _linear_residual(self, step: LinearResidual) -> list[Any]:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
-        kernels = self._kernels.many if linear.is_packed else self._residual_kernels(step)
-        return kernels.linear_residual(
-            self._array(step.value),
+        takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
+        kernels = self._residual_kernels(step) if takes else self._kernels.many
+        x = self._array(step.value)
+        whole = kernels.linear_residual(
+            x,
             linear,
             self._array(step.residual),
             self._array(step.output),
@@ -180,6 +204,20 @@ class FewRows:
             self._kept(step.keep),
             *selected,
         )
+        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear), whole]
+
+    def _arranged(self, x: Array, linear: LinearWeights) -> list[Any]:
+        """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""
+        if linear.arranged is None:
+            return []
+        inputs = NormedInput(x, None, width=linear.weight.shape[1])
+        return [self._kernels.few.norm(inputs, x, arranged=linear.arranged)]
+
+    def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
+        """What makes the products of adapters' A, which kernels of packed layers do not make themselves."""
+        if not linear.is_packed or linear.adapters is None:
+            return []
+        return [self._kernels.many.low_products(x, linear, *selected)]
 
     def _attention(self, step: Attention) -> Any:
         array = self._array
@@ -201,11 +239,13 @@ class FewRows:
             array(step.output),
         )
 
-    def _together(self, step: NormLinear, padded: bool, next_early: bool = True) -> tuple[Array, list[Any]]:
+    def _together(
+        self, step: NormLinear, padded: bool, next_early: bool = True, arranged: ArrangedInputs | None = None
+    ) -> tuple[Array, list[Any]]:
         """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
-        launches that bring them there, each normed."""
-        given = step.inputs[0]
-        if len(step.inputs) == 1 and not given.norms and given.value in self._program.inputs and step.keep is None:
+        launches that bring them there, each normed, and `arranged`."""
+        given, is_input = step.inputs[0], step.inputs[0].value in self._program.inputs
+        if len(step.inputs) == 1 and not given.norms and is_input and step.keep is None and arranged is None:
             return self._array(given.value), []
         columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
         rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns
@@ -215,11 +255,14 @@ class FewRows:
             parts += [(part, None) for part in self._parts(given)]
         if step.keep is not None:
             parts[-1] = (parts[-1][0], step.keep)
-        launches, column = [], 0
+        launches, column, at_once = [], 0, arranged if len(parts) == 1 else None
         for number, (part, keep) in enumerate(parts):
             early = next_early or number > 0
-            launches.append(self._kernels.few.norm(part, packed, column, self._kept(keep), early))
+            launches.append(self._kernels.few.norm(part, packed, column, self._kept(keep), early, at_once))
             column += part.width or part.values.shape[-1]
+        whole = NormedInput(packed, None, width=columns)
+        if arranged is not None and at_once is None:
+            launches.append(self._kernels.few.norm(whole, packed, arranged=arranged))
         return packed, launches
 
     def _parts(self, given: Input) -> list[NormedInput]:
@@ -267,7 +310,7 @@ class ManyRows(FewRows):
         return super()._shared_bytes(step, program, limit)
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
-        return self._normed_apart(step, next_early)
+        return self._normed_apart(step, self._weights(step.linear), next_early)
 
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
@@ -310,9 +353,13 @@ def _norm_count(step: NormLinear | LinearResidual) -> int:
 
 def step_rows(step: Step, program: Program) -> int:
     """Rows of activations that a step computes."""
-    shape = program.shape
-    selects = isinstance(step, NormLinear | LinearResidual) and step.selects
-    return shape.batch * (shape.selected if selects else shape.tokens)
+    return math.prod(program.kinds[step.output][0][:-1])
+
+
+def most_rows(program: Program) -> int:
+    """Of its steps that multiply or attend."""
+    kinds = NormLinear | LinearResidual | Attention
+    return max(step_rows(step, program) for step in program.steps if isinstance(step, kinds))
 
 
 def step_refusal(step: Step, program: Program) -> str | None:
@@ -322,10 +369,13 @@ def step_refusal(step: Step, program: Program) -> str | None:
         if shape.tokens > MAX_TOKENS:
             return f"it takes up to {MAX_TOKENS} tokens of a sequence, not {shape.tokens}"
         return attention_refusal(*step.heads, shape.kv_cache == "int8")
-    if isinstance(step, Scale):
+    if isinstance(step, Scale | SideBySide):
         return None
     if not isinstance(step, NormLinear | LinearResidual):
         return "there is no kernel for it"
+    gated = isinstance(step, NormLinear) and step.gated
+    if not gated and program.kinds[step.output][1] != "float32" and step.output in program.outputs:
+        return f"kernels put {step.output} out in float32 alone"
     adapted = program.adapted.get(step.linear.name)
     refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, _module_rows(adapted))
     if refused:
@@ -360,47 +410,39 @@ def _module_rows(adapted: AdaptedProjection) -> tuple[int, ...]:
 def adapter_words(program: Program) -> int:
     """The most words that a linear layer needs as `LinearAdapters.low`."""
     shape = program.shape
-    rows, fused = shape.batch * shape.tokens, max((len(each.modules) for each in program.adapted.values()), default=0)
-    return low_words(rows, shape.lora_slots, fused, shape.lora_rank)
+    fused = max((len(each.modules) for each in program.adapted.values()), default=0)
+    return low_words(most_rows(program), shape.lora_slots, fused, shape.lora_rank)
+
+
+def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
+    return AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows, shape.kv_cache == "int8")
 
 
 def scratch_of(program: Program) -> Edge:
     """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them."""
-    shape = program.shape
-    rows, chosen = shape.batch * shape.tokens, shape.batch * shape.selected
+    shape, edge = program.shape, program.inputs.keys() | program.outputs.keys()
     found: Edge = {}
     packed = 0
     for step in program.steps:
+        rows, width = step_rows(step, program), program.kinds[step.output][0][-1]
+        dtype = "float32"
         if isinstance(step, Attention):
-            heads, _, size = step.heads
-            found[step.output] = ((rows, heads * size), "compute")
-            own = AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows)
-            found["partial"] = ((attention_partials(own),), "float32")
-            continue
-        if isinstance(step, Scale):
-            found[step.output] = ((rows, program.inputs[step.value][0][-1]), "float32")
-            continue
-        assert isinstance(step, NormLinear | LinearResidual)
-        width, columns = step.linear.weight.shape
-        if isinstance(step, LinearResidual):
-            count = chosen if step.selects else found[step.value][0][0]
-            found[step.output] = ((count, width), "float32")
-            continue
-        packed = max(packed, rows * padded_columns(columns))
-        given = step.inputs[-1].value
-        count = rows if given in program.inputs else found[given][0][0]
-        if step.output not in program.outputs:
-            result = (width // 2, "compute") if step.gated else (width, "float32")
-            found[step.output] = ((count, result[0]), result[1])
-        if step.keep is not None and step.keep.target not in program.outputs:
-            found[step.keep.target] = ((count, columns // len(step.inputs)), "compute")
+            dtype = "compute"
+            found["partial"] = ((attention_partials(_attention_shape(step, shape)),), "float32")
+        elif isinstance(step, NormLinear):
+            dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
+            packed = max(packed, rows * padded_columns(columns))
+            if step.keep is not None and step.keep.target not in edge:
+                found[step.keep.target] = ((rows, columns // len(step.inputs)), "compute")
+        if step.output not in edge:
+            found[step.output] = ((rows, width), dtype)
     return found | {_PACKED: ((packed,), "compute")}
 
 
 def passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:
-    """The slots of each pass, as even as they can be, and its shape: one pass but for large verify steps."""
+    """The slots of each pass, as even as they can be, and its shape: one pass but for large steps of several slots."""
     count = 1
-    if shape.phase == "verify" and shape.tokens <= MAX_TILED_ROWS:
+    if shape.phase != "decode" and shape.tokens <= MAX_TILED_ROWS:
         count = -(-shape.batch // (MAX_TILED_ROWS // shape.tokens))
     ends = [shape.batch * number // count for number in range(count + 1)]
     return [(slice(start, end), replace(shape, batch=end - start)) for start, end in pairwise(ends)]

@@ -174,6 +174,11 @@ class NumpyBackend:
         """All weights as float32."""
         return load_numpy_weights(checkpoint, specs, progress)
 
+    @property
+    def packed_memory(self) -> Mapping[str, int]:
+        """Nothing: packed weights become float32."""
+        return {}
+
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """False: attention computes with all of the rows that it is given."""
         return False

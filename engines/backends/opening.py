@@ -7,7 +7,7 @@ from typing import cast
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
-from edgellm.engines.quantization.config import unserved
+from edgellm.engines.quantization.device_layouts import model_layouts
 from edgellm.kernels.gpu import find_gpu
 
 BACKENDS = ("auto", "numpy", "tensorrt")
@@ -17,7 +17,7 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
     """Open the backend `name`: "numpy", "tensorrt", or "auto", which takes TensorRT where a GPU is present.
 
     On "auto" a machine with a GPU but without TensorRT or pycuda raises MissingDependencyError rather than silently
-    computing on the CPU. Models with packed weights are refused there with EngineError.
+    computing on the CPU. Packed weights that its kernels do not take are refused there with EngineError.
     """
     if name not in BACKENDS:
         raise EngineError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
@@ -28,9 +28,7 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
         vision = None if directory.vision is None else directory.vision.config
         # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
         return cast(Backend, NumpyBackend(directory.config, draft, vision))
-    packed = directory.packed_models()
-    if packed:
-        raise EngineError(unserved(packed))
+    packed = model_layouts(directory.models, directory.checkpoints, directory.dtype)
     from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
 
-    return cast(Backend, TensorRTBackend(directory))
+    return cast(Backend, TensorRTBackend(directory, packed))

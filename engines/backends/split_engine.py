@@ -1,20 +1,24 @@
 """Engines of steps of many tokens: TensorRT's between attention, and kernels that compute it without scores in memory.
 
 A token sees the rows before its own, and itself: there is no mask to read. A program is cut at its attention
-(`segments.py`); equal segments share an engine, whose weights are bound anew for each layer.
+(`segments.py`); equal segments share an engine, whose weights are bound anew for each layer. TensorRT multiplies dense
+weights alone: packed ones of a segment are dequantized in front of it, into scratch that all segments share. Kernels
+take packed ones as they are: theirs is what stands behind the last attention, where few rows are selected.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
 from edgellm.engines.model.program import Attention, Program
-from edgellm.engines.model.segments import segments_of
+from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PrefillKernels, RowScales
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RowScales
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ALIGNMENT = 256
 
@@ -26,6 +30,8 @@ class SegmentEngine(Protocol):
     """What runs a segment, bound and attached as any other engine is."""
 
     scratch_bytes: int
+    #: whether it multiplies packed weights as they are
+    takes_packed: bool
 
     def attach(self, device: Any, scratch: Any) -> None:
         """Use `scratch` and the device's stream."""
@@ -37,8 +43,15 @@ class SegmentEngine(Protocol):
         """Run on the bound memory."""
 
 
-#: A segment's engine, what it is bound to, and the number and launches of the attention behind it (none: no launches).
-_Step = tuple[SegmentEngine, dict[str, Array], int, list[Launchable]]
+class _Step(NamedTuple):
+    """A segment's engine, what it is bound to, what makes its dense weights of packed ones, and the number and launches
+    of the attention behind it (none: no launches)."""
+
+    engine: SegmentEngine
+    bindings: dict[str, Array]
+    dequantizing: list[Launchable]
+    layer: int
+    attention: list[Launchable]
 
 
 class SplitEngine:
@@ -51,17 +64,23 @@ class SplitEngine:
     reads_attention_mask = False
 
     def __init__(
-        self, kernels: PrefillKernels, program: Program, engines: Mapping[int, SegmentEngine], dtype: str
+        self,
+        kernels: PromptKernels,
+        program: Program,
+        engines: Mapping[int, SegmentEngine],
+        dtype: str,
+        packed: Collection[str] = (),
     ) -> None:
-        """`engines` are those of the program's segments, by `Segment.number`; `dtype` is what computes."""
+        """`engines` are those of the program's segments, by `Segment.number`; `dtype` is what computes; the weights
+        named in `packed` will be bound packed."""
         self.shape = program.shape
         self._kernels, self._program, self._engines, self._dtype = kernels, program, engines, dtype
         self._segments = segments_of(program)
         self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in program.edge.items()}
-        self._layout: dict[str, _Place] = {}
+        self._packed, self._layout = frozenset(packed), dict[str, _Place]()
         #: Of each segment, the places of its engine's tensors; of the attention behind it, where it reads and writes.
         self._wiring: list[dict[str, str]] = []
-        self._own_bytes = self._lay_out()
+        self._own_bytes = self._lay_out_weights(self._lay_out())
         self.scratch_bytes = self._own_bytes + max(engine.scratch_bytes for engine in engines.values())
         self._bound: dict[str, Array] = {}
         self._scratch: dict[str, Array] = {}
@@ -98,6 +117,18 @@ class SplitEngine:
             self._wiring.append(wiring)
         return offset
 
+    def _lay_out_weights(self, begin: int) -> int:
+        """Find a place for each segment's weights that are bound packed, from byte `begin` on; where the largest
+        segment's end."""
+        end = begin
+        for segment, wiring in zip(self._segments, self._wiring, strict=True):
+            offset = begin
+            for name, whole in self._packed_of(segment):
+                wiring[name] = f"{whole} (dense)"
+                offset = self._add(wiring[name], segment.program.weights[name].shape, self._dtype, offset)
+            end = max(end, offset)
+        return end
+
     def _add(self, place: str, size: tuple[int, ...], dtype: str, offset: int) -> int:
         """Put a value behind the others, if it is new; the bytes of all."""
         if place in self._layout:
@@ -119,6 +150,18 @@ class SplitEngine:
             engine.attach(device, scratch[self._own_bytes :])
         self._steps = []
 
+    def load_kernels(self, loaded: Mapping[str, DeviceLayout | None]) -> None:
+        """See `KernelEngine.load_kernels`: those of the segments that run on kernels, and those that dequantize."""
+        for segment, wiring in zip(self._segments, self._wiring, strict=True):
+            names = {name: segment.name_in_whole(name) for name in segment.program.weights}
+            engine = self._engines[segment.number]
+            if isinstance(engine, KernelEngine):
+                engine.load_kernels({name: loaded[whole] for name, whole in names.items() if whole in loaded})
+            for name, whole in self._packed_of(segment):
+                memory, layout = self._scratch[wiring[name]], loaded.get(whole)
+                if layout is not None:
+                    self._kernels.dequantize(stand_in(layout, memory), memory, beside=True)
+
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""
         self._bound |= checked_bindings(self.shape, self._tensors, bindings)
@@ -133,12 +176,14 @@ class SplitEngine:
         wait."""
         if not self._steps:
             self._steps = self._prepare()
-        for engine, bindings, layer, launches in self._steps:
-            engine.bind(bindings)
-            engine.enqueue()
-            if launches:
-                before_layer(layer)
-            for launch in launches:
+        for step in self._steps:
+            for launch in step.dequantizing:
+                launch()
+            step.engine.bind(step.bindings)
+            step.engine.enqueue()
+            if step.attention:
+                before_layer(step.layer)
+            for launch in step.attention:
                 launch()
 
     def _prepare(self) -> list[_Step]:
@@ -151,8 +196,25 @@ class SplitEngine:
                 context = arrays[wiring[attention.output]]
                 launches = self._launches(attention, arrays[wiring[attention.value]], context)
             layer = 0 if attention is None else attention.index
-            steps.append((self._engines[segment.number], bindings, layer, launches))
+            dense = self._dequantizing(segment, wiring)
+            steps.append(_Step(self._engines[segment.number], bindings, dense, layer, launches))
         return steps
+
+    def _dequantizing(self, segment: Segment, wiring: Mapping[str, str]) -> list[Launchable]:
+        """What makes a segment's dense weights, all of which may run beside each other."""
+        launches: list[Launchable] = []
+        for name, whole in self._packed_of(segment):
+            values = self._scratch[wiring[name]]
+            launches.append(self._kernels.dequantize(self._bound[whole], values, beside=bool(launches)))
+        return launches
+
+    def _packed_of(self, segment: Segment) -> list[tuple[str, str]]:
+        """The weights of a segment that its engine takes dense alone, and are bound packed: their names there, and in
+        the whole."""
+        if self._engines[segment.number].takes_packed:
+            return []
+        names = [(name, segment.name_in_whole(name)) for name in segment.program.weights]
+        return [(name, whole) for name, whole in names if whole in self._packed]
 
     def _launches(self, step: Attention, qkv: Array, context: Array) -> list[Launchable]:
         """Those of one layer's attention."""

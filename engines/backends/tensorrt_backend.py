@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -10,9 +12,10 @@ from typing import Any
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, split_refusal
+from edgellm.engines.backends.executors import kernel_executor, plan_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
+from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
@@ -24,8 +27,10 @@ from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_p
 from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.quantization.device_layouts import PackedLayouts, packed_layouts, packed_memory
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -33,6 +38,7 @@ from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.sampling.launcher import CudaSampling
 from edgellm.kernels.tree.launcher import CudaTree
 
@@ -50,8 +56,9 @@ class TensorRTBackend(CudaDevice):
     fixed_shapes = True
     computes_at_once = False
 
-    def __init__(self, directory: EngineDirectory) -> None:
-        self._directory = directory
+    def __init__(self, directory: EngineDirectory, packed: PackedLayouts | None = None) -> None:
+        """`packed` are the `model_layouts` of a directory with packed weights."""
+        self._directory, self._packed = directory, packed or {}
         self.compute_dtype = directory.dtype
         self._library = load_tensorrt()
         self._opened: ExitStack | None = None
@@ -75,6 +82,9 @@ class TensorRTBackend(CudaDevice):
         self._few: dict[int, CudaDecodeKernels] = {}
         self._many: CudaTiledKernels | None = None
         self._scratch, self._is_checked = self.empty((0,), "uint8"), False
+        #: The weights that were loaded, and how they are packed (None: dense). Where base and draft have one of the
+        #: same name it is the draft's, which is loaded last.
+        self._loaded: dict[str, DeviceLayout | None] = {}
 
     @cached_property
     def draft_tree(self) -> CudaTree:
@@ -97,25 +107,50 @@ class TensorRTBackend(CudaDevice):
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, DeviceArray]:
-        """Each weight in a buffer of its own, filled straight from the memory-mapped checkpoint."""
-        weights = {spec.name: self.empty(spec.shape, "compute") for spec in specs}
-        total, done = sum(array.nbytes for array in weights.values()), 0
-        for spec, offset, values in iterate_weight_parts(checkpoint, specs, self.compute_dtype):
+    ) -> dict[str, DeviceArray | PackedMatrix]:
+        """Each weight in a buffer of its own, filled straight from the memory-mapped checkpoint; packed ones in the
+        kernels' layout. The kernels that engines need for them are loaded, too."""
+        layouts = packed_layouts(checkpoint, specs, self.compute_dtype)
+        dense = [spec for spec in specs if spec.name not in layouts]
+        weights = {spec.name: self.empty(spec.shape, "compute") for spec in dense}
+        total = sum(array.nbytes for array in weights.values()) + sum(
+            math.prod(each.shape) for each in layouts.values()
+        )
+        done = 0
+
+        def advance(count: int) -> None:
+            nonlocal done
+            done += count
+            if progress:
+                progress(done, total)
+
+        for spec, offset, values in iterate_weight_parts(checkpoint, dense, self.compute_dtype):
             whole = weights[spec.name]
             part = DeviceArray(whole.pointer + offset, values.shape, whole.dtype, whole.owner)
             self.upload(part, values)
-            done += values.nbytes
-            if progress:
-                progress(done, total)
-        check = FiniteCheck(checkpoint, specs)
+            advance(values.nbytes)
+        check = FiniteCheck(checkpoint, dense)
         due = {
             name: weights[spec.name].reshape(-1)[place]
-            for spec, name, place in part_places(specs)
+            for spec, name, place in part_places(dense)
             if check.is_due(name)
         }
         check.conclude(self._first_not_finite(due))
-        return weights
+        packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
+        found = weights | PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, advance)
+        if packed:
+            seconds = time.perf_counter() - started
+            logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
+        self._load_kernels(found)
+        return found
+
+    def _load_kernels(self, weights: Mapping[str, DeviceArray | PackedMatrix]) -> None:
+        """Those of the engines whose weights are there, now that it is known how these are packed."""
+        packed = {name: weight.layout for name, weight in weights.items() if isinstance(weight, PackedMatrix)}
+        self._loaded |= dict.fromkeys(weights) | packed
+        for engine in self._engines:
+            if not isinstance(engine, TensorRTEngine):
+                engine.load_kernels(self._loaded)
 
     def _first_not_finite(self, tensors: Mapping[str, DeviceArray]) -> dict[str, int]:
         """By name, the index of the first value of each tensor [n] that is infinite or NaN, -1 for none.
@@ -127,6 +162,11 @@ class TensorRTBackend(CudaDevice):
             self.kernels.first_not_finite(tensor, found[number : number + 1])
         return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
 
+    @property
+    def packed_memory(self) -> Mapping[str, int]:
+        """See `Backend.packed_memory`."""
+        return packed_memory(self._directory.models, self._packed, self.compute_dtype)
+
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""
         config, limit = self._directory.model_config(shape.model), self._module.shared_limit
@@ -137,7 +177,7 @@ class TensorRTBackend(CudaDevice):
 
     def load_engine(self, shape: EngineShape) -> Engine:
         """The decode kernels where they take model and shape (they are faster), otherwise plans: of what stands between
-        attention, or of the whole where kernels do not take that, but for KV caches of int8: EngineError. One that is
+        attention, or of the whole where kernels do not take that; EngineError where nothing runs a shape. One that is
         loaded after `check_memory` has scratch of its own where it needs more than there is."""
         engine = self._kernel_engine(shape) or self._split_engine(shape) or self._plan_engine(shape)
         self._engines.append(engine)
@@ -150,8 +190,9 @@ class TensorRTBackend(CudaDevice):
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module))
         if executor is None:
-            name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
-            logger.info("%s runs on %s: %s", shape.name, name, reason)
+            if shape.segment is None:
+                name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
+                logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
         return KernelEngine(self._step_kernels(config, executor), executor, config, shape, dtype, limit)
 
@@ -163,8 +204,14 @@ class TensorRTBackend(CudaDevice):
         program, kernels = model_program(config, shape), CudaPrefill(self._module)
         for heads, _, size in {step.heads for step in program.attentions}:  # before a step waits for them
             kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
-        engines = {part.segment: self._plan_engine(part) for part in segment_shapes(program)}
-        return SplitEngine(kernels, program, engines, dtype)
+        parts = segment_shapes(program)
+        engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
+        return SplitEngine(kernels, program, engines, dtype, self._packed_of(shape.model, program))
+
+    def _packed_of(self, model: str, program: Program) -> set[str]:
+        """The names of a program's packed weights; those that no checkpoint of a draft fills are the base's."""
+        specs = program.weights.values()
+        return {spec.name for spec in specs if spec.name in self._packed.get(model if spec.parts else "base", {})}
 
     def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
         """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""
@@ -172,20 +219,17 @@ class TensorRTBackend(CudaDevice):
         few = self._few.get(decoder.head_dim)
         if few is None:
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
-        if executor is ManyRows and self._many is None:
+        if (executor is ManyRows or self._packed) and self._many is None:
             self._many = CudaTiledKernels(self._module, self.compute_dtype)
         return StepKernels(few, self._many, capacity_of(self._module))
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
-        if shape.kv_cache != "compute":
-            config, limit = self._directory.model_config(shape.model), self._module.shared_limit
-            raise EngineError(
-                f"{shape.name} cannot run with --kv-cache {shape.kv_cache}: TensorRT has no such KV caches, and "
-                f"{kernel_refusal(config, shape, self.compute_dtype, limit)}. Take --kv-cache compute "
-                '(kv_cache="compute"), or --backend numpy'
-            )
         config, attention = self._directory.model_config(shape.model), self._directory.attention
+        is_packed = shape.model in self._packed
+        refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, is_packed)
+        if refusal is not None:
+            raise EngineError(refusal)
 
         def build() -> bytes:
             logger.warning(
@@ -220,8 +264,8 @@ class TensorRTBackend(CudaDevice):
 
     def _attach(self, engine: TensorRTEngine | KernelEngine | SplitEngine, scratch: DeviceArray) -> None:
         engine.attach(self, scratch)
-        if isinstance(engine, KernelEngine):
-            engine.load_kernels()
+        if not isinstance(engine, TensorRTEngine):
+            engine.load_kernels(self._loaded)
 
     def close(self) -> None:
         """Free engines, scratch and kernels, then leave the context."""

@@ -27,6 +27,7 @@ class TensorRTEngine:
     """One engine with one execution context. Not thread-safe: enqueue from the thread that owns the stream."""
 
     reads_attention_mask = True
+    takes_packed = False
 
     def __init__(
         self, library: TensorRTLibrary, runtime: Any, plan: bytes, shape: EngineShape, cache: RuntimeCache

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from edgellm.engines.backends.executors import planned_shapes
@@ -31,6 +32,7 @@ from edgellm.engines.building.inputs import (
     read_vision_config,
 )
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.directories.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.directories.engine_directory import (
@@ -54,13 +56,12 @@ from edgellm.engines.directories.plan_files import (
 from edgellm.engines.directories.small_files import size_limit
 from edgellm.engines.directories.staged_directory import StagedDirectory
 from edgellm.engines.directories.strict_formats import JSONObject
-from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.errors import BuildError, CheckpointError, EngineError
 from edgellm.engines.lora.adapter import ADAPTER_FILES
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
-from edgellm.engines.quantization.config import unserved
-from edgellm.engines.quantization.layout import Quantization
+from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many)
 #: and "finish".
@@ -124,10 +125,17 @@ def build_engine_directory(
     check_settings(dtype, attention, weights)
     platforms, note = choose_platforms(targets)
     inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, encoder, vision)
-    platforms, note = _for_packed(inputs.packed, platforms, note, bool(targets))
+    places = {"base": source, "draft": Path(draft or source), "vision": vision or source}
+    checkpoints = {model: partial(Checkpoint.open, place) for model, place in places.items()}
+    packed, refusal = _packed_layouts(inputs.models, checkpoints, dtype)
+    if refusal is not None and platforms:
+        if targets:
+            raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
+        platforms, note = (), f"No plans are built: {refusal}."
+    limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
     report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
-    plans = _choose_plans(report, inputs.models, platforms, all_plans)
+    plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
     job = _Job(target, inputs, dtype, attention, limits, plans, weights, force)
     copied = inputs.weight_bytes if weights == "copy" else 0
     check_disk_space(target.absolute().parent, copied + plan_bytes_bound(config, _shapes_of(plans), encoder))
@@ -165,12 +173,14 @@ def refresh_plans(
     platforms, note = choose_platforms(targets)
     if not platforms:
         raise BuildError(f"There is no target to build plans for. {note}")
-    _for_packed(directory.packed_models(), platforms, note, True)
     config, dtype, attention = directory.config, directory.dtype, directory.attention
+    packed, refusal = _packed_layouts(directory.models, directory.checkpoints, dtype)
+    if refusal is not None:
+        raise BuildError(refusal)
     draft = None if directory.draft is None else directory.draft.config
     report = BuildReport(directory.path, config, dtype, directory.limits, draft)
     report.vision = None if directory.vision is None else directory.vision.config
-    plans = _choose_plans(report, directory.models, platforms, all_plans)
+    plans = _choose_plans(report, directory.models, platforms, all_plans, packed)
     needed = _shapes_of(plans)
     check_disk_space(directory.path, plan_bytes_bound(config, needed, report.vision))
     networks = {shape: directory_network(directory, shape) for shape in set(needed)}
@@ -193,24 +203,28 @@ def refresh_plans(
     return _finished(report, started)
 
 
-def _for_packed(
-    packed: Mapping[str, Quantization], platforms: tuple[Platform, ...], note: str, asked: bool
-) -> tuple[tuple[Platform, ...], str]:
-    """No plans of models with packed weights, and why not; BuildError where they were asked for."""
-    if not packed:
-        return platforms, note
-    if platforms and asked:
-        raise BuildError(f"{unserved(packed)}, or build without plans: without --target")
-    return (), f"{unserved(packed)}."
+def _packed_layouts(
+    models: Mapping[str, ModelConfig], checkpoints: Mapping[str, Callable[[], Checkpoint]], dtype: str
+) -> tuple[PackedLayouts, str | None]:
+    """`model_layouts`, and why the kernels of GPUs do not take them, if they do not."""
+    try:
+        return model_layouts(models, checkpoints, dtype), None
+    except EngineError as error:
+        return {}, str(error)
 
 
 def _choose_plans(
-    report: BuildReport, models: Mapping[str, ModelConfig], platforms: Sequence[Platform], all_plans: bool
+    report: BuildReport,
+    models: Mapping[str, ModelConfig],
+    platforms: Sequence[Platform],
+    all_plans: bool,
+    packed: PackedLayouts,
 ) -> dict[Platform, list[EngineShape]]:
     """What each platform gets plans for."""
-    limits, report.targets = report.limits, [platform.compute_capability for platform in platforms]
+    report.targets = [platform.compute_capability for platform in platforms]
+    limits, dtype = report.limits, report.dtype
     return {
-        each: planned_shapes(models, limits, report.dtype, each.compute_capability, all_plans) for each in platforms
+        each: planned_shapes(models, limits, dtype, each.compute_capability, all_plans, packed) for each in platforms
     }
 
 

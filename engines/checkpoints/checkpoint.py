@@ -34,6 +34,7 @@ from edgellm.engines.quantization.layout import (
     Quantization,
     Stored,
 )
+from edgellm.engines.quantization.stored import StoredWeight
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 from edgellm.kernels.user_paths import printable
 
@@ -178,10 +179,14 @@ class Checkpoint:
         return layout.format(self.info(f"{name.removesuffix(_WEIGHT)}.{layout.scale_tensor}").dtype)
 
     def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
-        """A packed weight [N, K], its values checked; None for one that is stored as it is.
+        """As `stored`, with codes in memory, a byte each, until the weight is let go."""
+        stored = self.stored(name, shape)
+        return None if stored is None else stored.unpacked()
 
-        Codes are in memory, a byte each, until the weight is let go. Raises CheckpointError for tensors that are
-        missing, mis-shaped, or hold what no weight has.
+    def stored(self, name: str, shape: Sequence[int]) -> StoredWeight | None:
+        """A packed weight [N, K], its values checked, its codes as they are in the file; None for one that is dense.
+
+        Raises CheckpointError for tensors that are missing, mis-shaped, or hold what no weight has.
         """
         layout = self.layout(name, shape)
         if layout is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -173,6 +173,12 @@ class EngineDirectory:
             folders["vision"] = self.vision.path
         found = {model: folder_quantization(folder) for model, folder in folders.items()}
         return {model: quantization for model, quantization in found.items() if quantization is not None}
+
+    @property
+    def checkpoints(self) -> dict[str, Callable[[], Checkpoint]]:
+        """What opens the weights of each of `models`."""
+        parts = {"base": self, "draft": self.draft, "vision": self.vision}
+        return {model: part.checkpoint for model, part in parts.items() if part is not None}
 
     @property
     def models(self) -> dict[str, ModelConfig]:

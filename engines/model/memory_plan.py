@@ -39,15 +39,15 @@ def plan_memory(
     limits: EngineLimits,
     specs: Sequence[WeightSpec],
     dtype: str,
-    engines: Mapping[str, int] | None = None,
+    known: Mapping[str, int] | None = None,
     draft: DraftConfig | None = None,
     adapters: bool = False,
     vision_memory: Mapping[str, int] | None = None,
 ) -> MemoryPlan:
     """Memory of weights, KV caches, step buffers and sampling state.
 
-    With a `draft` its own are added, with `adapters` the places for LoRA adapters; `engines` is what the engines share,
-    and `vision_memory` what a vision encoder takes, in bytes by name.
+    With a `draft` its own are added, with `adapters` the places for LoRA adapters. In bytes by name, `vision_memory` is
+    what a vision encoder takes, and `known` what the engines share, and what is known better: packed weights.
     """
     item = ITEM_SIZES[dtype]
     weights = sum(math.prod(spec.shape) for spec in specs) * item
@@ -70,7 +70,7 @@ def plan_memory(
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
-    return MemoryPlan(items | dict(vision_memory or {}) | dict(engines or {}))
+    return MemoryPlan(items | dict(vision_memory or {}) | dict(known or {}))
 
 
 def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:

@@ -240,6 +240,30 @@ class Program:
         return tuple(step for step in self.steps if isinstance(step, Attention))
 
     @cached_property
+    def kinds(self) -> Edge:
+        """Shape and dtype of every value between the steps of a decoder; those of one name are alike."""
+        kinds, residual = self.inputs | self.outputs, "float32" if self.wide_residual else "compute"
+        for step in self.steps:
+            if isinstance(step, NormLinear | LinearResidual):
+                value = step.inputs[-1].value if isinstance(step, NormLinear) else step.value
+                dtype = "compute" if isinstance(step, NormLinear) else residual
+                width = step.linear.weight.shape[0] // (2 if isinstance(step, NormLinear) and step.gated else 1)
+                batch, rows, _ = kinds[value][0]
+                if step.keep is not None:
+                    kept = value if isinstance(step, NormLinear) else step.residual
+                    kinds.setdefault(step.keep.target, (kinds[kept][0], "compute"))
+                rows = self.shape.selected if step.selects else rows
+                kinds.setdefault(step.output, ((batch, rows, width), dtype))
+            elif isinstance(step, Attention):
+                batch, rows, _ = kinds[step.value][0]
+                kinds.setdefault(step.output, ((batch, rows, step.heads[0] * step.heads[2]), "compute"))
+            elif isinstance(step, Scale | Add):
+                kinds.setdefault(step.output, (kinds[step.value][0], residual))
+            else:
+                assert step.output in self.outputs, f"{type(step).__name__} is no step of a decoder"
+        return kinds
+
+    @cached_property
     def states(self) -> Edge:
         """The tensors of the layers' states, which an engine changes where they are."""
         shape = self.shape

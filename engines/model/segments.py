@@ -53,8 +53,8 @@ class Segment:
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
     """The segments of a program in their order: one more than it has attention steps."""
-    kinds = _kinds(program)
     parts = _parts(program)
+    kinds = program.kinds | _kinds_of_kept(program, parts)
     needed = set(program.outputs)
     found: list[Segment] = []
     made: dict[tuple[str, frozenset[str]], Segment] = {}  # by steps as they print, but for the number of their layer
@@ -131,32 +131,12 @@ def _segment(program: Program, steps: list[Step], first: int, kinds: Edge, neede
     return Segment(0, own, first, {part: name for name, part in names.items()}, None)
 
 
-def _kinds(program: Program) -> Edge:
-    """Shape and dtype of every value; those of one name are alike."""
-    shape, residual = program.shape, "float32" if program.wide_residual else "compute"
-    kinds = program.inputs | program.outputs
-
-    def rows(value: str, selects: bool) -> tuple[int, int]:
-        return shape.batch, shape.selected if selects else kinds[value][0][1]
-
-    for step in program.steps:
-        keep = step.keep if isinstance(step, NormLinear | LinearResidual) else None
-        if isinstance(step, NormLinear):
-            width = step.linear.weight.shape[0] // (2 if step.gated else 1)
-            value = step.inputs[-1].value
-            kinds.setdefault(step.output, ((*rows(value, step.selects), width), "compute"))
-        elif isinstance(step, LinearResidual):
-            value = step.residual
-            width = step.linear.weight.shape[0]
-            kinds.setdefault(step.output, ((*rows(step.value, step.selects), width), residual))
-        elif isinstance(step, Attention):
-            kinds.setdefault(step.output, ((*rows(step.value, False), step.heads[0] * step.heads[2]), "compute"))
-        else:
-            assert isinstance(step, Scale | Add), f"programs with {type(step).__name__} are not cut"
-            kinds.setdefault(step.output, (kinds[step.value][0], residual))
-        if keep is not None:
-            target = f"{keep.target}.{keep.place}" if _is_shared(program, keep) else keep.target
-            kinds.setdefault(target, (kinds[value][0], "compute"))
+def _kinds_of_kept(program: Program, parts: list[list[Step]]) -> Edge:
+    """Shape and dtype of the values that are put together to outputs."""
+    kinds: Edge = {}
+    for step in (step for part in parts for step in part if isinstance(step, SideBySide)):
+        (*rows, width), dtype = program.outputs[step.output]
+        kinds |= dict.fromkeys(step.values, ((*rows, width // len(step.values)), dtype))
     return kinds
 
 

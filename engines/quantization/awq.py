@@ -19,12 +19,10 @@ from edgellm.engines.quantization.layout import (
     Stored,
     group_problem,
     in_decoder,
-    unpacked,
 )
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, awq_order, unpacked
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
-#: Where in its word each of eight neighbouring rows' code is.
-_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _MIDDLE = 8
 
 
@@ -59,17 +57,15 @@ class AwqGemm(Layout):
             f"8 does not divide its {rows} rows, which share words" if rows % 8 else None
         )
 
-    def read(self, tensors: LinearTensors) -> PackedWeight:
+    def read(self, tensors: LinearTensors) -> StoredWeight:
         """The weight."""
         rows = tensors.shape[0]
-        order = (np.arange(0, rows, 8)[:, None] + _PLACES).reshape(-1)
-        codes = unpacked(tensors.integers("qweight"), 4, 1, rows)[:, order]
-        zeros = unpacked(tensors.integers("qzeros"), 4, 1, rows)[:, order]
+        zeros = unpacked(tensors.integers("qzeros"), 4, 1, rows)[:, awq_order(rows)]
         if not self.zeros:
             tensors.check("qzeros", zeros == _MIDDLE, zeros, f"{_MIDDLE} (the weights are symmetric)")
-        return PackedWeight(
+        return StoredWeight(
             self.format(tensors.dtype("scales")),
-            np.ascontiguousarray(codes.T),
+            (StoredCodes(tensors.integers("qweight"), "awq", 4, tensors.shape),),
             np.ascontiguousarray(tensors.scales("scales").T),
             np.ascontiguousarray(zeros.T) if self.zeros else None,
         )

@@ -22,10 +22,10 @@ from edgellm.engines.quantization.layout import (
     Stored,
     column_order,
     group_problem,
-    unpacked,
 )
 from edgellm.engines.quantization.nvfp4 import Nvfp4Layout
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpacked
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: What quantized modules are called; subclasses of it that models have count as it.
 _CLASS = "Linear"
@@ -87,25 +87,23 @@ class PackQuantized(Layout):
         """Rows are whole groups."""
         return group_problem(self.group, columns)
 
-    def read(self, tensors: LinearTensors) -> PackedWeight:
-        """The weight, its columns in the order of their groups."""
+    def read(self, tensors: LinearTensors) -> StoredWeight:
+        """The weight, its columns to be put in the order of their groups."""
         rows, columns = tensors.shape
         shape = tensors.integers("weight_shape").tolist()
         if shape != [rows, columns]:
             raise tensors.error("weight_shape", str(shape), f"[{rows}, {columns}]")
-        codes = unpacked(tensors.integers("weight_packed"), self.bits, 1, columns)
+        codes = StoredCodes(tensors.integers("weight_packed"), "rows", self.bits, (rows, columns))
         scales = tensors.scales("weight_scale").reshape(-1, 1 if self.group is None else columns // self.group)
         zeros = self._zeros(tensors, len(scales), scales.shape[1])
         order = None
         if self.ordered and (tensors.integers("weight_g_idx") != -1).any():  # -1 throughout: never set
             order = column_order(tensors, "weight_g_idx", self.group)
-        if order is not None:
-            codes = np.ascontiguousarray(codes[:, order])
         if self.whole:
             scales = np.repeat(scales, rows, 0)
             zeros = None if zeros is None else np.repeat(zeros, rows, 0)
         format = replace(self.format(tensors.dtype("weight_scale")), permuted=order is not None)
-        return PackedWeight(format, codes, scales, zeros, order)
+        return StoredWeight(format, (codes,), scales, zeros, order)
 
     def _zeros(self, tensors: LinearTensors, rows: int, groups: int) -> np.ndarray | None:
         """Zero points uint8 [rows, groups], counted as codes are; None where they are the middle."""

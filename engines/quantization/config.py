@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +69,6 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
 def folder_quantization(path: Path) -> Quantization | None:
     """`read_quantization` of the folder's own `config.json`."""
     return read_quantization(path, JSONObject.read(path / "config.json", CheckpointError).values)
-
-
-def unserved(packed: Mapping[str, Quantization]) -> str:
-    """Why a GPU does not run models with packed weights: a sentence; `packed` by the models' names."""
-    named = " and ".join(f"{model} ({quantization.method})" for model, quantization in packed.items())
-    return (
-        f"The weights of the {named} are packed, and the GPU's kernels take dense ones alone: in this release the "
-        "NumPy backend runs them (--backend numpy). For a GPU take the model's unquantized checkpoint"
-    )
 
 
 def _dtype(config: dict[str, Any]) -> str:

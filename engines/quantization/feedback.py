@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from edgellm.engines.backends.numpy_backend import one_blas_thread
-from edgellm.engines.quantization.calibration import InputStatistics
-from edgellm.engines.quantization.rounding import quantize_rows
+from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.scaling import sampled_rows
+from edgellm.engines.quantization.statistics import InputStatistics
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: Shares of the mean square that are added to each: few rows say little about directions that they lack.
@@ -37,20 +37,32 @@ class Span:
     triangle: np.ndarray
 
 
-def quantize_in_turn(weights: np.ndarray, format: WeightFormat, seen: InputStatistics) -> PackedWeight:
+def quantize_in_turn(
+    weights: np.ndarray, format: WeightFormat, seen: InputStatistics, arithmetic: Arithmetic = NUMPY
+) -> PackedWeight:
     """The weight float32 [N, K] in an integer `format`: scales as `quantize_rows` finds them, codes in turn.
 
     How much the moments count against the inputs' mean squares (the damping; in the end they do not count at all, and
     codes are the nearest) is tried with some rows, and decided by the error of outputs for inputs that are not in them.
     """
+
+    def quantized(rows: np.ndarray, damping: float | None) -> PackedWeight:
+        if damping is None:
+            return arithmetic.quantize_rows(rows, format, seen.factors)
+        given = spans(seen.moments, damping)
+        factors = np.empty(rows.shape[1], np.float32)
+        for span in given:
+            factors[span.columns][span.order] = span.diagonal
+        return round_in_turn(rows, arithmetic.quantize_rows(rows, format, factors), given)
+
     sampled = sampled_rows(weights)
 
     def error(damping: float | None) -> float:
-        difference = _quantized(sampled, format, seen, damping).values() - sampled
+        difference = quantized(sampled, damping).values() - sampled
         outputs = np.dot(difference, seen.sample.T)
         return float(np.einsum("ns,ns->", outputs, outputs, dtype=np.float64))
 
-    return _quantized(weights, format, seen, min((*_DAMPINGS, None), key=error))
+    return quantized(weights, min((*_DAMPINGS, None), key=error))
 
 
 def spans(moments: Sequence[np.ndarray], damping: float) -> list[Span]:
@@ -82,17 +94,6 @@ def round_in_turn(weights: np.ndarray, packed: PackedWeight, given: Sequence[Spa
         for _ in pool.map(round_rows, range(0, len(weights), _ROWS)):
             pass
     return replace(packed, codes=codes)
-
-
-def _quantized(weights: np.ndarray, format: WeightFormat, seen: InputStatistics, damping: float | None) -> PackedWeight:
-    """In turn, or where there is no damping to the nearest codes."""
-    if damping is None:
-        return quantize_rows(weights, format, seen.root_mean_squares)
-    given = spans(seen.moments, damping)
-    factors = np.empty(weights.shape[1], np.float32)
-    for span in given:
-        factors[span.columns][span.order] = span.diagonal
-    return round_in_turn(weights, quantize_rows(weights, format, factors), given)
 
 
 def _codes(weights: np.ndarray, packed: PackedWeight, span: Span) -> np.ndarray:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.engines.quantization.layout import FLOATS, FP8, Layout, LinearTensors, Quantization, Settings, Stored
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat, rounded
+from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
+from edgellm.kernels.quantization.packed_weight import WeightFormat, rounded
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Fp8Layout(Layout):
         group = self.block[1] if self.strategy == "block" else None
         return WeightFormat("fp8", group, False, self.dtype or scale_dtype)
 
-    def read(self, tensors: LinearTensors) -> PackedWeight:
+    def read(self, tensors: LinearTensors) -> StoredWeight:
         """The weight; a block's scale belongs to each of its rows."""
         rows, _ = tensors.shape
         codes = tensors.integers("weight")
@@ -53,7 +54,7 @@ class Fp8Layout(Layout):
         format = self.format(tensors.dtype(self.scale_tensor))
         if self.rounds_scale:
             scales = rounded(scales, format.dtype)
-        return PackedWeight(format, codes, np.ascontiguousarray(scales))
+        return StoredWeight(format, (StoredCodes(codes, "bytes", 8, tensors.shape),), np.ascontiguousarray(scales))
 
 
 class FineGrainedFp8(Quantization):

@@ -24,9 +24,9 @@ from edgellm.engines.quantization.layout import (
     column_order,
     group_problem,
     in_decoder,
-    unpacked,
 )
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpacked
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 _HEAD = "lm_head"
 
@@ -74,10 +74,9 @@ class Gptq(Layout):
                 problem = f"{each} does not divide its {count} {what}, which share words"
         return problem
 
-    def read(self, tensors: LinearTensors) -> PackedWeight:
-        """The weight, its columns in the order of their groups."""
-        rows, columns = tensors.shape
-        codes = unpacked(tensors.integers("qweight"), self.bits, 0, columns)
+    def read(self, tensors: LinearTensors) -> StoredWeight:
+        """The weight, its columns to be put in the order of their groups."""
+        rows = tensors.shape[0]
         zeros = unpacked(tensors.integers("qzeros"), self.bits, 1, rows)
         zeros = (zeros + np.uint8(self.shift)) & np.uint8((1 << self.bits) - 1)
         if self.symmetric:
@@ -86,10 +85,9 @@ class Gptq(Layout):
         order = column_order(tensors, "g_idx", self.group) if tensors.has("g_idx") else None
         if order is not None and not self.ordered:
             raise tensors.error("g_idx", "columns in another order than their groups'", "order, as desc_act is false")
-        codes = codes.T if order is None else codes.T[:, order]
-        return PackedWeight(
+        return StoredWeight(
             replace(self.format(tensors.dtype("scales")), permuted=order is not None),
-            np.ascontiguousarray(codes),
+            (StoredCodes(tensors.integers("qweight"), "columns", self.bits, tensors.shape),),
             np.ascontiguousarray(tensors.scales("scales").T),
             None if self.symmetric else np.ascontiguousarray(zeros.T),
             order,

@@ -11,8 +11,9 @@ from edgellm.engines.checkpoints.tensors import STORAGE, convert
 from edgellm.engines.checkpoints.weights import part_places
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program
-from edgellm.engines.quantization.calibration import InputStatistics
+from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.scaling import foldings, scale_norm, search_scales
+from edgellm.engines.quantization.statistics import InputStatistics
 from edgellm.engines.quantization.written_layout import StoredTensor, packed_tensors
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
@@ -28,15 +29,16 @@ def scale_layer(
     seen: Mapping[str, InputStatistics],
     format: WeightFormat,
     dtypes: Mapping[str, str],
-) -> None:
+    arithmetic: Arithmetic = NUMPY,
+) -> dict[str, InputStatistics]:
     """Scale what the layer's linear layers take, where that can be folded, as leaves the least error.
 
-    `weights`, float32 by name, are changed in place, and what the linear layers take, by their names, with them; the
-    layer's output stays the same. `dtypes` are those that norms are written in.
+    `weights`, float32 by name, are changed in place; the layer's output stays the same. `dtypes` are those that norms
+    are written in. Gives what each linear layer takes then, by its name.
     """
     places = foldings(program.steps)
     chosen = {
-        linear.name: search_scales(weights[linear.weight.name], seen[linear.name], format)
+        linear.name: search_scales(weights[linear.weight.name], seen[linear.name], format, arithmetic)
         for linear in linears(program)
         if linear.name in places
     }
@@ -51,7 +53,7 @@ def scale_layer(
             if place.linear.bias is not None:
                 weights[place.linear.bias.name][rows] /= scales
         weights[f"{name}.weight"] *= chosen[name]
-        seen[name].divide(chosen[name])
+    return {name: each.scaled(chosen[name]) if name in chosen else each for name, each in seen.items()}
 
 
 def layer_tensors(

@@ -1,4 +1,4 @@
-"""What a published layout says of a linear layer: the tensors it consists of, and how they become a `PackedWeight`."""
+"""What a published layout says of a linear layer: the tensors it consists of, and how they become a weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import numpy as np
 
 from edgellm.engines.checkpoints.tensors import STORAGE, float32_into, vision_prefix
 from edgellm.engines.errors import CheckpointError
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat, code_values
+from edgellm.engines.quantization.stored import StoredWeight
+from edgellm.kernels.quantization.packed_weight import WeightFormat, code_values
 
 #: The dtypes of scales, in the order of errors' messages.
 FLOATS = tuple(STORAGE)
@@ -154,7 +155,7 @@ class Layout(ABC):
         """The format of its weight, where `scale_tensor` has that dtype; columns may be permuted beyond that."""
 
     @abstractmethod
-    def read(self, tensors: LinearTensors) -> PackedWeight:
+    def read(self, tensors: LinearTensors) -> StoredWeight:
         """The weight; raises CheckpointError for values that no weight has."""
 
     #: The tensor whose dtype `format` takes.
@@ -247,24 +248,6 @@ class Settings:
 def in_decoder(name: str) -> bool:
     """Whether a module is part of a decoder's layer: what methods quantize that list only exceptions."""
     return vision_prefix(name) is None and re.search(r"(^|\.)(layers\.\d+|midlayer)\.", name) is not None
-
-
-def unpacked(words: np.ndarray, bits: int, axis: int, count: int) -> np.ndarray:
-    """uint8 codes of 4 or 8 `bits` from words of 32, along `axis` 0 or 1, the lowest bits first; `count` of them."""
-    if axis == 0:
-        return np.ascontiguousarray(unpacked(words.T, bits, 1, count).T)
-    codes = np.ascontiguousarray(words).astype("<u4", copy=False).view(np.uint8)
-    if bits == 4:
-        codes = nibbles(codes)
-    return np.ascontiguousarray(codes[:, :count])
-
-
-def nibbles(values: np.ndarray) -> np.ndarray:
-    """uint8 [R, 2 C] of uint8 [R, C]: of each byte the low half, then the high one."""
-    result = np.empty((values.shape[0], 2 * values.shape[1]), np.uint8)
-    np.bitwise_and(values, 15, out=result[:, ::2])
-    np.right_shift(values, 4, out=result[:, 1::2])
-    return result
 
 
 def column_order(tensors: LinearTensors, ending: str, group: int | None) -> np.ndarray | None:

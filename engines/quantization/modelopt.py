@@ -23,7 +23,8 @@ from edgellm.engines.quantization.layout import (
     group_problem,
 )
 from edgellm.engines.quantization.nvfp4 import Nvfp4Layout
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 _ADVICE = "Take a release in FP8, NVFP4 or W4A16_AWQ, or the unquantized checkpoint"
 
@@ -52,7 +53,7 @@ class Int4Awq(Layout):
         """Rows are whole groups, and come in pairs."""
         return group_problem(self.group, columns) or (f"its {rows} rows are no pairs" if rows % 2 else None)
 
-    def read(self, tensors: LinearTensors) -> PackedWeight:
+    def read(self, tensors: LinearTensors) -> StoredWeight:
         """The weight."""
         rows, columns = tensors.shape
         stored = tensors.integers("weight")
@@ -62,7 +63,8 @@ class Int4Awq(Layout):
         scaled = tensors.has("pre_quant_scale")
         inputs = tensors.scales("pre_quant_scale") if scaled else None
         format = WeightFormat("int4", self.group, False, tensors.dtype("weight_scale"), scaled=scaled)
-        return PackedWeight(format, codes, tensors.scales("weight_scale"), input_scales=inputs)
+        stored_codes = StoredCodes(codes, "bytes", 4, (rows, columns))
+        return StoredWeight(format, (stored_codes,), tensors.scales("weight_scale"), input_scales=inputs)
 
 
 class ModelOpt(Quantization):

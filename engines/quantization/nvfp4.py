@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.quantization.layout import FLOATS, FP8, Layout, LinearTensors, Stored, group_problem, nibbles
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.engines.quantization.layout import FLOATS, FP8, Layout, LinearTensors, Stored, group_problem
+from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 GROUP = 16
 
@@ -46,13 +47,13 @@ class Nvfp4Layout(Layout):
         """Rows are whole groups."""
         return group_problem(GROUP, columns)
 
-    def read(self, tensors: LinearTensors) -> PackedWeight:
+    def read(self, tensors: LinearTensors) -> StoredWeight:
         """The weight. A group of small weights may have the scale 0, which 8 bits round it to."""
         scales = tensors.scales("weight_scale", may_vanish=True)
         whole = tensors.scales(self.whole).reshape(())
         scales = scales / whole if self.divides else scales * whole
-        codes = nibbles(tensors.integers(self.codes))
+        codes = StoredCodes(tensors.integers(self.codes), "rows", 4, tensors.shape)
         scaled = self.scaled and tensors.has("pre_quant_scale")
         inputs = tensors.scales("pre_quant_scale") if scaled else None
         format = WeightFormat("fp4", GROUP, False, self.dtype, scaled=scaled)
-        return PackedWeight(format, codes, np.asarray(scales, np.float32), input_scales=inputs)
+        return StoredWeight(format, (codes,), np.asarray(scales, np.float32), input_scales=inputs)

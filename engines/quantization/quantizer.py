@@ -29,10 +29,10 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.program import Program
+from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantization.feedback import quantize_in_turn
 from edgellm.engines.quantization.layers import layer_tensors, linears, scale_layer
-from edgellm.engines.quantization.rounding import quantize_rows
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
 from edgellm.engines.quantization.written_layout import StoredTensor, quantization_config, write_tensors
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
@@ -40,7 +40,7 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 #: `progress(stage, done, total)`; stages are "layers" and "files".
 Progress = Callable[[str, int, int], None]
 
-METHODS = ("awq", "rtn")
+METHODS = ("awq", "gptq", "rtn")
 GROUP_SIZES = (32, 64, 128)
 #: How many tokens of a calibration text are taken.
 LONGEST_TEXT = 512
@@ -53,8 +53,8 @@ _COPY_AGAIN = "Copy it from the checkpoint's source"
 @dataclass(frozen=True)
 class QuantizationOptions:
     """How weights are quantized: 4 bits in groups of 32, 64 or 128 columns, or 8 bits with a scale for each row
-    (`group_size` None); `method` "awq" scales columns by the activations before and rounds them in turn, "rtn" rounds
-    each to nearest."""
+    (`group_size` None); `method` "awq" scales columns by the activations before, "rtn" does not; "gptq" does
+    and rounds columns in turn."""
 
     bits: int = 4
     group_size: int | None = 128
@@ -90,13 +90,14 @@ def quantize_checkpoint(
     force: bool = False,
     restart: bool = False,
     progress: Progress | None = None,
+    arithmetic: Arithmetic = NUMPY,
 ) -> QuantizationReport:
     """Quantize the linear layers of the language model in the directory `source` into the new directory `target`.
 
     `texts` are the token ids of calibration texts; only "rtn" needs none. Embeddings, head, norms and vision encoder
     stay as published, but norms that scales are folded into. The target appears when it is complete; what was done of
     an interrupted run is kept in a hidden folder beside it and gone on with, or with `restart` thrown away. With
-    `force` an existing checkpoint is replaced. Raises CheckpointError and UnsupportedModelError.
+    `force` an existing checkpoint is replaced. `arithmetic` computes. Raises CheckpointError and UnsupportedModelError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
     source, target = Path(source), Path(target)
@@ -114,7 +115,8 @@ def quantize_checkpoint(
             raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
         try:
             with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
-                resumed = _quantize_layers(checkpoint, config, options, texts, work, progress)
+                layers = _Layers(checkpoint, config, options, arithmetic)
+                resumed = layers.quantize(texts, work, progress)
                 report = _assemble(checkpoint, config, options, target, work, force)
         except OSError as error:
             raise CheckpointError(
@@ -146,51 +148,50 @@ def refuse_quantized(source: Path) -> None:
                 )
 
 
-def _quantize_layers(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    options: QuantizationOptions,
-    texts: Sequence[Sequence[int]],
-    work: WorkFolder,
-    progress: Progress,
-) -> int:
-    """Write every layer that is not done; how many were."""
-    due = [index for index in range(config.num_layers) if not work.has(index)]
-    done = config.num_layers - len(due)
-    progress("layers", done, config.num_layers)
-    rows = CalibrationRows(config, checkpoint, texts) if texts and due else None
-    for index in range(due[-1] + 1) if due else ():
-        if index in due:
-            work.write(index, _layer(checkpoint, config, options, rows, index))
-            done += 1
-            progress("layers", done, config.num_layers)
-        elif rows is not None:
-            rows.pass_layer(index, _weights(checkpoint, layer_program(config, index, 1)))
-    return config.num_layers - len(due)
+@dataclass(frozen=True)
+class _Layers:
+    """Those of a checkpoint, one after the other."""
 
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    options: QuantizationOptions
+    arithmetic: Arithmetic
 
-def _layer(
-    checkpoint: Checkpoint,
-    config: DecoderConfig,
-    options: QuantizationOptions,
-    rows: CalibrationRows | None,
-    index: int,
-) -> dict[str, StoredTensor]:
-    """The tensors of a layer, quantized; the `rows` pass it."""
-    program = layer_program(config, index, 1)
-    weights = _weights(checkpoint, program)
-    seen = {} if rows is None else rows.observe_layer(index, weights)
-    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
-    format = options.format(checkpoint.dtype or config.dtype)
-    if options.method == "awq":
-        scale_layer(program, weights, seen, format, dtypes)
+    def quantize(self, texts: Sequence[Sequence[int]], work: WorkFolder, progress: Progress) -> int:
+        """Write every layer that is not done; how many were."""
+        count = self.config.num_layers
+        due = [index for index in range(count) if not work.has(index)]
+        done, rows = count - len(due), None
+        progress("layers", done, count)
+        if texts and due:
+            group = self.options.group_size
+            in_turn = self.options.method == "gptq"
+            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic, in_turn)
+        for index in range(due[-1] + 1) if due else ():
+            if index in due:
+                work.write(index, self._tensors(index, rows))
+                done += 1
+                progress("layers", done, count)
+            elif rows is not None:
+                rows.pass_layer(index, _weights(self.checkpoint, layer_program(self.config, index, 1)))
+        return count - len(due)
 
-    def quantize(name: str, weight: np.ndarray) -> PackedWeight:
-        if options.method == "awq":
-            return quantize_in_turn(weight, format, seen.pop(name))
-        return quantize_rows(weight, format, seen[name].root_mean_squares if seen else None)
+    def _tensors(self, index: int, rows: CalibrationRows | None) -> dict[str, StoredTensor]:
+        """The tensors of a layer, quantized; the `rows` pass it."""
+        checkpoint, program = self.checkpoint, layer_program(self.config, index, 1)
+        weights = _weights(checkpoint, program)
+        seen = {} if rows is None else rows.observe_layer(index, weights)
+        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
+        format = self.options.format(checkpoint.dtype or self.config.dtype)
+        if self.options.method != "rtn":
+            seen = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
 
-    return layer_tensors(checkpoint, program, weights, quantize)
+        def quantize(name: str, weight: np.ndarray) -> PackedWeight:
+            if self.options.method == "gptq":
+                return quantize_in_turn(weight, format, seen.pop(name), self.arithmetic)
+            return self.arithmetic.quantize_rows(weight, format, seen[name].factors if seen else None)
+
+        return layer_tensors(checkpoint, program, weights, quantize)
 
 
 def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:
@@ -292,9 +293,9 @@ def _check_options(options: QuantizationOptions, texts: Sequence[Sequence[int]])
     if options.bits == 8 and options.group_size is not None:
         raise CheckpointError("Weights of 8 bits have one scale for each row: leave the group size out")
     if options.method not in METHODS:
-        raise CheckpointError(f"The method is {options.method!r}: expected {' or '.join(METHODS)}")
-    if options.method == "awq" and not any(len(text) for text in texts):
-        raise CheckpointError("The method awq needs calibration texts, and there are none")
+        raise CheckpointError(f"The method is {options.method!r}: expected {', '.join(METHODS[:-1])} or {METHODS[-1]}")
+    if options.method != "rtn" and not any(len(text) for text in texts):
+        raise CheckpointError(f"The method {options.method} needs calibration texts, and there are none")
 
 
 def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:

@@ -12,9 +12,11 @@ from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
-#: Of the scale that the largest weight asks for, the shares that are tried: those above 1 leave room for a zero point
-#: that is rounded, and for a grid that fits the columns with the largest inputs.
-CLIPPING = tuple(1.25 - step / 64 for step in range(42))
+#: Shares of the full scale, which the largest weight of a group asks for.
+Clipping = Sequence[float]
+#: Those that are tried. Above 1 there is room for a zero point that is rounded, and for a grid that fits the columns
+#: with the largest inputs.
+CLIPPING: Clipping = tuple(1.25 - step / 64 for step in range(42))
 #: Fewer, for where much else is tried at the same time.
 COARSE_CLIPPING = (1.07, 1.0, 0.93, 0.86, 0.79, 0.72)
 #: How far beside the nearest a zero point is tried.
@@ -28,7 +30,7 @@ def quantize_rows(
     weights: np.ndarray,
     format: WeightFormat,
     factors: np.ndarray | None = None,
-    clipping: Sequence[float] = CLIPPING,
+    clipping: Clipping = CLIPPING,
 ) -> PackedWeight:
     """The weight float32 [N, K] in an integer `format`, each group of columns of a row by itself.
 
@@ -39,17 +41,16 @@ def quantize_rows(
     rounded to the format's dtype, each group gets that of the least squared error (as Nagel et al. 2021 set ranges);
     the first of equals.
 
-    The error of a group is the sum of its columns' squared errors, each multiplied by the square of its one of the
-    `factors` float32 [K] (None: 1). With the root mean squares of the inputs' elements it is what the group adds to the
-    squared error of the output, as far as elements are independent. Raises ValueError for a group that does not divide
-    K.
+    The error of a group is |(w - its values) F|^2 with `factors` F float32 [groups, size, size], or diagonal ones whose
+    elements are float32 [K]; None: all 1. With F F^T the mean of x x^T over inputs x it is what the group adds to the
+    squared error of the output. Raises ValueError for a group that does not divide K.
     """
     rows, columns = weights.shape
     group = format.group or columns
     if columns % group:
         raise ValueError(f"groups of {group} do not divide {columns} columns")
     counts = columns // group
-    if factors is not None:
+    if factors is not None and factors.ndim == 1:
         factors = factors.reshape(counts, 1, group)
     codes = np.empty((rows, columns), np.uint8)
     scales, zeros = np.empty((rows, counts), np.float32), np.empty((rows, counts), np.uint8)
@@ -91,7 +92,7 @@ def _blocks(rows: int, counts: int, group: int) -> Iterator[tuple[slice, slice]]
 
 
 def _search_symmetric(
-    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Sequence[float]
+    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of groups [groups, R, size]: scales, and the middle of the codes, [groups, R]."""
     middle = 1 << format.bits - 1
@@ -112,7 +113,7 @@ def _search_symmetric(
 
 
 def _search_zeros(
-    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Sequence[float]
+    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
 ) -> tuple[np.ndarray, np.ndarray]:
     """Of groups [groups, R, size]: scales and zero points, [groups, R]."""
     last = (1 << format.bits) - 1
@@ -142,10 +143,12 @@ def _scales(largest: np.ndarray, share: float, dtype: str) -> np.ndarray:
 
 
 def _squared(error: np.ndarray, steps: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
-    """|(error - steps) factors|^2 [groups, R]; `error` is not to be used afterwards."""
+    """|(error - steps) F|^2 [groups, R]; `error` is not to be used afterwards."""
     error -= steps
-    if factors is not None:
+    if factors is not None and factors.shape[1] == 1:
         error *= factors
+    elif factors is not None:
+        error = np.matmul(error, factors)
     return np.einsum("grk,grk->gr", error, error)
 
 

@@ -7,17 +7,15 @@ the norm or into the rows of the linear layer that makes the input.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.model.program import Attention, Linear, LinearResidual, Norm, NormLinear, Step
-from edgellm.engines.quantization.calibration import InputStatistics
-from edgellm.engines.quantization.rounding import COARSE_CLIPPING, quantize_rows, rounded
+from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
+from edgellm.engines.quantization.rounding import COARSE_CLIPPING, rounded
+from edgellm.engines.quantization.statistics import InputStatistics
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: Exponents of the activations that are tried.
@@ -62,7 +60,9 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
     return found
 
 
-def search_scales(weights: np.ndarray, seen: InputStatistics, format: WeightFormat) -> np.ndarray:
+def search_scales(
+    weights: np.ndarray, seen: InputStatistics, format: WeightFormat, arithmetic: Arithmetic = NUMPY
+) -> np.ndarray:
     """The scales float32 [K] for a weight float32 [N, K] that leave the least squared error of the outputs.
 
     Tried are mean|x_k|^a and mean|x_k|^a / mean|w_k|^(1 - a) for a from 0 to 1 (equation 5 of Lin et al. 2023, and its
@@ -70,8 +70,7 @@ def search_scales(weights: np.ndarray, seen: InputStatistics, format: WeightForm
     """
     sampled = sampled_rows(weights)
     candidates = list(_candidates(seen.magnitude, np.abs(weights).mean(0)))
-    with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
-        errors = list(pool.map(lambda scales: output_error(sampled, scales, seen, format), candidates))
+    errors = arithmetic.each(lambda scales: output_error(sampled, scales, seen, format, arithmetic), candidates)
     return candidates[int(np.argmin(errors))]
 
 
@@ -80,9 +79,11 @@ def sampled_rows(weights: np.ndarray) -> np.ndarray:
     return weights[np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)]
 
 
-def output_error(weights: np.ndarray, scales: np.ndarray, seen: InputStatistics, format: WeightFormat) -> float:
-    """The squared error of the outputs for the sampled inputs, with the weight rounded under `scales`."""
-    packed = quantize_rows(weights * scales, format, seen.root_mean_squares / scales, COARSE_CLIPPING)
+def output_error(
+    weights: np.ndarray, scales: np.ndarray, seen: InputStatistics, format: WeightFormat, arithmetic: Arithmetic = NUMPY
+) -> float:
+    """The squared error of the outputs for the sampled inputs, with the weight quantized under `scales`."""
+    packed = arithmetic.quantize_rows(weights * scales, format, seen.scaled_factors(scales), COARSE_CLIPPING)
     difference = packed.values()
     difference /= scales
     difference -= weights

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import PackedMatrix
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 #: The most rows that kernels of few rows take: the tensor-core instruction multiplies sixteen.
@@ -76,7 +76,8 @@ class LinearAdapters(NamedTuple):
 class LinearWeights(NamedTuple):
     """`weight` [N, K] as published, `bias` [N], both compute; of a gated layer N are the gates, then the ups.
 
-    Or a packed weight: a `PackedWeight` of the twins, a `PackedMatrix` of the kernels of many rows, which take both.
+    Or a packed weight: a `PackedMatrix`, which takes x arranged as its `inputs` say, or of the twins a `PackedWeight`,
+    which takes it as it is.
     """
 
     weight: OwnArray
@@ -85,8 +86,13 @@ class LinearWeights(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weight is of 4 bits."""
+        """Whether the weight is of 4 or 8 bits."""
         return isinstance(self.weight, PackedWeight | PackedMatrix)
+
+    @property
+    def arranged(self) -> ArrangedInputs | None:
+        """How a packed weight's activations are arranged for the kernels; the twins do so where they multiply."""
+        return self.weight.inputs if isinstance(self.weight, PackedMatrix) else None
 
     @property
     def ranks(self) -> int:

@@ -77,9 +77,9 @@ def linear_residual_shared_bytes(rows: int, shared_limit: int, ranks: int = 0) -
     return residual_geometry(rows, shared_limit, ranks).streamed_bytes(rows, ranks)
 
 
-def norm_shared_bytes(columns: int) -> int:
-    """The same of `norm`."""
-    return NORM_SUMS_BYTES + 2 * padded_columns(columns)
+def norm_shared_bytes(columns: int, arranged: bool = False) -> int:
+    """The same of `norm`; `arranged`: of rows that are `ArrangedInputs`."""
+    return NORM_SUMS_BYTES + 2 * padded_columns(columns) * (1 + arranged)
 
 
 def norm_geometry(rows: int, widths: Sequence[int], shared_limit: int, gated: bool, ranks: int) -> Geometry:

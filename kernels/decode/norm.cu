@@ -1,5 +1,6 @@
 // What stands before or between linear layers: RMS norm of many rows, once for all blocks of the linear layer that follows
-// (the same bits as where the layer norms its own activations), rows as they are in T, and rows that are scaled.
+// (the same bits as where the layer norms its own activations), rows as they are in T, both arranged for packed weights whose
+// columns stand in another order, and rows that are scaled.
 #include "decode/activations.cuh"
 
 namespace decode {
@@ -10,11 +11,14 @@ struct OneRow {
 };
 
 // output: [rows, stride] of T, of which `width` columns from `begin` on get the input; zeros behind them. steps: of the
-// whole row, whose slices the squares are summed in, as where one kernel norms inputs that stand side by side.
+// whole row, whose slices the squares are summed in, as where one kernel norms inputs that stand side by side. order, scales
+// [width] (null: none): see Arranged.
 struct Norm {
     NormedInput input;
     Kept kept;
     void* output;
+    const int* order;
+    const float* scales;
     int stride, width, begin, steps, next_early;
 };
 static_assert(sizeof(Norm) == HOST_NORM_BYTES, "as the host's structure");
@@ -27,8 +31,27 @@ template <typename T> __device__ __forceinline__ void load8(const void* row, boo
     else unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(row) + column)), values);
 }
 
-// Grid (1, rows). A weight of null: the values as they are.
-template <typename T> __global__ void __launch_bounds__(THREADS) norm(const __grid_constant__ Norm arguments) {
+// Column k of a row of the output gets element order[k] of `row`, times scales[k], rounded once; columns from `width` on zeros.
+template <typename T> __device__ __forceinline__ void arrange(const Norm& arguments, const T* row, T* output) {
+    for (int column = threadIdx.x * 8; column < arguments.stride; column += THREADS * 8) {
+        float values[8] = {};
+        if (column < arguments.width) {
+            int order[8];
+            float scales[8];
+#pragma unroll
+            for (int j = 0; j < 8; ++j) order[j] = arguments.order == nullptr ? column + j : __ldg(arguments.order + column + j);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) scales[j] = arguments.scales == nullptr ? 1.f : __ldg(arguments.scales + column + j);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) values[j] = to_float(row[order[j]]) * scales[j];
+        }
+        *reinterpret_cast<uint4*>(output + column) = pack8<T>(values);
+    }
+}
+
+// Grid (1, rows). A weight of null: the values as they are. ARRANGED: the whole row, `begin` is 0; the output may be the input.
+template <typename T, bool ARRANGED = false>
+__global__ void __launch_bounds__(THREADS) norm(const __grid_constant__ Norm arguments) {
     extern __shared__ __align__(16) char shared[];
     const NormedInput& input = arguments.input;
     const size_t row = blockIdx.y;
@@ -39,7 +62,8 @@ template <typename T> __global__ void __launch_bounds__(THREADS) norm(const __gr
     const void* values = static_cast<const char*>(input.values) + first * static_cast<int>(is_float ? 4 : sizeof(T));
     T* kept = static_cast<T*>(arguments.kept.target);
     if (kept != nullptr) kept += static_cast<long long>(row) * arguments.kept.stride - begin;
-    T* own = static_cast<T*>(arguments.output) + row * arguments.stride;
+    T* output = static_cast<T*>(arguments.output) + row * arguments.stride;
+    T* own = ARRANGED ? reinterpret_cast<T*>(shared + WEIGHTS_BEGIN) + WARPS * steps * 32 : output;
     int written = WARPS * steps * 32;
     if (arguments.next_early) launch_next_kernel();
     if (input.weight != nullptr) {
@@ -65,6 +89,11 @@ template <typename T> __global__ void __launch_bounds__(THREADS) norm(const __gr
             *reinterpret_cast<uint4*>(own + column) = packed;
             if (kept != nullptr) *reinterpret_cast<uint4*>(kept + column) = packed;
         }
+    }
+    if (ARRANGED) {
+        __syncthreads();
+        arrange<T>(arguments, own, output);
+        return;
     }
     for (int column = written + threadIdx.x * 8; column < arguments.stride; column += THREADS * 8)
         *reinterpret_cast<uint4*>(own + column) = make_uint4(0, 0, 0, 0);

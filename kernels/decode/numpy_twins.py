@@ -19,6 +19,7 @@ from edgellm.kernels.decode.contract import (
     NormedInput,
     activation_number,
 )
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_rows
 
@@ -77,9 +78,18 @@ class NumpyTiledKernels:
 
         return NumpyLaunch(compute)
 
+    def low_products(self, x: np.ndarray, linear: LinearWeights, selected: np.ndarray | None = None) -> NumpyLaunch:
+        """Of a packed layer with LoRA adapters, in front of it: x a^T * scales, of all rows or those `selected`, as the
+        kernels of the layer take it from `LinearAdapters.low`. The layer's twin computes it itself."""
+        return NumpyLaunch(lambda: None)
+
 
 class NumpyDecodeKernels:
     """The twins of `CudaDecodeKernels`."""
+
+    def takes(self, linear: LinearWeights, rows: int, normed: bool) -> bool:
+        """Any layer."""
+        return True
 
     def norm_linear(
         self,
@@ -135,18 +145,22 @@ class NumpyDecodeKernels:
         column: int = 0,
         kept: Kept | None = None,
         next_early: bool = True,
+        arranged: ArrangedInputs | None = None,
     ) -> NumpyLaunch:
         """Columns `column` on of `output` [R, C] compute get the normed input, all behind them zeros.
+
+        `arranged`: whole rows, once they are normed and rounded; without a norm, the output may be the input itself.
 
         Of parts side by side the first is launched first, so that zeros stand behind the last alone. The device sums
         squares in the slices of the C columns, as where one kernel norms parts that stand side by side.
         """
 
         def compute() -> None:
-            values = normalized(normed)
-            output[:, column:] = 0
-            output[:, column : column + values.shape[1]] = values
-            keep(kept, selected_columns(normed), values)
+            before, own = selected_columns(normed).copy(), rows_of(output)
+            values = before if normed.weight is None else normalized(normed)
+            own[:, column:] = 0
+            own[:, column : column + values.shape[1]] = values if arranged is None else _arranged(values, arranged)
+            keep(kept, before, values)
 
         return NumpyLaunch(compute)
 
@@ -211,6 +225,11 @@ def normalized(normed: NormedInput) -> np.ndarray:
     return x if normed.weight is None else rms_norm(x, normed.weight, normed.epsilon, normed.offset)
 
 
+def _arranged(values: np.ndarray, arranged: ArrangedInputs) -> np.ndarray:
+    values = values if arranged.order is None else values[:, arranged.order]
+    return values.copy() if arranged.scales is None else values * arranged.scales
+
+
 def selected_columns(normed: NormedInput) -> np.ndarray:
     """What counts of an input, as it is: [R, width]."""
     return rows_of(normed.values)[:, normed.first : normed.first + normed.columns]
@@ -224,8 +243,12 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 
 
 def product(x: np.ndarray, linear: LinearWeights) -> np.ndarray:
     """The first K columns of x times the transpose of [N, K], plus what adapters add, plus [N]."""
-    weight = linear.weight.values() if isinstance(linear.weight, PackedWeight) else linear.weight
-    rows = rows_of(x)[:, : weight.shape[1]]
+    weight, rows = linear.weight, rows_of(x)[:, : linear.weight.shape[1]]
+    if isinstance(weight, PackedMatrix):
+        weight = from_device_layout(weight.layout, weight.data)
+    if isinstance(weight, PackedWeight):
+        rows = rows if weight.input_scales is None else rows * weight.input_scales
+        weight = weight.values()
     sums = rows @ weight.T
     if linear.adapters is not None:
         sums += adapted(rows, linear.adapters)

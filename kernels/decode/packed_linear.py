@@ -1,4 +1,4 @@
-"""The kernels of linear layers over weights of 4 bits: which tiles they take, and their launches."""
+"""The kernels of linear layers over weights of 4 and 8 bits: which tiles they take, and their launches."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class PackedTiling:
     blocks: int
     ahead: int
 
-    def shared_bytes(self, block_bytes: int, columns: int, batch: int) -> int:
-        """Of a block: rings of weights, sums, activations. `block_bytes`: of `DeviceLayout`."""
+    def shared_bytes(self, block_bytes: int, columns: int, batch: int, adapted: bool = False) -> int:
+        """Of a block: rings of weights, sums, activations, what LoRA adapters add. `block_bytes`: of `DeviceLayout`."""
         weights = self.warps * self.depth * 2 * self.weight_tiles * block_bytes
-        sums = self.warps * 8 * self.token_tiles * (16 * self.weight_tiles + 4) * 4
+        sums = (self.warps + adapted) * 8 * self.token_tiles * (16 * self.weight_tiles + 4) * 4
         activations = padded_columns(columns) // BLOCK_COLUMNS * batch * _ROW_BYTES
         return weights + sums + (self.warps * self.ahead * self.token_tiles * 512 if self.ahead else activations)
 
@@ -51,11 +51,13 @@ class PackedTiling:
         return min(-(-rows // (16 * self.weight_tiles)), self.blocks * gpu.multiprocessors), 1, 1
 
 
-def packed_kernel(name: str, dtype: str, tiling: PackedTiling, layout: DeviceLayout, argument_bytes: int) -> Kernel:
-    """A kernel of packed_linear.cu, whose structure of arguments has so many bytes."""
-    every, mode = slices_end_every(layout.columns), 2 if layout.format.zeros else int(layout.small)
-    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, mode
-    chosen = f"{', '.join(map(str, sizes))}, {tiling.ahead}, {tiling.blocks}"
+def packed_kernel(
+    name: str, dtype: str, tiling: PackedTiling, layout: DeviceLayout, argument_bytes: int, adapted: bool = False
+) -> Kernel:
+    """A kernel of packed_linear.cu, whose structure of arguments has so many bytes; `adapted`: with LoRA adapters."""
+    every = slices_end_every(layout.columns)
+    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.warps, tiling.depth, every, layout.scales, layout.mode
+    chosen = f"{', '.join(map(str, sizes))}, {tiling.ahead}, {tiling.blocks}" + (", true" if adapted else "")
     macros = (
         ("HOST_TILED_LINEAR_BYTES", argument_bytes),
         ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, 8).shared_bytes(576, 0, 0)),
@@ -64,7 +66,7 @@ def packed_kernel(name: str, dtype: str, tiling: PackedTiling, layout: DeviceLay
     return decode_kernel("packed_linear.cu", f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>", macros)
 
 
-def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiling]:
+def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity, adapted: bool = False) -> list[PackedTiling]:
     """All that take `batch` rows of activations in the shared memory that a block gets, the best known first."""
     token_tiles = next(tiles for tiles in (1, 2, 4, 8) if 8 * tiles >= batch)
     stays = padded_columns(layout.columns) // BLOCK_COLUMNS * batch * _ROW_BYTES <= _STAYING
@@ -74,7 +76,7 @@ def packed_tilings(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[Pack
             continue
         rings = (0,) if stays else tuple(ahead for ahead in (8, 5, 3) if ahead <= 4 * (depth - 1) + 1)
         possible = [PackedTiling(token_tiles, weight_tiles, warps, depth, blocks, ahead) for ahead in rings]
-        sizes = [tiling.shared_bytes(layout.block_bytes, layout.columns, batch) for tiling in possible]
+        sizes = [tiling.shared_bytes(layout.block_bytes, layout.columns, batch, adapted) for tiling in possible]
         # The longest ring that leaves room for the other blocks of a multiprocessor, or the shortest.
         room = gpu.shared_limit // blocks - 1024 * (blocks > 1)
         beside = [tiling for tiling, size in zip(possible, sizes, strict=True) if size <= room]

@@ -30,6 +30,7 @@ from edgellm.kernels.decode.contract import (
     padded_columns,
 )
 from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel, packed_tilings
+from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles, tiles_kernel
 from edgellm.kernels.decode.tilings import (
     BARRIER_BYTES,
     MOST_STAGES,
@@ -119,7 +120,7 @@ class CudaTiledKernels:
         linear: LinearWeights,
         output: DeviceArray,
         scale: float = 1.0,
-        tiling: AnyTiling | PackedTiling | None = None,
+        tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
     ) -> Launch:
         """See `NumpyTiledKernels.linear`. `tiling`: other than the fastest."""
         arguments = self._arguments(x, linear, output, linear.weight.shape[0], scale)
@@ -148,6 +149,15 @@ class CudaTiledKernels:
         arguments.residual, arguments.selected = addresses(residual, selected)
         arguments.residual_float = residual is not None and residual.dtype == "float32"
         return self._launch("linear_residual" if selected is None else "selected_residual", x, linear, arguments)
+
+    def low_products(self, x: DeviceArray, linear: LinearWeights, selected: DeviceArray | None = None) -> Launch:
+        """See `NumpyTiledKernels.low_products`: tiles of A alone, of a layer without rows of its own."""
+        arguments = self._arguments(x, linear, x, 0, 1.0, selected)
+        (arguments.selected,) = addresses(selected)
+        columns = linear.weight.shape[1]
+        tiling = fastest_tiling(arguments.linear.batch, linear.low_rows, columns, self.gpu, adapted=True)
+        assert isinstance(tiling, Tiling)
+        return self._tiled_launch("linear" if selected is None else "selected_residual", x, linear, arguments, tiling)
 
     def _arguments(
         self,
@@ -180,15 +190,14 @@ class CudaTiledKernels:
         x: DeviceArray,
         linear: LinearWeights,
         arguments: _TiledLinear,
-        tiling: AnyTiling | PackedTiling | None = None,
+        tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
     ) -> Launch:
         if isinstance(linear.weight, PackedMatrix):
-            assert tiling is None or isinstance(tiling, PackedTiling)
+            assert tiling is None or isinstance(tiling, (PackedTiling, PackedTiles))
             return self._packed_launch(name.replace("selected", "linear"), linear, arguments, tiling)
-        assert not isinstance(tiling, PackedTiling)
-        batch, (every_row, columns), adapters = arguments.linear.batch, linear.weight.shape, linear.adapters
-        adapted = adapters is not None
-        gated = arguments.linear.rows != every_row
+        assert not isinstance(tiling, (PackedTiling, PackedTiles))
+        batch, (every_row, columns) = arguments.linear.batch, linear.weight.shape
+        gated, adapted = arguments.linear.rows != every_row, linear.adapters is not None
         tiling = tiling or fastest_tiling(batch, every_row, columns, self.gpu, gated, adapted)
         if batch > tiling.rows:
             raise KernelError(f"a tiling for {tiling.rows} rows was given {batch}: take one of tilings({batch}, gpu)")
@@ -197,31 +206,45 @@ class CudaTiledKernels:
             kernel = direct_kernel(name.replace("selected", "linear"), self.dtype, tiling, columns)
             grid, shared = tiling.grid(every_row, self.gpu), tiling.shared_bytes(arguments.stages)
             return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
+        return self._tiled_launch(name, x, linear, arguments, tiling)
+
+    def _tiled_launch(
+        self, name: str, x: DeviceArray, linear: LinearWeights, arguments: _TiledLinear, tiling: Tiling
+    ) -> Launch:
+        """Of a layer with rows of its own, or without: of adapters' A alone."""
+        adapters, (every_row, columns) = linear.adapters, linear.weight.shape
+        rows, adapted = every_row if arguments.linear.rows else 0, adapters is not None
         arguments.stages = tiling.stages(self.gpu, adapted)
-        tile_rows = tiling.weight_rows // (1 + gated)
-        maps = (
-            tensor_map(self.module, linear.weight, columns, tile_rows),
-            tensor_map(self.module, x, columns, tiling.rows),
-            _Map() if adapters is None else tensor_map(self.module, adapters.a, columns, tile_rows),
-        )
+        tile_rows = tiling.weight_rows // (1 + (arguments.linear.rows != rows))
+        low_map = _Map() if adapters is None else tensor_map(self.module, adapters.a, columns, tile_rows)
+        weight_map = tensor_map(self.module, linear.weight, columns, tile_rows) if rows else low_map
+        maps = weight_map, tensor_map(self.module, x, columns, tiling.rows), low_map
         kernel = tiled_kernel(name, self.dtype, tiling, self.gpu, adapted)
-        grid = tiling.grid(every_row, self.gpu, linear.low_rows)
+        grid = tiling.grid(rows, self.gpu, linear.low_rows)
         shared = tiling.shared_bytes(arguments.stages, adapted)
         return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 
     def _packed_launch(
-        self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | None
+        self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | PackedTiles | None
     ) -> Launch:
         batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(_TiledLinear)
-        if linear.adapters is not None or (name == "gate_up" and layout.rows % 16):
-            raise KernelError(f"packed layers take no LoRA adapters, and gates in eights, found {layout.rows} rows")
-        if layout.format.dtype != self.dtype:
-            raise KernelError(f"a weight that is rounded in {layout.format.dtype} was given to kernels of {self.dtype}")
-        tiling = tiling or packed_tilings(batch, layout, self.gpu)[0]
-        kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given)
+        adapted = linear.adapters is not None
+        if name == "gate_up" and layout.rows % 16:
+            raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
+        if layout.compute != self.dtype:
+            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
+        if tiling is None and batch >= LEAST_ROWS and not adapted:
+            tiling = packed_tiles(batch, layout, self.gpu)[0]
+        if isinstance(tiling, PackedTiles):
+            kernel = tiles_kernel(name, self.dtype, tiling, layout, bytes_given)
+            grid = tiling.grid(batch, layout.rows, self.gpu)
+            shared = tiling.shared_bytes(layout.block_bytes, layout.columns)
+            return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
+        tiling = tiling or packed_tilings(batch, layout, self.gpu, adapted)[0]
+        kernel = packed_kernel(name, self.dtype, tiling, layout, bytes_given, adapted)
         grid, shared = (
             tiling.grid(layout.rows, self.gpu),
-            tiling.shared_bytes(layout.block_bytes, layout.columns, batch),
+            tiling.shared_bytes(layout.block_bytes, layout.columns, batch, adapted),
         )
         return Launch(self.module, kernel, grid, 32 * tiling.warps, shared, (arguments,))
 

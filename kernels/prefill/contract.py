@@ -109,3 +109,12 @@ class PrefillKernels(Protocol):
         of rows, and a tile without a key that the token sees changes nothing. `row_scales` multiply scores, and weights
         before they meet values.
         """
+
+
+class PromptKernels(PrefillKernels, Protocol):
+    """What steps of many tokens need between dense linear layers."""
+
+    def dequantize(self, weight: OwnArray, values: OwnArray, beside: bool) -> Launchable:
+        """`values` [N, K] compute: those of a packed weight that takes inputs as they are: `PackedWeight.values`, times
+        the inputs' scales where it has such. `beside`: it may run beside the launches before it that dequantize
+        others."""

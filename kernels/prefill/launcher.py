@@ -10,6 +10,8 @@ from edgellm.kernels.contracts import Contracts, cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels, RowScales, check_scales
+from edgellm.kernels.quantization.dequantize import dequantize
+from edgellm.kernels.quantization.device_layout import PackedMatrix
 
 _WARPS, _STAGES, _HEADS_THREADS = 4, 2, 256
 #: Keys of a tile, by the size that heads are padded to: no bit of a result may depend on anything else.
@@ -64,7 +66,7 @@ def _source(name: str, file: str, expression: str, macros: tuple[tuple[str, int 
 
 
 class CudaPrefill:
-    """See `edgellm.kernels.prefill.contract.PrefillKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
+    """See `edgellm.kernels.prefill.contract.PromptKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
 
     def __init__(self, module: KernelModule) -> None:
         self._module = module
@@ -109,6 +111,13 @@ class CudaPrefill:
         return Launch(
             self._module, attention_kernel(qkv.dtype, size, tiles, int8), grid, 32 * _WARPS, shared, (packed,)
         )
+
+    def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
+        """Dense weights; see the contract."""
+        launch = dequantize(self._module, weight, values)
+        if beside:
+            launch.overlap_previous()
+        return launch
 
     def load(self, dtype: str, size: int, tokens: int, heads: int, int8: bool = False) -> None:
         """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need; `int8`: KV rows are."""

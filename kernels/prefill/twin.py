@@ -14,6 +14,7 @@ from edgellm.kernels.prefill.contract import (
     RowScales,
     check_scales,
 )
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_rows
 
 _check = Contracts(PrefillKernels, np.ndarray)
@@ -22,7 +23,7 @@ _QUERY_ROWS = 64
 
 
 class NumpyPrefill:
-    """See `edgellm.kernels.prefill.contract.PrefillKernels`."""
+    """See `edgellm.kernels.prefill.contract.PromptKernels`."""
 
     def prepare_heads(
         self,
@@ -49,6 +50,11 @@ class NumpyPrefill:
         check_scales(rows, row_scales)
         _check("causal_attention", qkv, rows, scale, context, row_scales)
         return lambda: _causal_attention(qkv, rows, scale, context, row_scales)
+
+    def dequantize(self, weight: PackedWeight, values: np.ndarray, beside: bool = False) -> Launchable:
+        """Dense weights; see the contract."""
+        scales = np.float32(1) if weight.input_scales is None else weight.input_scales
+        return lambda: np.copyto(values, weight.values() * scales)
 
 
 def _prepare_heads(

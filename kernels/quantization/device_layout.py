@@ -1,57 +1,96 @@
-"""The layout in which kernels read weights of 4 bits: a pure function of a `PackedWeight`, and back.
+"""The layout in which kernels read weights of 4 and 8 bits: a pure function of a `PackedWeight`, and back.
 
-A block is 8 rows times 128 columns: 512 bytes of codes, 16 for each lane of a warp, then what belongs to the groups of
-the 8 rows. Lane i has of row i / 4 columns 8 (i % 4) to + 7 of each of four steps of 32 columns, a word a step. In a
-word, the code of column j begins at bit `CODE_BITS[j]` and goes round: decode/packed_copies.cuh says why. Of each row
-and group in a block follows the scale in the compute dtype; where there are zero points, behind each scale what takes
-the zero point off.
+A block is 8 rows times 128 columns: 512 bytes of codes of 4 bits, 16 for each lane of a warp, or twice as many of 8
+bits, 16 for each lane of columns 0 to 63, then of the others; then what belongs to the groups of the 8 rows. Lane i has
+of row i / 4 columns 8 (i % 4) to + 7 of each step of 32 columns, a word of eight codes a step, or two of four. Where in
+its word a code stands, `TURNS` says, and decode/packed_codes.cuh why. Of each row and group in a block follows the
+scale, and where there are zero points, behind each scale what takes the zero point off: of 16 bits, or of 32.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.kernels.quantization.packed_weight import PackedWeight, ScaledWeight, WeightFormat, rounded
 
-#: Rows and columns of a block, columns of a step and of a lane in it, and bytes of a block's codes.
-BLOCK_ROWS, BLOCK_COLUMNS, STEP, LANE_COLUMNS, CODE_BYTES = 8, 128, 32, 8, 512
-#: Where a column's code begins in a word.
-CODE_BITS = (6, 22, 2, 18, 14, 30, 10, 26)
+#: Rows and columns of a block, columns of a step and of a lane in it.
+BLOCK_ROWS, BLOCK_COLUMNS, STEP, LANE_COLUMNS = 8, 128, 32, 8
+#: By codes, and for each column of a word: by how many bits a code is turned to the left, and its highest bit alone.
+TURNS = {
+    "int4": tuple((bit, bit) for bit in (6, 22, 2, 18, 14, 30, 10, 26)),
+    "int8": ((0, 0), (16, 16), (8, 8), (24, 24)),
+    "fp8": ((7, 8), (23, 24), (0, 7), (16, 23)),
+    "fp4": ((9, 12), (25, 28), (17, 20), (1, 4), (12, 5), (28, 21), (20, 13), (4, 29)),
+}
 #: By which small scales of float16 are stored times; the largest that stays finite.
 SMALL_FACTOR = 2.0**18
 SMALL_SCALE = 65504 / SMALL_FACTOR
-#: By compute dtype, what is added to a zero point: what its codes stand behind.
-_ZERO_OFFSETS = {"float16": 16, "bfloat16": 32}
+#: By codes and the dtype of products: what is added to a zero point, which is what its codes stand behind.
+_ZERO_OFFSETS = {
+    **{("int4", product): 16 for product in ("float16", "float32")},
+    **{("int8", product): 1024 for product in ("float16", "float32")},
+    ("int4", "bfloat16"): 32,
+}
+#: By codes and the dtype of products: what scales are stored times, because codes become so much less.
+_FACTORS = {
+    ("fp8", "float16"): 2.0**8,
+    ("fp8", "bfloat16"): 2.0**120,
+    ("fp8", "float32"): 2.0**8,
+    ("fp4", "float32"): 2.0**14,
+}
+#: The compute dtypes, as the kernels number them from 1 on.
+_COMPUTED = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class DeviceLayout:
-    """What kernels know of a weight [rows, columns] of 4 bits when they are compiled.
+    """What kernels know of a packed weight [rows, columns] when they are compiled.
 
-    Its format, and whether its scales are `small` (of float16, symmetric, and finite times 2^18), which saves
-    instructions and changes no bit.
+    Its format; whether its scales are `small` (of float16, of symmetric int4, and finite times 2^18), which saves
+    instructions and changes no bit; the compute `dtype` of the kernels (None: the format's); the dtype that codes are
+    `multiplied` in, in which scales are exact (None: the format's, or float32 for 4-bit floats). A weight's value is
+    that of `PackedWeight.values`, rounded to the compute dtype.
     """
 
     format: WeightFormat
     rows: int
     columns: int
     small: bool = False
+    dtype: str | None = None
+    multiplied: str | None = None
+
+    @property
+    def compute(self) -> str:
+        """The compute dtype of the kernels."""
+        return self.dtype or self.format.dtype
+
+    @property
+    def product(self) -> str:
+        """The dtype of a code times its scale: float32, or that of the scales, in which it is rounded once."""
+        return self.multiplied or ("float32" if self.format.codes == "fp4" else self.format.dtype)
 
     @property
     def scales(self) -> int:
         """Of a row in a block."""
-        group = self.format.group
-        return BLOCK_COLUMNS // group if group is not None and group < BLOCK_COLUMNS else 1
+        return 1 if self.format.group is None else BLOCK_COLUMNS // math.gcd(self.format.group, BLOCK_COLUMNS)
+
+    @property
+    def code_bytes(self) -> int:
+        """Of a block."""
+        return BLOCK_ROWS * BLOCK_COLUMNS * self.format.bits // 8
 
     @property
     def block_bytes(self) -> int:
         """Of codes, scales and zero points."""
-        return CODE_BYTES + BLOCK_ROWS * 2 * self.scales * (2 if self.format.zeros else 1)
+        size = 4 if self.product == "float32" else 2
+        return self.code_bytes + BLOCK_ROWS * size * self.scales * (2 if self.format.zeros else 1)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -63,18 +102,49 @@ class DeviceLayout:
         """Of the array of bytes."""
         return (*self.blocks, self.block_bytes)
 
+    @property
+    def mode(self) -> int:
+        """By which the kernels know the format: MODE of decode/packed_codes.cuh."""
+        scaling, wide = 2 if self.format.zeros else int(self.small), self.product == "float32"
+        between = self.format.dtype if wide else self.product
+        rounded_to = 0 if between in (self.compute, "float32") else 1 + _COMPUTED.index(between)
+        return scaling + 4 * list(TURNS).index(self.format.codes) + 16 * rounded_to + 64 * wide
+
     def groups(self) -> np.ndarray:
-        """The group of each scale of a row: int [blocks, scales]."""
+        """The group of each scale of a row, in the order of columns: int [blocks, scales]."""
         columns = np.arange(self.blocks[1] * self.scales) * (BLOCK_COLUMNS // self.scales)
         return (np.minimum(columns, self.columns - 1) // (self.format.group or self.columns)).reshape(-1, self.scales)
 
 
+class ArrangedInputs(NamedTuple):
+    """How activations become what a packed weight's columns are multiplied by: column k is element `order[k]` times
+    `scales[k]`, rounded to the compute dtype.
+
+    `order` int32 [K], None: their own; `scales` float32 [K], None: ones. Not both are None.
+    """
+
+    order: OwnArray | None
+    scales: OwnArray | None
+
+    @classmethod
+    def of(cls, weight: ScaledWeight) -> ArrangedInputs | None:
+        """What a weight says of its inputs, on the host; None where it takes them as they are."""
+        order, scales = weight.order, weight.input_scales
+        if order is None and scales is None:
+            return None
+        return cls(order, scales if order is None or scales is None else scales[order])
+
+
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A weight in the kernels' layout: `data` uint8 of `layout.shape`, in the memory of the device."""
+    """A weight in the kernels' layout: `data` uint8 of `layout.shape`, in the memory of the device.
+
+    `inputs`: its activations are arranged before; the norm before it does so (`CudaDecodeKernels.norm`), or another.
+    """
 
     layout: DeviceLayout
     data: OwnArray
+    inputs: ArrangedInputs | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,8 +153,8 @@ class PackedMatrix:
 
     @property
     def dtype(self) -> str:
-        """In which its values are rounded."""
-        return self.layout.format.dtype
+        """The compute dtype of the kernels that it is for."""
+        return self.layout.compute
 
     @property
     def pointer(self) -> int:
@@ -94,92 +164,122 @@ class PackedMatrix:
 
 def layout_refusal(format: WeightFormat, dtype: str) -> str | None:
     """Why the kernels of a compute dtype do not take weights of a format; None if they do."""
-    if format.codes != "int4":
-        return f"kernels take codes of int4, not of {format.codes}"
-    if format.group not in (None, 32, 64) and format.group % BLOCK_COLUMNS:
-        return f"kernels take groups of 32, 64, multiples of 128 and whole rows, not of {format.group}"
-    if format.dtype != dtype or dtype not in _ZERO_OFFSETS:
-        return f"kernels that compute in {dtype} take weights that are rounded in it, not in {format.dtype}"
-    if format.permuted or format.scaled:
-        return "kernels take activations in their own order and scale"
+    if format.group is not None and format.group % 16:
+        return f"kernels take groups of multiples of 16 columns and whole rows, not of {format.group}"
+    if dtype not in _COMPUTED:
+        return f"kernels take packed weights to compute in {' or '.join(_COMPUTED)}, not in {dtype}"
     return None
 
 
-def device_layout(weight: PackedWeight) -> DeviceLayout:
-    """The layout of a weight, of whose scales it depends whether they are small. Raises KernelError for a format that
-    kernels do not take, and for scales that are not numbers of its dtype."""
-    format = weight.format
-    reason = layout_refusal(format, format.dtype)
+def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayout:
+    """The layout of a weight for kernels of a compute dtype (None: the format's), which depends on its scales.
+
+    Products are of 16 bits where these hold the scales and round products once, as `PackedWeight.values` does. Raises
+    KernelError for a format that kernels do not take.
+    """
+    format, scales = weight.format, weight.scales
+    compute = dtype or format.dtype
+    reason = layout_refusal(format, compute)
     if reason is not None:
         raise KernelError(reason)
-    if not np.array_equal(_values(_bits(weight.scales, format.dtype), format.dtype), weight.scales):
-        raise KernelError(f"scales are no numbers of {format.dtype}, in which the weight is rounded")
-    small = format.dtype == "float16" and not format.zeros and bool(np.abs(weight.scales).max(initial=0) <= SMALL_SCALE)
-    return DeviceLayout(format, *weight.codes.shape, small)
+    product = compute if format.dtype == "float32" else format.dtype
+    factor = _FACTORS.get((format.codes, product), 1)
+    stored = scales if factor == 1 else scales * np.float64(factor)
+    with np.errstate(over="ignore"):
+        exact = np.array_equal(rounded(stored.astype(np.float32, copy=False), product), stored)
+    if format.codes == "fp4" or not exact:
+        product = "float32"
+    small = (format.codes, product, format.zeros) == ("int4", "float16", False)
+    small = small and bool(np.abs(scales).max(initial=0) <= SMALL_SCALE)
+    return DeviceLayout(format, *weight.shape, small, compute, product)
 
 
-def to_device_layout(weight: PackedWeight) -> tuple[DeviceLayout, np.ndarray]:
-    """A weight as kernels read it: uint8 of `DeviceLayout.shape`. Behind the last row and column are zeros."""
-    layout = device_layout(weight)
+def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[DeviceLayout, np.ndarray]:
+    """A weight as kernels of a compute dtype (None: the format's) read it: uint8 of `DeviceLayout.shape`.
+
+    Behind the last row and column are zeros.
+    """
+    layout = device_layout(weight, dtype)
     down, along = layout.blocks
-    padded = np.zeros((down * BLOCK_ROWS, along * BLOCK_COLUMNS), np.uint32)
+    padded = np.zeros((down * BLOCK_ROWS, along * BLOCK_COLUMNS), np.uint8)
     padded[: layout.rows, : layout.columns] = weight.codes
-    steps, lanes = BLOCK_COLUMNS // STEP, STEP // LANE_COLUMNS
-    columns = padded.reshape(down, BLOCK_ROWS, along, steps, lanes, LANE_COLUMNS)
+    turns, bits = TURNS[layout.format.codes], layout.format.bits
+    columns = padded.reshape(down, BLOCK_ROWS, along, bits // 4, -1, STEP // LANE_COLUMNS, bits // 4, len(turns))
     words = np.zeros(columns.shape[:-1], np.uint32)
-    for column, bit in enumerate(CODE_BITS):
-        words |= _turned(columns[..., column], bit)
+    every = np.arange(1 << bits, dtype=np.uint32)
+    for column, (turn, highest) in enumerate(turns):
+        low = every & (1 << bits - 1) - 1
+        words |= (_turned(low, turn) | _turned(every - low, highest))[columns[..., column]]
     result = np.empty(layout.shape, np.uint8)
-    result[..., :CODE_BYTES] = words.transpose(0, 2, 1, 4, 3).copy().view(np.uint8).reshape(down, along, CODE_BYTES)
-    result[..., CODE_BYTES:] = tail_bytes(weight, layout)
+    lanes = words.transpose(0, 2, 3, 1, 5, 4, 6)  # to blocks, pieces, rows, lanes of a row, steps of a piece, words
+    result[..., : layout.code_bytes] = lanes.copy().view(np.uint8).reshape(down, along, -1)
+    result[..., layout.code_bytes :] = tail_bytes(weight, layout)
     return layout, result
 
 
-def tail_bytes(weight: PackedWeight, layout: DeviceLayout) -> np.ndarray:
-    """What follows the codes of each block: uint8 [down, along, `block_bytes` - 512]."""
-    parts = [_padded(weight.scales * np.float32(SMALL_FACTOR if layout.small else 1), layout)]
+def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
+    """What follows the codes of each block: uint8 [down, along, `block_bytes` - `code_bytes`]."""
+    wide = layout.product == "float32"
+    scales = _bits(weight.scales * np.float32(_factor(layout)), layout.product)
+    parts = [_placed(scales, layout)]
     if weight.zeros is not None:
-        parts.append(_padded(-(weight.zeros.astype(np.float32) + _ZERO_OFFSETS[layout.format.dtype]), layout))
-    bits = np.stack([_bits(part, layout.format.dtype) for part in parts], axis=-1)
-    return bits.view(np.uint8).reshape(*layout.blocks, -1)
+        zeros = _bits(-(weight.zeros.astype(np.float32) + _zero_offset(layout)), "float16" if wide else layout.product)
+        parts.append(_placed(zeros.astype(np.uint32) * 0x10001 if wide else zeros, layout))
+    return np.stack(parts, axis=-1).view(np.uint8).reshape(*layout.blocks, -1)
 
 
 def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
-    """The weight that `to_device_layout` was given."""
-    down, along = layout.blocks
-    steps, lanes = BLOCK_COLUMNS // STEP, STEP // LANE_COLUMNS
-    words = data[..., :CODE_BYTES].copy().view(np.uint32).reshape(down, along, BLOCK_ROWS, lanes, steps)
-    words = words.transpose(0, 2, 1, 4, 3)
-    codes = np.stack([(_turned(words, 32 - bit) & 15).astype(np.uint8) for bit in CODE_BITS], axis=-1)
-    codes = codes.reshape(down * BLOCK_ROWS, -1)[: layout.rows, : layout.columns]
-    format, parts = layout.format, 2 if layout.format.zeros else 1
-    bits = data[..., CODE_BYTES:].copy().view(np.uint16).reshape(down, along, BLOCK_ROWS, layout.scales, parts)
-    values = _values(bits, format.dtype).transpose(0, 2, 1, 3, 4).reshape(down * BLOCK_ROWS, -1, parts)
+    """The weight that `to_device_layout` was given, without what it says of its inputs."""
+    format, (down, along) = layout.format, layout.blocks
+    turns, bits, wide = TURNS[format.codes], format.bits, layout.product == "float32"
+    words = data[..., : layout.code_bytes].copy().view(np.uint32)
+    words = words.reshape(down, along, bits // 4, BLOCK_ROWS, STEP // LANE_COLUMNS, -1, bits // 4)
+    words, low = words.transpose(0, 3, 1, 2, 5, 4, 6), (1 << bits - 1) - 1
+    every = [_turned(words, -turn) & low | _turned(words, -highest) & low + 1 for turn, highest in turns]
+    codes = np.stack(every, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)[: layout.rows, : layout.columns]
+    tails = data[..., layout.code_bytes :].copy().view(np.uint32 if wide else np.uint16)
+    halves = 2 if layout.scales == 8 else 1
+    tails = tails.reshape(down, along, BLOCK_ROWS, halves, layout.scales // halves, -1)
+    tails = tails.transpose(0, 2, 1, 4, 3, 5).reshape(down * BLOCK_ROWS, along * layout.scales, -1)
     _, firsts = np.unique(layout.groups().reshape(-1), return_index=True)
-    chosen = values[: layout.rows, firsts]
-    scales = chosen[..., 0] / np.float32(SMALL_FACTOR if layout.small else 1)
-    zeros = (-chosen[..., 1] - _ZERO_OFFSETS[format.dtype]).astype(np.uint8) if format.zeros else None
+    chosen = tails[: layout.rows, firsts]
+    scales, zeros = _values(chosen[..., 0], layout.product) / np.float32(_factor(layout)), None
+    if format.zeros:
+        stored = chosen[..., 1].astype(np.uint16)  # of 32 bits, the lower half
+        zeros = (-_values(stored, "float16" if wide else layout.product) - _zero_offset(layout)).astype(np.uint8)
     return PackedWeight(format, np.ascontiguousarray(codes), np.ascontiguousarray(scales), zeros)
 
 
-def _padded(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
+def _factor(layout: DeviceLayout) -> float:
+    return SMALL_FACTOR if layout.small else _FACTORS.get((layout.format.codes, layout.product), 1.0)
+
+
+def _zero_offset(layout: DeviceLayout) -> int:
+    return _ZERO_OFFSETS.get((layout.format.codes, layout.product), 0)
+
+
+def _placed(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
     """Of groups [N, groups], as blocks have them: [down, along, rows, scales]."""
     down, along = layout.blocks
-    rows = np.zeros((down * BLOCK_ROWS, values.shape[1]), np.float32)
+    rows = np.zeros((down * BLOCK_ROWS, values.shape[1]), values.dtype)
     rows[: layout.rows] = values
-    return rows[:, layout.groups()].reshape(down, BLOCK_ROWS, along, layout.scales).swapaxes(1, 2)
+    order = np.arange(8).reshape(4, 2).T.reshape(-1) if layout.scales == 8 else slice(None)
+    return rows[:, layout.groups()[:, order]].reshape(down, BLOCK_ROWS, along, layout.scales).swapaxes(1, 2)
 
 
 def _turned(words: np.ndarray, bits: int) -> np.ndarray:
     """Words turned to the left."""
-    return words << np.uint32(bits) | words >> np.uint32(32 - bits) if bits % 32 else words
+    bits %= 32
+    return words << np.uint32(bits) | words >> np.uint32(32 - bits) if bits else words
 
 
 def _bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "float32":
+        return values.view(np.uint32)
     return values.astype(np.float16).view(np.uint16) if dtype == "float16" else bfloat16_bits(values)
 
 
 def _values(bits: np.ndarray, dtype: str) -> np.ndarray:
     if dtype == "float16":
         return bits.view(np.float16).astype(np.float32)
-    return (bits.astype(np.uint32) << 16).view(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else bits.view(np.float32)

@@ -1,10 +1,12 @@
-// Brings weights of 4 bits into the layout that kernels read, on the device: see device_layout.py.
+// Brings weights of 4 and 8 bits into the layout that kernels read, on the device: see device_layout.py.
 
-constexpr unsigned CODE_BITS[8] = {HOST_CODE_BITS};
+// By how many bits the code of each column of a word is turned to the left, and its highest bit.
+constexpr int TURNS[][2] = {HOST_TURNS};
 
-// codes: of each row, which begins `stride` bytes behind the one before, BITS of 4 (the first column in a byte's low half) or
-// 8 each; tails [row blocks, blocks, tail_bytes]; data [row blocks, blocks, 512 + tail_bytes]. A thread makes 16 bytes: grid
-// (blocks, row blocks), 32 threads and as many as copy the tail. Behind the last row and column are zeros.
+// codes: of each row, which begins `stride` bytes behind the one before, STORED bits each: 4 (the first column in a byte's low
+// half) or 8; tails [row blocks, blocks, tail_bytes]; data [row blocks, blocks, 128 OWN + tail_bytes] of codes of OWN bits. A
+// thread makes 16 bytes: grid (blocks, row blocks), 8 OWN threads and as many as copy the tail. Behind the last row and
+// column are zeros.
 struct Shuffle {
     const unsigned char *codes, *tails;
     unsigned char* data;
@@ -13,27 +15,32 @@ struct Shuffle {
 };
 static_assert(sizeof(Shuffle) == HOST_SHUFFLE_BYTES, "as the host's structure");
 
-template <int BITS> __global__ void shuffle(const Shuffle arguments) {
+__device__ __forceinline__ unsigned turned(unsigned word, int bits) { return __funnelshift_l(word, word, bits); }
+
+template <int OWN, int STORED> __global__ void shuffle(const Shuffle arguments) {
+    constexpr int LANES = 8 * OWN, CODE_BYTES = 16 * LANES, COLUMNS = 32 / OWN, STEP_WORDS = OWN / 4, LOW = (1 << OWN - 1) - 1;
     const long long block = static_cast<long long>(blockIdx.y) * gridDim.x + blockIdx.x;
-    unsigned char* target = arguments.data + block * (512 + arguments.tail_bytes);
+    unsigned char* target = arguments.data + block * (CODE_BYTES + arguments.tail_bytes);
     const int lane = threadIdx.x;
-    if (lane >= 32) {
-        const int place = (lane - 32) * 16;
-        *reinterpret_cast<uint4*>(target + 512 + place) =
+    if (lane >= LANES) {
+        const int place = (lane - LANES) * 16;
+        *reinterpret_cast<uint4*>(target + CODE_BYTES + place) =
             *reinterpret_cast<const uint4*>(arguments.tails + block * arguments.tail_bytes + place);
         return;
     }
-    const int row = blockIdx.y * 8 + lane / 4, first = blockIdx.x * 128 + lane % 4 * 8;
+    // of 8 bits, the second 32 threads make columns 64 on
+    const int row = blockIdx.y * 8 + lane % 32 / 4, first = blockIdx.x * 128 + lane / 32 * 64 + lane % 4 * 8;
     unsigned words[4] = {};
     if (row < arguments.rows)
-        for (int step = 0; step < 4; ++step)
-            for (int j = 0; j < 8; ++j) {
-                const int column = first + step * 32 + j;
+#pragma unroll
+        for (int word = 0; word < 4; ++word)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                const int column = first + word / STEP_WORDS * 32 + word % STEP_WORDS * COLUMNS + j;
                 if (column >= arguments.columns) continue;
-                const unsigned byte = arguments.codes[row * arguments.stride + static_cast<long long>(column) * BITS / 8];
-                const unsigned code = BITS == 8 ? byte & 15 : byte >> column % 2 * 4 & 15;
-                const unsigned bit = CODE_BITS[j];
-                words[step] |= code << bit | (bit > 28 ? code >> (32 - bit) : 0);
+                const unsigned byte = arguments.codes[row * arguments.stride + static_cast<long long>(column) * STORED / 8];
+                const unsigned code = STORED == 4 ? byte >> column % 2 * 4 & 15 : OWN == 4 ? byte & 15 : byte;
+                words[word] |= turned(code & LOW, TURNS[j][0]) | turned(code & LOW + 1, TURNS[j][1]);
             }
     *reinterpret_cast<uint4*>(target + lane * 16) = make_uint4(words[0], words[1], words[2], words[3]);
 }

@@ -1,4 +1,4 @@
-"""Weights of 4 bits brought into the kernels' layout on the GPU, where they are loaded."""
+"""Weights of 4 and 8 bits brought into the kernels' layout on the GPU, where they are loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.device_layout import CODE_BITS, CODE_BYTES, DeviceLayout
+from edgellm.kernels.quantization.device_layout import TURNS, DeviceLayout
+from edgellm.kernels.quantization.packed_weight import Codes
 
 
 class _Shuffle(ctypes.Structure):
@@ -21,14 +22,14 @@ class _Shuffle(ctypes.Structure):
     ]
 
 
-def shuffle_kernel(bits: int) -> Kernel:
+def shuffle_kernel(codes: Codes, bits: int) -> Kernel:
     """The kernel for codes that are stored in 4 or 8 bits."""
-    macros = (
-        ("HOST_CODE_BITS", ", ".join(map(str, CODE_BITS))),
-        ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle)),
-    )
-    expression = f"shuffle<{bits}>"
-    return Kernel(ModuleSource(f"shuffle-{bits}", ("quantization/shuffle.cu",), (expression,), macros), expression)
+    turns = ", ".join(f"{{{turn}, {highest}}}" for turn, highest in TURNS[codes])
+    macros = ("HOST_TURNS", turns), ("HOST_SHUFFLE_BYTES", ctypes.sizeof(_Shuffle))
+    own = 32 // len(TURNS[codes])
+    expression = f"shuffle<{own}, {bits}>"
+    name = f"shuffle-{codes}-{bits}"
+    return Kernel(ModuleSource(name, ("quantization/shuffle.cu",), (expression,), macros), expression)
 
 
 def shuffle(
@@ -36,13 +37,13 @@ def shuffle(
 ) -> Launch:
     """A launch that makes `data` uint8 of `layout.shape` as `to_device_layout` does.
 
-    `codes` uint8 [N, K], one in each byte, or [N, K / 2 or more], two, the first column in the lower half; `tails` are
-    `tail_bytes`. Raises KernelError where they do not fit, and for more than 524,280 rows.
+    `codes` uint8 [N, K], one in each byte, or of 4 bits [N, K / 2 or more], two, the first column in the lower half;
+    `tails` are `tail_bytes`. Raises KernelError where they do not fit, and for more than 524,280 rows.
     """
     down, along = layout.blocks
-    tail = layout.block_bytes - CODE_BYTES
+    tail = layout.block_bytes - layout.code_bytes
     rows, stride = codes.shape
-    halves = -(-layout.columns // 2) <= stride < layout.columns
+    halves = layout.format.bits == 4 and -(-layout.columns // 2) <= stride < layout.columns
     found = (rows, codes.dtype, tails.shape, data.shape)
     expected = (layout.rows, "uint8", (down, along, tail), layout.shape)
     if found != expected or not (halves or stride == layout.columns) or down > 65_535:
@@ -52,5 +53,5 @@ def shuffle(
             f"as many bytes, {list(expected[2])} and {list(layout.shape)}"
         )
     arguments = _Shuffle(codes.pointer, tails.pointer, data.pointer, stride, layout.rows, layout.columns, tail)
-    kernel = shuffle_kernel(4 if halves else 8)
-    return Launch(module, kernel, (along, down, 1), 32 + tail // 16, 0, (arguments,))
+    kernel = shuffle_kernel(layout.format.codes, 4 if halves else 8)
+    return Launch(module, kernel, (along, down, 1), layout.code_bytes // 16 + tail // 16, 0, (arguments,))

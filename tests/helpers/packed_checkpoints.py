@@ -32,23 +32,29 @@ QUANTIZATION: dict[str, Any] = {
 _DENSE = ("embed_tokens", "lm_head", "visual.", "vision_tower.", "multi_modal_projector.")
 
 
-def write_packed(source: Path, packed: Path, twin: Path) -> tuple[Path, Path]:
-    """Two copies of a checkpoint: its linear layers packed as `QUANTIZATION` says, and dequantized."""
+def write_packed(
+    source: Path, packed: Path, twin: Path, by_rows: str | None = "self_attn", dense_too: str | None = None
+) -> tuple[Path, Path]:
+    """Two copies of a checkpoint: its linear layers packed as `QUANTIZATION` says, and dequantized; `by_rows` None: all
+    by 4 bits in groups. Layers with `dense_too` in their name stay dense."""
     for target in (packed, twin):
         shutil.copytree(source, target)
     tensors = load_file(source / MODEL)
     stored, dense = {}, {}
     for name, values in tensors.items():
-        is_linear = values.ndim == 2 and not any(part in name for part in _DENSE)
+        is_linear = values.ndim == 2 and not any(part in name for part in (*_DENSE, *filter(None, [dense_too])))
         if not is_linear:
             stored[name] = dense[name] = values
             continue
-        made, dense[name] = _packed(values.astype(np.float32), "self_attn" in name)
+        made, dense[name] = _packed(values.astype(np.float32), by_rows is not None and by_rows in name)
         stored |= {f"{name}_{ending}": tensor for ending, tensor in made.items()}
     save_file(stored, packed / MODEL)
     save_file(dense, twin / MODEL)
     config = json.loads((source / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZATION}))
+    groups = {name: group for name, group in QUANTIZATION["config_groups"].items() if by_rows or name == "groups"}
+    ignored = _IGNORED + ([f"re:.*{dense_too}"] if dense_too else [])
+    said = QUANTIZATION | {"config_groups": groups, "ignore": ignored}
+    (packed / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
     return packed, twin
 
 

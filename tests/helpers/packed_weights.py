@@ -1,11 +1,16 @@
-"""Random weights of 4 bits, and values of a compute dtype."""
+"""Random weights of 4 and 8 bits, their copies on the GPU, and values of a compute dtype."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
+from gpu_device import device_copy
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat, rounded
 
 
 def compute_bits(values: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -13,16 +18,42 @@ def compute_bits(values: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray
     if dtype == "float16":
         rounded = values.astype(np.float16)
         return rounded, rounded.astype(np.float32)
+    if dtype == "float32":
+        return values, values
     bits = bfloat16_bits(values)
     return bits, (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def random_packed(
-    rows: int, columns: int, group: int | None, zeros: bool, dtype: str, size: float = 0.01, seed: int = 0
+    rows: int,
+    columns: int,
+    group: int | None,
+    zeros: bool,
+    dtype: str,
+    size: float = 0.01,
+    seed: int = 0,
+    codes: Codes = "int4",
 ) -> PackedWeight:
-    """With every code, scales between a tenth of `size` and `size`."""
-    random, format = np.random.default_rng(seed), WeightFormat("int4", group, zeros, dtype)
+    """With every code, scales of `dtype` between a tenth of `size` and `size`."""
+    random, format = np.random.default_rng(seed), WeightFormat(codes, group, zeros, dtype)
     scales = random.uniform(size / 10, size, (rows, format.groups(columns))).astype(np.float32)
-    codes = random.integers(0, 16, (rows, columns)).astype(np.uint8)
-    points = random.integers(0, 16, scales.shape).astype(np.uint8) if zeros else None
-    return PackedWeight(format, codes, compute_bits(scales, dtype)[1], points)
+    stored = random.integers(0, 1 << format.bits, (rows, columns)).astype(np.uint8)
+    if codes == "fp8":
+        stored[stored & 127 == 127] ^= 1  # no number
+    points = random.integers(0, 1 << format.bits, scales.shape).astype(np.uint8) if zeros else None
+    return PackedWeight(format, stored, rounded(scales, dtype), points)
+
+
+def rescaled(weight: PackedWeight, dtype: str) -> PackedWeight:
+    """A weight with other scales, numbers of `dtype`, whatever the dtype is that it is rounded in."""
+    return replace(weight, scales=rounded(weight.scales * np.float32(1.2345678), dtype))
+
+
+def packed_copy(gpu: Any, weight: PackedWeight, dtype: str | None = None) -> PackedMatrix:
+    """A weight in the kernels' layout, for those of a compute dtype (None: its own), in the memory of the GPU."""
+    layout, data = to_device_layout(weight, dtype)
+    arranged = ArrangedInputs.of(weight)
+    inputs = (
+        None if arranged is None else ArrangedInputs(*(None if x is None else device_copy(gpu, x) for x in arranged))
+    )
+    return PackedMatrix(layout, device_copy(gpu, data), inputs)

@@ -32,7 +32,7 @@ from device_limits import device_limits
 from probes import counted_waits, enqueue_replaced, executor_name
 from provenance import provenance, report
 from random_checkpoint import SHAPES
-from random_model import loop_milliseconds, random_runner
+from random_model import WEIGHTS, loop_milliseconds, random_runner
 from round_bench import PROMPT_TOKENS, ROUNDS_PER_SERIES, SERIES, RoundBench, plans_of, prepare
 from round_table import measure_table
 from simulated_acceptance import SCHEDULE_ROUNDS, schedule, simulated_mean
@@ -149,9 +149,9 @@ def print_table(results: dict[str, Any]) -> None:
         print(f"{'reached' if reached else 'MISSED '}  {target}")
 
 
-def measure_rounds(work: Path, shape: str, mean: float, rounds: int) -> dict[str, Any]:
+def measure_rounds(work: Path, shape: str, mean: float, rounds: int, weights: str) -> dict[str, Any]:
     """Everything about the rounds of one model."""
-    plain_directory, directory = prepare(work, shape)
+    plain_directory, directory = prepare(work, shape, weights)
     plans, found = plans_of(directory), dict[str, Any]()
     with random_runner(plain_directory) as plain, random_runner(directory) as runner:
         bench = RoundBench(runner)
@@ -173,19 +173,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", type=one_of("rounds", "table"), default=["rounds"])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
+    parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of the base's layers")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-eagle-bench")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--mean", type=float, default=4.24, help="simulated tokens a round of the largest tree")
     parser.add_argument("--rounds", type=int, default=SCHEDULE_ROUNDS, help="rounds of a loop")
     arguments = parse(parser)
     started = time.perf_counter()
-    results: dict[str, Any] = {**provenance(), "limits": device_limits()._asdict()}
+    results: dict[str, Any] = {**provenance(), "limits": device_limits()._asdict(), "weights": arguments.weights}
     for shape in arguments.shapes:
         found = results[shape] = {}
         if "rounds" in arguments.sections:
-            found |= measure_rounds(arguments.work, shape, arguments.mean, arguments.rounds)
+            found |= measure_rounds(arguments.work, shape, arguments.mean, arguments.rounds, arguments.weights)
         if "table" in arguments.sections:
-            found["table"] = measure_table(arguments.work, shape, arguments.mean)
+            found["table"] = measure_table(arguments.work, shape, arguments.mean, arguments.weights)
     results["seconds"] = time.perf_counter() - started
     report(results, arguments.output)
 

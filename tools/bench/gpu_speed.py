@@ -34,7 +34,7 @@ from gpu_timer import gpu_milliseconds
 from probes import executor_name, weight_bytes
 from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, SHAPES, checkpoint_in
-from random_model import loop_milliseconds, random_prompt, random_runner, shape_directory
+from random_model import WEIGHTS, loop_milliseconds, random_prompt, random_runner, shape_directory
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import KV_CACHES, DecoderConfig, EngineLimits
@@ -139,22 +139,23 @@ def first_token_seconds(engine_directory: Path) -> float:
     return seconds
 
 
-def measure_loop(work: Path, shape: str, tokens: int, kv_cache: str) -> dict[str, Any]:
+def measure_loop(work: Path, shape: str, tokens: int, kv_cache: str, weights: str) -> dict[str, Any]:
     """The decode loop of one model behind so many tokens, with the host reading each token while the next step runs."""
     limits = EngineLimits(1, 16, max(CAPACITY, tokens + 2 * LOOP_STEPS), kv_cache=kv_cache)
-    directory = shape_directory(work, shape, limits)
+    directory = shape_directory(work, shape, limits, weights)
     with random_runner(directory) as runner:
         spans = [loop_milliseconds(runner, tokens, LOOP_STEPS) for _ in range(6)][1:]
         decode, engine = next(loaded for loaded in runner.engines.loaded.items() if loaded[0].phase == "decode")
-    nbytes, span = weight_bytes(directory.config, decode, directory.dtype), statistics.median(spans)
+    packed, span = directory.layouts.get("base"), statistics.median(spans)
+    nbytes = weight_bytes(directory.config, decode, directory.dtype, packed)
     found = {"executor": executor_name(engine), "loop_ms": span, "weight_bytes": nbytes}
     return found | {"read_share": device_limits().read_share(nbytes, span), "all_ms": spans}
 
 
-def measure_prefill(work: Path, shape: str, prompts: list[int], kv_cache: str) -> dict[str, Any]:
+def measure_prefill(work: Path, shape: str, prompts: list[int], kv_cache: str, weights: str) -> dict[str, Any]:
     """Milliseconds of prompts of one model, of the GPU, each with its multiplications' share of `mma.sync`."""
     limits, found = EngineLimits(1, 2048, max(prompts) + 64, kv_cache=kv_cache), dict[str, Any]()
-    directory = shape_directory(work, shape, limits)
+    directory = shape_directory(work, shape, limits, weights)
     config = directory.config
     with random_runner(directory) as runner:
         for count in prompts:
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4000, 8000], help="tokens of each prompt")
     parser.add_argument("--loop-tokens", type=int, default=LOOP_TOKENS, help="behind which the loops begin")
     parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute", help="of loops and prompts")
+    parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of the layers of loops and prompts")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--without-torch", action="store_true")
@@ -214,13 +216,14 @@ def main() -> None:
     kv_cache = arguments.kv_cache
     with_torch = not arguments.without_torch and measured_as() is None
     results: dict[str, Any] = {**provenance(), "limits": device_limits()._asdict(), "kv_cache": kv_cache}
+    results["weights"] = arguments.weights
     if "step" in arguments.sections:
         results |= measure_all_of_one(arguments.work, with_torch)
     if "loops" in arguments.sections:
         results["loops"] = {}
         for shape in arguments.shapes:
             found = results["loops"][shape] = measure_loop(
-                arguments.work, shape, arguments.loop_tokens, arguments.kv_cache
+                arguments.work, shape, arguments.loop_tokens, kv_cache, arguments.weights
             )
             share = f"{found['read_share']:.1%} of {device_limits().read_gb_per_s:.0f} GB/s"
             print(f"{shape}: {found['loop_ms']:.4f} ms a token, {share}, {found['executor']}", flush=True)
@@ -228,7 +231,7 @@ def main() -> None:
         results["prefill"] = {}
         for shape in arguments.shapes:
             found = results["prefill"][shape] = measure_prefill(
-                arguments.work, shape, arguments.prompts, arguments.kv_cache
+                arguments.work, shape, arguments.prompts, kv_cache, arguments.weights
             )
             if with_torch:
                 counts = [str(count) for count in arguments.prompts]

@@ -1,12 +1,14 @@
 """Times the parts of a prefill step with random weights: attention's kernels, and TensorRT's engines between them.
 
-    python tools/bench/prefill_speed.py [attention] [linears] [narrow] [torch] [--shapes llama-1b llama-8b]
+    python tools/bench/prefill_speed.py [attention] [linears] [narrow] [packed] [torch] [--shapes llama-1b llama-8b]
                                         [--chunks 512 2048] [--as orin] [--output RESULTS.json]
 
-Needs pycuda and a GPU; TensorRT for `linears` and `narrow` (the largest chunk, with sums that are not in fp32), PyTorch
-for `torch`: its flash attention and matrix products. Times are medians of five, on the GPU; TFLOP/s count what causal
-attention and the linear layers need. `host` is what the host takes, for a layer to bind its weights and to enqueue its
-engine. Whole prompts: `gpu_speed.py prefill`.
+Needs pycuda and a GPU; TensorRT for `linears`, `narrow` (the largest chunk, with sums that are not in fp32) and
+`packed`, PyTorch for `torch`: its flash attention and matrix products. Times are medians of five, on the GPU; TFLOP/s
+count what causal attention and the linear layers need. `host` is what the host takes, for a layer to bind its weights
+and to enqueue its engine. `packed`: dequantizing weights of 4 bits, and whole chunks over dense and over packed weights
+by either way there is: TensorRT and dequantizing in front of it, or the kernels of up to 64 rows; and how far their
+logits are apart. Whole prompts: `gpu_speed.py prefill`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,25 +31,46 @@ from gpu_timer import gpu_milliseconds
 from provenance import provenance
 
 from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.executors import kernel_executor
+from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.platform import load_tensorrt
+from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.programs import model_program
+from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.decode.linear import CudaDecodeKernels
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.contract import KeyValueRows
 from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 SHAPES = {
     "llama-1b": DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True),
     "llama-8b": DecoderConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 5e5, 128, "float16", False),
     "gemma-2b": DecoderConfig("gemma", 256000, 2048, 16384, 18, 8, 1, 256, 8192, 1e-6, 1e4, 256, "float16", True),
 }
-PARTS = ("attention", "linears", "narrow", "torch")
+PARTS = ("attention", "linears", "narrow", "packed", "torch")
 #: Tokens that are new, and rows before them.
 STEPS = ((512, 0), (2048, 0), (512, 3488), (2048, 2048), (2048, 6144), (4096, 0), (8000, 0))
 LAYERS_IN_TURN = 4
+#: Of packed weights; the rows of steps by kernels, and the KV rows of whole steps.
+GROUP, KERNEL_ROWS, KV_ROWS = 128, (16, 32, 64), 4608
+
+
+FORMAT = WeightFormat("int4", GROUP, False, "float16")
+
+
+def random_weight(rows: int, columns: int) -> PackedWeight:
+    """Codes and small scales."""
+    random = np.random.default_rng(0)
+    scales = random.uniform(1e-3, 1e-2, (rows, FORMAT.groups(columns))).astype(np.float16).astype(np.float32)
+    return PackedWeight(FORMAT, random.integers(0, 16, (rows, columns)).astype(np.uint8), scales)
 
 
 class Bench:
@@ -58,6 +82,7 @@ class Bench:
         self.prefill = CudaPrefill(self.module)
         noise = np.random.default_rng(0).standard_normal(1 << 20) * 0.02
         self._noise = self.array_of(noise.astype(np.float16))
+        self._codes = self.array_of(to_device_layout(random_weight(8, 1 << 16))[1].reshape(-1))
         self.results: dict[str, Any] = {}
 
     def array_of(self, values: np.ndarray) -> DeviceArray:
@@ -69,10 +94,21 @@ class Bench:
     def random(self, shape: tuple[int, ...], dtype: str = "float16") -> DeviceArray:
         """Random float16 values, over and over; zeros of another dtype."""
         array = self.device.zeros(shape, dtype)
-        for first in range(0, array.size if dtype == "float16" else 0, self._noise.size):
-            part = array.reshape(-1)[first : first + self._noise.size]
-            self.device.copy(part, self._noise[: part.size])
+        if dtype == "float16":
+            self._fill(array, self._noise)
         return array
+
+    def packed(self, rows: int, columns: int) -> PackedMatrix:
+        """Random codes, over and over."""
+        layout = DeviceLayout(FORMAT, rows, columns, small=True)
+        data = self.device.empty(layout.shape, "uint8")
+        self._fill(data, self._codes)
+        return PackedMatrix(layout, data)
+
+    def _fill(self, array: DeviceArray, noise: DeviceArray) -> None:
+        for first in range(0, array.size, noise.size):
+            part = array.reshape(-1)[first : first + noise.size]
+            self.device.copy(part, noise[: part.size])
 
     def milliseconds(self, step: Any, repeats: int = 5) -> float:
         """Of one of several, one behind the other."""
@@ -142,6 +178,115 @@ def time_linears(bench: Bench, name: str, config: DecoderConfig, chunk: int, wid
     bench.report(label, ms=span, tflops=operations / span / 1e9, host_us=host, scratch_mb=megabytes)
 
 
+def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]) -> None:
+    """Dequantizing a layer, then whole steps over dense weights and over packed ones."""
+    program = model_program(config, EngineShape("prefill", 1, chunks[0], KV_ROWS, KV_ROWS))
+    weights = {key: bench.random(spec.shape) for key, spec in program.weights.items()}
+    for array in (array for array in weights.values() if len(array.shape) == 1):
+        bench.device.upload(array, np.ones(array.shape, np.float16))
+    layers = {key: spec.shape for key, spec in program.weights.items() if ".layers." in key and len(spec.shape) == 2}
+    packed = weights | {key: bench.packed(*shape) for key, shape in layers.items()}
+    time_dequantizing(bench, name, [packed[key] for key in layers])
+    for rows in KERNEL_ROWS:
+        engines: list[Any] = [kernel_engine(bench, config, EngineShape("prefill", 1, rows, KV_ROWS, KV_ROWS))] * 2
+        time_steps(bench, f"{name} {rows} tokens by kernels", engines, (weights, packed), 0)
+    for chunk in chunks:
+        shape = EngineShape("prefill", 1, chunk, KV_ROWS, KV_ROWS)
+        program = model_program(config, shape)
+        parts = {
+            part.segment: kernel_engine(bench, config, part) or segment_engine(bench, config, part, wide=True)
+            for part in segment_shapes(program)
+        }
+        engines = [SplitEngine(bench.prefill, program, parts, "float16", names) for names in ((), layers)]
+        for start in (0, chunk):
+            time_steps(bench, f"{name} {chunk} tokens behind {start}", engines, (weights, packed), start)
+        by_kernels = kernel_engine(bench, config, EngineShape("prefill", 1, KERNEL_ROWS[-1], KV_ROWS, KV_ROWS))
+        compare_logits(bench, f"{name} logits behind {chunk} tokens", engines[1], by_kernels, packed)
+
+
+def compare_logits(bench: Bench, label: str, whole: Any, parts: Any, weights: dict[str, Any]) -> None:
+    """How far the logits behind a chunk are from those of the same tokens by kernels, a few at a time: the weights are
+    the same, the order of sums is not."""
+    config, (count, few), found = SHAPES[label.split()[0]], (whole.shape.tokens, parts.shape.tokens), []
+    rows = {
+        "inputs_embeds": bench.random((1, count, config.hidden_size)),
+        "rope_rotary_cos_sin": bench.random((1, count, config.rotary_dim)),
+    }
+    for engine, size in ((whole, count), (parts, few)):
+        arrays = edge_arrays(bench, config, engine.shape)
+        scratch = bench.device.zeros((engine.scratch_bytes,), "uint8")
+        engine.attach(bench.device, scratch)
+        bench.device.upload(arrays["last_token_ids"], np.array([[size - 1]], np.int32))
+        for first in range(0, count, size):
+            place_tokens(bench, arrays, engine.shape, first)
+            own = {key: array.reshape(count, -1)[first : first + size] for key, array in rows.items()}
+            engine.bind(arrays | weights | {key: part.reshape(1, size, -1) for key, part in own.items()})
+            engine.enqueue()
+        found.append(bench.device.download(arrays["logits"]))
+    difference = float(np.abs(found[0] - found[1]).max())
+    bench.report(label, largest_difference=difference, deviation=float(found[1].std()))
+
+
+def edge_arrays(bench: Bench, config: DecoderConfig, shape: EngineShape) -> dict[str, DeviceArray]:
+    """What an engine is bound to beside weights, random."""
+    program = model_program(config, shape)
+    kinds = {key: (size, "float16" if kind == "compute" else kind) for key, (size, kind) in program.edge.items()}
+    arrays = {key: bench.random(*kind) for key, kind in kinds.items() if key not in program.weights}
+    return arrays | {f"present_{key}": arrays[key] for key in program.states}
+
+
+def place_tokens(bench: Bench, arrays: dict[str, DeviceArray], shape: EngineShape, start: int) -> None:
+    """A step's tokens behind `start` rows."""
+    bench.device.upload(arrays["kvcache_start_index"], np.array([start], np.int32))
+    bench.device.upload(arrays["attention_mask"], np.tri(shape.tokens, KV_ROWS, start, dtype=bool)[None, None])
+
+
+def time_dequantizing(bench: Bench, name: str, weights: list[PackedMatrix]) -> None:
+    """Each kind of matrix of a layer, and all of a layer one beside the other; bytes are those read and written."""
+    largest = bench.device.empty((max(int(np.prod(weight.shape)) for weight in weights),), "float16")
+    four = [bench.device.empty(weight.shape, "float16") for weight in weights[:4]]
+    for number in range(4):
+        kind, shape = weights[number::4], weights[number].shape
+        values = largest[: int(np.prod(shape))].reshape(*shape)
+        report_dequantizing(bench, f"{name} dequantizing {list(shape)}", kind, [values] * len(kind), 1)
+    report_dequantizing(bench, f"{name} dequantizing a layer", weights, four * (len(weights) // 4), 4)
+
+
+def report_dequantizing(
+    bench: Bench, label: str, weights: list[PackedMatrix], values: list[DeviceArray], beside: int
+) -> None:
+    """Time launches one behind the other, of which so many are `beside` each other."""
+    pairs = zip(weights, values, strict=True)
+    launches = [bench.prefill.dequantize(*pair, beside=n % beside > 0) for n, pair in enumerate(pairs)]
+    span = bench.milliseconds(lambda: [launch() for launch in launches]) * beside / len(launches)
+    moved = sum(weight.data.nbytes + array.nbytes for weight, array in zip(weights, values, strict=True))
+    bench.report(label, us=1000 * span, gb_per_s=moved * beside / len(launches) / span / 1e6)
+
+
+def kernel_engine(bench: Bench, config: DecoderConfig, shape: EngineShape) -> KernelEngine | None:
+    """That of a step of few tokens, or a segment of few rows."""
+    limit, gpu = bench.module.shared_limit, capacity_of(bench.module)
+    executor = kernel_executor(config, shape, "float16", limit, gpu)[0]
+    if executor is None:
+        return None
+    few, many = CudaDecodeKernels(bench.module, "float16", config.head_dim), CudaTiledKernels(bench.module, "float16")
+    return KernelEngine(StepKernels(few, many, gpu), executor, config, shape, "float16", limit)
+
+
+def time_steps(bench: Bench, label: str, engines: Sequence[Any], weights: Sequence[dict[str, Any]], start: int) -> None:
+    """The engines of one shape, with dense weights and with packed ones, behind `start` rows; the scratch of each."""
+    device, arrays = bench.device, edge_arrays(bench, SHAPES[label.split()[0]], engines[0].shape)
+    place_tokens(bench, arrays, engines[0].shape, start)
+    numbers: dict[str, float] = {}
+    for kind, engine, own in zip(("dense", "packed"), engines, weights, strict=True):
+        engine.bind(arrays | own)
+        scratch = device.zeros((engine.scratch_bytes,), "uint8")
+        engine.attach(device, scratch)
+        numbers[f"{kind}_ms"] = bench.milliseconds(engine.enqueue)
+        numbers[f"{kind}_scratch_mb"] = scratch.nbytes / 1e6
+    bench.report(label, ratio=numbers["packed_ms"] / numbers["dense_ms"], **numbers)
+
+
 def time_torch(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]) -> None:
     """The same products and flash attention by PyTorch."""
     import torch
@@ -193,6 +338,8 @@ def main() -> None:
                 time_linears(bench, name, SHAPES[name], chunk)
         if "narrow" in options.parts:
             time_linears(bench, name, SHAPES[name], options.chunks[-1], wide=False)
+        if "packed" in options.parts:
+            time_packed(bench, name, SHAPES[name], options.chunks)
         if "torch" in options.parts:
             time_torch(bench, name, SHAPES[name], options.chunks)
     if options.output:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import ITEM_SIZES
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 
 def executor_name(engine: Any) -> str:
@@ -23,10 +24,15 @@ def executor_name(engine: Any) -> str:
     return engine.executor.name if isinstance(engine, KernelEngine) else "TensorRT"
 
 
-def weight_bytes(config: ModelConfig, shape: EngineShape, dtype: str) -> int:
-    """Bytes of the weights that a step of an engine reads: the embedding only where it is the head."""
-    sizes = (math.prod(spec.shape) for spec in model_program(config, shape).weights.values())
-    return ITEM_SIZES[dtype] * sum(sizes)
+def weight_bytes(
+    config: ModelConfig, shape: EngineShape, dtype: str, packed: Mapping[str, DeviceLayout] | None = None
+) -> int:
+    """Bytes of the weights that a step of an engine reads: the embedding only where it is the head; `packed` are the
+    layouts of those that are."""
+    layouts, item = packed or {}, ITEM_SIZES[dtype]
+    specs = model_program(config, shape).weights.values()
+    dense = sum(math.prod(spec.shape) for spec in specs if spec.name not in layouts) * item
+    return dense + sum(math.prod(layouts[spec.name].shape) for spec in specs if spec.name in layouts)
 
 
 @contextmanager

@@ -23,11 +23,13 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.program import Program
-from edgellm.engines.quantization.calibration import CalibrationRows, InputStatistics, layer_program
+from edgellm.engines.quantization.arithmetic import NUMPY
+from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantization.feedback import quantize_in_turn
 from edgellm.engines.quantization.layers import linears, scale_layer
 from edgellm.engines.quantization.rounding import quantize_rows, rounded
 from edgellm.engines.quantization.scaling import foldings, search_scales
+from edgellm.engines.quantization.statistics import InputStatistics
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat
 from edgellm.text.tokenizer import Tokenizer
 from tools.demo_model.evaluate import evaluation_items
@@ -52,8 +54,8 @@ def main() -> None:
             config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
             format = WeightFormat(codes, group, zeros, checkpoint.dtype or "float16")
             texts, held_out = token_pieces(tokenizer, entries), held_out_texts(tokenizer)
-            calibration = CalibrationRows(config, checkpoint, texts)
-            unseen = CalibrationRows(config, checkpoint, held_out)
+            calibration = CalibrationRows(config, checkpoint, texts, group, NUMPY, True)
+            unseen = CalibrationRows(config, checkpoint, held_out, group)
             errors: dict[tuple[str, str], list[float]] = defaultdict(list)
             for index in range(config.num_layers):
                 program = layer_program(config, index, 1)
@@ -93,7 +95,7 @@ def compare_layer(
             factors = np.ones(weight.shape[1], np.float32)
             if scales and linear.name in foldings(program.steps):
                 factors = search_scales(weight, own, format)
-                own.divide(factors)
+                own = own.scaled(factors)
             difference = quantize(weight * factors, format, own) / factors - weight
             taken = inputs[linear.name].sample
             error = float(np.linalg.norm(taken @ difference.T) / np.linalg.norm(taken @ weight.T))
@@ -101,7 +103,7 @@ def compare_layer(
                 errors[kind, way].append(error)
         changed, given = {name: weight.copy() for name, weight in weights.items()}, deepcopy(seen)
         if scales:
-            scale_layer(program, changed, given, format, dict.fromkeys(weights, "float32"))
+            given = scale_layer(program, changed, given, format, dict.fromkeys(weights, "float32"))
         for linear in linears(program):
             changed[linear.weight.name] = quantize(changed[linear.weight.name], format, given[linear.name])
         unseen.texts = list(before)
@@ -127,11 +129,11 @@ def plainly_rounded(weights: np.ndarray, format: WeightFormat) -> np.ndarray:
 
 def nearest(weights: np.ndarray, format: WeightFormat, seen: InputStatistics) -> np.ndarray:
     """Float32 [N, K], each weight to the nearest code, in scales that were searched."""
-    return quantize_rows(weights, format, seen.root_mean_squares).values()
+    return quantize_rows(weights, format, seen.factors).values()
 
 
 def in_turn(weights: np.ndarray, format: WeightFormat, seen: InputStatistics) -> np.ndarray:
-    """Float32 [N, K] as `edgellm quantize` makes it."""
+    """Float32 [N, K] each column making up for the errors of those before."""
     return quantize_in_turn(weights, format, seen).values()
 
 
@@ -139,8 +141,8 @@ def in_turn(weights: np.ndarray, format: WeightFormat, seen: InputStatistics) ->
 WAYS: dict[str, tuple[bool, Callable[[np.ndarray, WeightFormat, InputStatistics], np.ndarray]]] = {
     "plain": (False, lambda weights, format, seen: plainly_rounded(weights, format)),
     "clipping": (False, nearest),
-    "scaled": (True, nearest),
-    "in turn": (True, in_turn),
+    "awq": (True, nearest),
+    "gptq": (True, in_turn),
 }
 
 if __name__ == "__main__":

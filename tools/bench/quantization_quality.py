@@ -47,12 +47,14 @@ QUANTIZED = {
     "int4, groups of 64, zero points": QuantizationOptions(4, 64, False),
     "int4, groups of 32": QuantizationOptions(4, 32, True),
     "int4, groups of 32, zero points": QuantizationOptions(4, 32, False),
+    "int4, groups of 64, gptq": QuantizationOptions(4, 64, True, "gptq"),
+    "int4, groups of 64, zero points, gptq": QuantizationOptions(4, 64, False, "gptq"),
     "int8": QuantizationOptions(8, None, True),
 }
 #: Behind the name of one of these: calibrated on conversations like those that are measured.
 OWN_TEXTS = ", own texts"
 #: What is measured over all answers; everything else over fewer.
-MAIN = ("int4, groups of 64", "int4, groups of 64, zero points")
+MAIN = ("int4, groups of 64", "int4, groups of 64, zero points", "int4, groups of 64, gptq, own texts")
 #: Rounded to nearest in the scales that hold all weights.
 PLAIN = {
     "plain int4, groups of 64": WeightFormat("int4", 64, False, "float16"),
@@ -252,7 +254,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, default=SHIPPED, help="checkpoint (default: the shipped one)")
     parser.add_argument("--answers", type=int, default=5000)
-    parser.add_argument("--fewer", type=int, default=300, help=f"answers for all but {' and '.join(MAIN)}")
+    parser.add_argument("--fewer", type=int, default=300, help=f"answers for all but {'; '.join(MAIN)}")
     parser.add_argument("--ways", nargs="*", choices=names, default=names, metavar="NAME", help=f"of {names}")
     parser.add_argument("--calibration", type=Path, help="as edgellm quantize takes it")
     parser.add_argument("--seed", type=int, default=2026)

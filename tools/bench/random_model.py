@@ -16,6 +16,7 @@ import numpy as np
 from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
 
+from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
 from edgellm.engines.directories.digests import hash_bytes
@@ -24,13 +25,19 @@ from edgellm.engines.directories.engine_parts import EngineDraft
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DRAFT_HEAD, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.quantization.device_layouts import PackedLayouts
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
+#: What the layers of a model may be.
+WEIGHTS = ("float16", "int4")
 
 
 @dataclass(frozen=True)
@@ -47,8 +54,12 @@ class RandomTensors:
         """There is nothing to close."""
 
 
+@dataclass(frozen=True, eq=False)
 class RandomDirectory(EngineDirectory):
-    """An engine directory without weight files; its folder is where plans are kept."""
+    """An engine directory without weight files; its folder is where plans are kept. `layouts` are those of packed
+    weights by model."""
+
+    layouts: PackedLayouts = field(default_factory=dict)
 
     def checkpoint(self) -> Any:
         return RandomTensors()
@@ -98,7 +109,39 @@ def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 class RandomTensorRTBackend(RandomWeights, TensorRTBackend):
-    """The backend of a GPU."""
+    """The backend of a GPU, which repeats packed weights of 4 MiB."""
+
+    def __init__(self, directory: RandomDirectory) -> None:
+        super().__init__(directory, directory.layouts)
+
+    def load_weights(
+        self, checkpoint: Any, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Any]:
+        """As `RandomWeights` does, those of the directory's layouts packed."""
+        layouts = self._packed.get("base", {})
+        found = super().load_weights(checkpoint, [spec for spec in specs if spec.name not in layouts], progress)
+        packed = {spec.name: layouts[spec.name] for spec in specs if spec.name in layouts}
+        if packed:
+            template = self._template(next(iter(packed.values())))
+            found |= {name: PackedMatrix(layout, self._repeated(template, layout)) for name, layout in packed.items()}
+        self._load_kernels(found)
+        return found
+
+    def _template(self, layout: DeviceLayout) -> DeviceArray:
+        """Blocks of evenly distributed codes with scales that give them the deviation of dense weights."""
+        random, (rows, columns) = np.random.default_rng(0), (1024, 8192)
+        scales = np.full((rows, layout.format.groups(columns)), SCALE / np.arange(16).std(), np.float16)
+        codes = random.integers(0, 16, (rows, columns)).astype(np.uint8)
+        made, data = to_device_layout(PackedWeight(layout.format, codes, scales.astype(np.float32)))
+        assert (made.small, made.block_bytes) == (layout.small, layout.block_bytes)
+        return uploaded(self, data.reshape(-1))
+
+    def _repeated(self, template: DeviceArray, layout: DeviceLayout) -> DeviceArray:
+        data = self.empty(layout.shape, "uint8")
+        flat, size = data.reshape(-1), template.nbytes
+        for place in range(0, flat.nbytes, size):
+            self.copy(flat[place : place + size], template[: flat.nbytes - place])
+        return data
 
 
 class RandomNumpyBackend(RandomWeights, NumpyBackend):
@@ -106,14 +149,21 @@ class RandomNumpyBackend(RandomWeights, NumpyBackend):
 
 
 def random_directory(
-    folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16"
-) -> EngineDirectory:
-    """A directory of a base, and where `limits` have one of an EAGLE-3 head; plans are kept in `folder`."""
+    folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16", weights: str = WEIGHTS[0]
+) -> RandomDirectory:
+    """A directory of a base, and where `limits` have one of an EAGLE-3 head; plans are kept in `folder`. `weights` of
+    "int4": the layers of the base are packed in symmetric groups of 128, its head and the draft are dense."""
     draft = RandomDraft(folder / "draft", draft_of(config), {}) if limits.has_draft else None
     if draft is not None:
         config = replace(config, feature_layers=draft.config.feature_layers)
-    description = hash_bytes(repr((config, limits, dtype, draft)).encode())
-    return RandomDirectory(folder, config, dtype, "auto", limits, {}, "", description, draft)
+    layouts = {}
+    limits = replace(limits, packed=weights == "int4")
+    if weights == "int4":
+        format = WeightFormat("int4", 128, False, dtype)
+        layers = [spec for spec in decoder_weights(config) if len(spec.shape) == 2 and ".layers." in spec.name]
+        layouts["base"] = {spec.name: DeviceLayout(format, *spec.shape, dtype == "float16") for spec in layers}
+    description = hash_bytes(repr((config, limits, dtype, draft, weights)).encode())
+    return RandomDirectory(folder, config, dtype, "auto", limits, {}, "", description, draft, layouts=layouts)
 
 
 def draft_of(base: DecoderConfig) -> DraftConfig:
@@ -138,20 +188,21 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
     )
 
 
-def shape_directory(folder: Path, shape: str, limits: EngineLimits) -> EngineDirectory:
+def shape_directory(folder: Path, shape: str, limits: EngineLimits, weights: str = WEIGHTS[0]) -> RandomDirectory:
     """The directory of one of `SHAPES` for these limits, in a folder of its own below `folder`."""
     parts = shape, limits.prefill_chunk, limits.kv_capacity, limits.kv_cache, "eagle" if limits.has_draft else "plain"
-    return random_directory(folder / "-".join(map(str, parts)), decoder_config(SHAPES[shape]), limits)
+    place = folder / "-".join(map(str, (*parts, *([weights] if weights != WEIGHTS[0] else []))))
+    return random_directory(place, decoder_config(SHAPES[shape]), limits, weights=weights)
 
 
-def _backend(kind: str, directory: EngineDirectory) -> Any:
+def _backend(kind: str, directory: RandomDirectory) -> Any:
     if kind == "tensorrt":
         return RandomTensorRTBackend(directory)
     return RandomNumpyBackend(directory.config, None if directory.draft is None else directory.draft.config)
 
 
 @contextmanager
-def random_runner(directory: EngineDirectory, kind: str = "tensorrt") -> Iterator[Any]:
+def random_runner(directory: RandomDirectory, kind: str = "tensorrt") -> Iterator[Any]:
     """A runner of a directory's model with random weights, closed at the end: an `EagleRunner` where it has a draft."""
     backend, tensors = _backend(kind, directory), RandomTensors()
     runner: Any

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from gpu_timer import gpu_milliseconds
-from random_model import random_prompt, shape_directory
+from random_model import WEIGHTS, RandomDirectory, random_prompt, shape_directory
 from simulated_acceptance import ForcedAcceptance
 
 from edgellm.drafting.config import DraftingConfig
@@ -27,11 +27,11 @@ ROUNDS_PER_SERIES = 20
 SERIES = 5
 
 
-def prepare(work: Path, shape: str = "llama-1b") -> tuple[EngineDirectory, EngineDirectory]:
-    """The engine directories of a model, without and with the draft."""
+def prepare(work: Path, shape: str = "llama-1b", weights: str = WEIGHTS[0]) -> tuple[RandomDirectory, RandomDirectory]:
+    """The engine directories of a model, without and with the draft; its layers are of `weights`."""
     sizes = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
     plain, eagle = EngineLimits(1, CHUNK, CAPACITY), EngineLimits(1, CHUNK, CAPACITY, **sizes)
-    return shape_directory(work, shape, plain), shape_directory(work, shape, eagle)
+    return shape_directory(work, shape, plain, weights), shape_directory(work, shape, eagle, weights)
 
 
 def plans_of(directory: EngineDirectory) -> list[DraftPlan]:

@@ -8,11 +8,10 @@ from typing import Any
 from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
 from probes import enqueue_replaced, executor_name, weight_bytes
-from random_model import random_prompt, random_runner
+from random_model import RandomDirectory, random_prompt, random_runner
 from round_bench import PROMPT_TOKENS, RoundBench, plans_of, prepare
 from simulated_acceptance import schedule, simulated_mean
 
-from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 
@@ -20,9 +19,9 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 REPEATS, SERIES = 10, 3
 
 
-def measure_table(work: Path, shape: str, mean: float) -> dict[str, Any]:
+def measure_table(work: Path, shape: str, mean: float, weights: str) -> dict[str, Any]:
     """`rounds` and `engines` of a model; also printed, as Markdown. Lengths of the rounds are simulated."""
-    plain_directory, directory = prepare(work, shape)
+    plain_directory, directory = prepare(work, shape, weights)
     with random_runner(plain_directory) as plain:
         plain_ms = plain_step(plain, PROMPT_TOKENS)
         (decode,) = (engine for each, engine in plain.engines.loaded.items() if each.phase == "decode")
@@ -78,11 +77,12 @@ def plain_step(runner: BaseEngineRunner, tokens: int) -> float:
     return gpu_milliseconds(runner.backend.stream, step, REPEATS, SERIES, before=fill)
 
 
-def engine_row(backend: Any, engine: Any, directory: EngineDirectory) -> dict[str, Any]:
+def engine_row(backend: Any, engine: Any, directory: RandomDirectory) -> dict[str, Any]:
     """An engine as a graph of its own, on what it is bound to: its executor, milliseconds, and share of bandwidth."""
     launch = backend.capture(engine.enqueue, engine.shape.name)
     milliseconds = gpu_milliseconds(backend.stream, launch, REPEATS, SERIES, before=launch)
-    nbytes = weight_bytes(directory.model_config(engine.shape.model), engine.shape, directory.dtype)
+    packed = directory.layouts.get(engine.shape.model)
+    nbytes = weight_bytes(directory.model_config(engine.shape.model), engine.shape, directory.dtype, packed)
     share = device_limits().read_share(nbytes, milliseconds)
     return {"executor": executor_name(engine), "ms": milliseconds, "bytes": nbytes, "read_share": share}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from decode_models import (
     random_model,
 )
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+from packed_weights import random_packed
 
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
@@ -30,6 +32,7 @@ from edgellm.engines.model.config import DraftConfig, EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
 
 EXECUTORS = pytest.mark.parametrize("executor", [FewRows, ManyRows])
 H200 = 232_448
@@ -53,7 +56,7 @@ def launched(
 ) -> dict[str, np.ndarray]:
     """What the twins of kernels compute of it, by launches of an engine."""
     engine = numpy_kernel_engine(config, shape, executor)
-    bound = {name: array.copy() for name, array in arrays.items() if name in engine.tensor_names}
+    bound = {name: copy(array) for name, array in arrays.items() if name in engine.tensor_names}
     bound |= {f"present_{name}": array for name, array in bound.items() if "_cache_" in name}
     for name, (size, dtype) in model_program(config, shape).outputs.items():
         bound[name] = np.full(size, np.nan, np.float32 if dtype == "compute" else dtype)
@@ -65,6 +68,23 @@ def launched(
     for name, values in first.items():
         np.testing.assert_array_equal(bound[name], values)
     return bound
+
+
+def packed_linears(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays with packed linear layers whose inputs are permuted, scaled, or both: dense, and as kernels have them."""
+    dense, packed, random = dict(arrays), dict[str, Any](arrays), np.random.default_rng(5)
+    for number, (name, array) in enumerate(arrays.items()):
+        if not name.endswith("weight") or array.ndim != 2 or "embed" in name:
+            continue
+        columns = array.shape[1]
+        order = random.permutation(columns).astype(np.int32) if number % 3 else None
+        scales = random.uniform(0.5, 2, columns).astype(np.float32) if number % 3 != 1 else None
+        size = 0.3 * columns**-0.5
+        weight = replace(random_packed(*array.shape, 16, True, "float16", size), order=order, input_scales=scales)
+        layout, data = to_device_layout(weight)
+        dense[name] = weight.values() if scales is None else weight.values() * scales
+        packed[name] = PackedMatrix(replace(layout, dtype="float32"), data, ArrangedInputs.of(weight))
+    return dense, packed
 
 
 def assert_equal(
@@ -144,6 +164,27 @@ def test_a_step_of_a_draft_is_what_operations_compute(
     assert_equal(config, shape, launched(executor, config, shape, arrays), computed(config, shape, arrays))
 
 
+@EXECUTORS
+@pytest.mark.parametrize("parents", [(None,), TREE], ids=["decode", "verify"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma"])
+def test_inputs_of_packed_layers_are_permuted_and_scaled(
+    family: str, parents: tuple[int | None, ...], executor: type[FewRows]
+) -> None:
+    tokens = len(parents)
+    config = replace((FAMILIES | SCALED)[family], feature_layers=() if tokens == 1 else (0, 2))
+    shape = EngineShape("decode" if tokens == 1 else "verify", 2, tokens, 48, 48, tokens)
+    dense, packed = packed_linears(random_model(config, 2, 48, [0, 29], parents))
+    assert_equal(config, shape, launched(executor, config, shape, packed), computed(config, shape, dense))
+
+
+@EXECUTORS
+@pytest.mark.parametrize("head", DRAFTS)
+def test_inputs_of_packed_layers_of_a_draft_are_permuted_and_scaled(head: str, executor: type[FewRows]) -> None:
+    config, shape = DRAFTS[head], draft_shape("accept", 2, 7, 64)
+    dense, packed = packed_linears(random_draft(config, shape, [29, 0]))
+    assert_equal(config, shape, launched(executor, config, shape, packed), computed(config, shape, dense))
+
+
 @pytest.mark.parametrize(
     ("changes", "shape", "dtype", "reason"),
     [
@@ -221,7 +262,7 @@ def test_the_gpu_decides_which_executor_runs_llama_1b(gpu: Capacity, tokens: int
         ({}, {"tokens": 1, "selected": 1}, 101_376, FewRows),
         ({}, {}, 101_376, ManyRows),
         ({"generation": "1"}, {"phase": "accept", "selected": 1, "tokens": 4}, H200, FewRows),
-        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, ManyRows),
+        ({"feature_norm": "each"}, {"phase": "accept", "selected": 1}, H200, FewRows),
         ({}, {"batch": 2}, H200, ManyRows),
         ({}, {"batch": 2, "phase": "accept", "selected": 1}, H200, ManyRows),
         ({}, {"phase": "prefill", "tokens": 16, "selected": 1}, 166_912, ManyRows),

@@ -227,6 +227,8 @@ def test_no_linear_layer_of_usual_models_needs_more_memory_than_devices_have(
     draft = replace(DRAFTS[head], decoder=replace(base, num_layers=1), draft_vocab_size=32_000)
     for shape in usual_shapes():
         program = model_program(draft if shape.model == "draft" else base, shape)
-        linear_layers = replace(program, steps=tuple(step for step in program.steps if not isinstance(step, Attention)))
+        steps = tuple(step for step in program.steps if not isinstance(step, Attention))
+        inputs = program.inputs | {"context": program.kinds["context"]}
+        linear_layers = replace(program, steps=steps, inputs=inputs)
         reasons = [executor.refusal(linear_layers, shared_limit) for executor in (FewRows, ManyRows)]
         assert None in reasons, (shape, reasons)

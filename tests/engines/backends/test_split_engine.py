@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +12,11 @@ import numpy as np
 import pytest
 from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, SCALED
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+from packed_weights import random_packed
 
-from edgellm.engines.backends.executors import planned_shapes, refusal_on, split_refusal
+from edgellm.engines.backends.executors import kernel_executor, plan_refusal, planned_shapes, refusal_on, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.kernel_executors import FewRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.errors import EngineError
@@ -22,6 +26,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.kernels.prefill.twin import NumpyPrefill
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import quantize_rows
 
 DEEP = replace(LLAMA, num_layers=8)
@@ -40,6 +45,7 @@ class NumpySegment:
     """A segment's engine, of NumPy; its inputs and outputs are apart, as TensorRT's must be."""
 
     scratch_bytes = 512
+    takes_packed = False
 
     def __init__(self, program: Program) -> None:
         self._program, self._bound = program, {}
@@ -67,10 +73,15 @@ class _Float32SplitEngine(SplitEngine):
         return "float32" if kind == "compute" else kind
 
 
-def numpy_split_engine(program: Program) -> tuple[SplitEngine, dict[int, NumpySegment]]:
-    """The engine on NumPy, and those of its segments."""
-    engines = {segment.number: NumpySegment(segment.program) for segment in segments_of(program)}
-    return _Float32SplitEngine(NumpyPrefill(), program, engines, "float32"), engines
+def numpy_split_engine(
+    program: Program, packed: Collection[str] = (), config: ModelConfig | None = None
+) -> tuple[SplitEngine, dict[int, Any]]:
+    """The engine on NumPy, and those of its segments: of a `config` the twins of kernels where they take a segment."""
+    engines: dict[int, Any] = {segment.number: NumpySegment(segment.program) for segment in segments_of(program)}
+    for part in segment_shapes(program) if config is not None else ():
+        if kernel_executor(config, part, "float16", 227 << 10)[0] is not None:
+            engines[part.segment] = numpy_kernel_engine(config, part)
+    return _Float32SplitEngine(NumpyPrefill(), program, engines, "float32", packed), engines
 
 
 def attach(engine: SplitEngine | KernelEngine) -> None:
@@ -104,16 +115,16 @@ def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
     program = model_program(config, shape)
     expected = random_arrays(program, start)
     found = {name: array.copy() for name, array in expected.items()}
-    engine, _ = numpy_split_engine(program)
-    attach(engine)
-    engine.bind(bound_to(found, program))
     ProgramGraph(NumpyOperations(expected, expected), program).run()
-    for _ in range(2):
-        for name in program.outputs:
-            found[name].fill(np.nan)
-        engine.enqueue()
-        for name in (*program.outputs, *program.states):
-            np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
+    for engine, _ in (numpy_split_engine(program), numpy_split_engine(program, config=config)):
+        attach(engine)
+        engine.bind(bound_to(found, program))
+        for _ in range(2):
+            for name in program.outputs:
+                found[name].fill(np.nan)
+            engine.enqueue()
+            for name in (*program.outputs, *program.states):
+                np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -136,6 +147,48 @@ def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:
     for name in (*program.outputs, *program.states):  # a value between two steps may have become either
         atol = 1.0 if expected[name].dtype == np.int8 else 0.01
         np.testing.assert_allclose(found[name].astype(float), expected[name], atol=atol, rtol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    ("config", "lora"),
+    [(None, {}), (DEEP, {}), (DEEP, {"lora_slots": 2, "lora_rank": 8})],
+    ids=["", "kernels behind the last attention", "adapters"],
+)
+@pytest.mark.parametrize("kept_dense", ["none", "embed|layers.3.mlp", "layers.[0-6].self_attn"])
+def test_packed_weights_give_what_their_values_do(
+    config: DecoderConfig | None, kept_dense: str, lora: dict[str, int]
+) -> None:
+    program = model_program(DEEP, EngineShape("prefill", 1, 32, 96, 96, **lora))
+    arrays, packed = random_arrays(program, 13), dict[str, PackedWeight]()
+    for name, spec in program.weights.items():
+        if len(spec.shape) == 2 and not re.search(kept_dense, name):
+            packed[name] = random_packed(*spec.shape, 32, True, "float32", seed=len(packed))
+            arrays[name] = packed[name].values()
+    assert len(packed) > 10
+    found, expected = ({name: array.copy() for name, array in arrays.items()} for _ in range(2))
+    for weights, bound in (({}, expected), (packed, found)):
+        engine, engines = numpy_split_engine(program, weights, config)
+        assert isinstance(engines[8], KernelEngine) == (config is not None)
+        attach(engine)
+        engine.bind(bound_to(bound, program) | weights)
+        for _ in range(2):
+            bound["logits"].fill(np.nan)
+            engine.enqueue()
+    for name in (*program.outputs, *program.states):
+        np.testing.assert_array_equal(found[name], expected[name], err_msg=name)
+
+
+def test_scratch_has_the_dense_weights_of_one_segment() -> None:
+    program = model_program(DEEP, EngineShape("prefill", 1, 32, 96, 96))
+    layer = [name for name in program.weights if "layers.4." in name and len(program.weights[name].shape) == 2]
+    every = [name for name in program.weights if ".layers." in name and len(program.weights[name].shape) == 2]
+    dense, one, all_layers = (numpy_split_engine(program, names)[0].scratch_bytes for names in ((), layer, every))
+    heads = ([*every, *head] for head in ((), ("model.embed_tokens.weight",)))  # which kernels multiply packed
+    assert len({numpy_split_engine(program, names, DEEP)[0].scratch_bytes for names in heads}) == 1
+    between = [name for name in layer if "qkv" not in name]  # the layer's q, k and v are of the segment before
+    largest = sum(4 * math.prod(program.weights[name].shape) for name in layer)
+    assert one == dense + sum(4 * math.prod(program.weights[name].shape) for name in between)
+    assert all_layers == dense + largest
 
 
 def test_applies_adapters() -> None:
@@ -226,13 +279,34 @@ def test_which_shapes_are_split() -> None:
 def test_what_is_planned() -> None:
     limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=8192, max_lora_rank=8, lora_slots=1)
     names = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_90")]
-    expected = [f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in (0, 1, 2)]
+    expected = [f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in (0, 1)]
     assert [name for name in names if "prefill" in name and not name.endswith(".lora")] == expected
+    last = replace(EngineShape("prefill", 1, 512, 8192, 8192), segment=2)  # whose rows are those that get logits
+    assert kernel_executor(LLAMA, last, "float16", 99 << 10) == (FewRows, "")
+    late = replace(LLAMA, feature_layers=(2,))  # of all rows the features behind the last layer
+    assert "take up to 64 rows, not 512" in kernel_executor(late, last, "float16", 99 << 10)[1]
     parts = planned_shapes({"base": LLAMA}, EngineLimits(1, 16, 128), "float16", "sm_86", needless=True)[1:]
-    for part in parts:  # of what kernels run whole where a block has more memory
+    for part in parts:  # of what kernels run whole
         whole = replace(part, segment=None)
         for capability in ("sm_86", "sm_80", "sm_75"):
             reason = refusal_on(LLAMA, part, "float16", capability)
             assert part.segment is not None and reason == refusal_on(LLAMA, whole, "float16", capability)
     unknown = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_75")]
     assert "base.prefill-b1-t512-l4096" in unknown and not any("-s" in name for name in unknown)
+
+
+def test_packed_models_have_plans_of_segments_alone() -> None:
+    """And a shape whose attention kernels do not compute either is refused, with the reasons."""
+    limits, models = EngineLimits(1, 512, 1024), {"base": LLAMA}
+    planned = [planned_shapes(models, limits, "float16", "sm_90", packed=each) for each in ((), ("base",))]
+    assert planned[0] == planned[1] != []
+    odd = replace(LLAMA, head_dim=20, rotary_dim=20)
+    assert planned_shapes({"base": odd}, limits, "float16", "sm_90", packed=("base",)) == []
+    prefill = EngineShape("prefill", 1, 512, 1024, 1536)
+    refusal = str(plan_refusal(odd, prefill, "float16", 227 << 10, packed=True))
+    assert refusal.startswith(
+        "base.prefill-b1-t512-l1024 cannot run with packed weights on this GPU: kernels take up to"
+    )
+    assert "head sizes up to 256 (multiples of 8)" in refusal and refusal.endswith("--backend numpy")
+    assert plan_refusal(odd, prefill, "float16", 227 << 10, packed=False) is None
+    assert plan_refusal(LLAMA, segment_shapes(model_program(LLAMA, prefill))[0], "float16", 227 << 10, True) is None

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import FAMILIES, LLAMA, SCALED, TOLERANCE, from_bits, random_model, relative, rounded, to_bits
+from decode_models import (
+    FAMILIES,
+    LLAMA,
+    SCALED,
+    TOLERANCE,
+    from_bits,
+    random_adapters,
+    random_model,
+    relative,
+    rounded,
+    step_kernels,
+    to_bits,
+)
+from gpu_device import device_copy
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+from packed_weights import packed_copy, random_packed
 
+from edgellm.engines.backends.executors import kernel_executor
+from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
@@ -25,6 +43,8 @@ from edgellm.engines.model.segments import segment_shapes
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.quantization.device_layout import PackedMatrix
+from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 pytestmark = pytest.mark.gpu
 
@@ -42,20 +62,35 @@ MODELS: dict[str, DecoderConfig] = {
 class OnDevice:
     """A split engine, bound to copies of arrays."""
 
-    def __init__(self, gpu: Any, config: DecoderConfig, shape: EngineShape, arrays: dict[str, np.ndarray]) -> None:
+    def __init__(
+        self,
+        gpu: Any,
+        config: DecoderConfig,
+        shape: EngineShape,
+        arrays: dict[str, np.ndarray],
+        packed: Mapping[str, PackedWeight] = MappingProxyType({}),
+    ) -> None:
         self.gpu, self.dtype, self.bound = gpu, "float16", {}
         library = load_tensorrt()
         cache = SimpleNamespace(attach=lambda configuration: None)
         runtime = library.module.Runtime(library.module.Logger())
         program, engines = model_program(config, shape), {}
+        limit, own = gpu.kernel_module.shared_limit, step_kernels(gpu.kernel_module, self.dtype, config.head_dim)
         for part in segment_shapes(program):
+            executor = kernel_executor(config, part, self.dtype, limit)[0]
+            if executor is not None:
+                engines[part.segment] = KernelEngine(own, executor, config, part, self.dtype, limit)
+                continue
             plan = build_plan(config, part, self.dtype, "composed", gpu.gpu.compute_capability)
             engines[part.segment] = TensorRTEngine(library, runtime, plan, part, cache)
-        self.engine = SplitEngine(CudaPrefill(gpu.kernel_module), program, engines, self.dtype)
+        self.engine = SplitEngine(CudaPrefill(gpu.kernel_module), program, engines, self.dtype, packed)
         self.scratch = gpu.empty((self.engine.scratch_bytes,), "uint8")
         self.engine.attach(gpu, self.scratch)
+        gpu.upload(self.scratch, np.full(self.scratch.shape, 0xFF, np.uint8))  # NaN: nothing unwritten is read
         for name, (size, kind) in program.edge.items():
-            if name in arrays and name != "attention_mask":
+            if name in packed:
+                self.bound[name] = packed_copy(gpu, packed[name])
+            elif name in arrays and name != "attention_mask":
                 self.bound[name] = gpu.empty(size, self.dtype if kind == "compute" else kind)
                 gpu.upload(self.bound[name], to_bits(arrays[name], self.dtype) if kind == "compute" else arrays[name])
             elif not name.startswith("present_"):
@@ -81,6 +116,68 @@ def test_a_chunk_is_what_operations_compute(gpu: Any, name: str) -> None:
     names = ["logits", f"k_cache_{config.num_layers - 1}", f"v_cache_{config.num_layers - 1}"]
     for key in names + ["hidden_states"] * bool(config.feature_layers):
         assert relative(found.values(key), expected[key]) < 2 * TOLERANCE["float16"], key
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora_slots": 2, "lora_rank": 8}], ids=["", "adapters"])
+@pytest.mark.parametrize(("group", "zeros"), [(32, True), (64, False), (None, False)])
+def test_packed_weights_give_the_bits_of_their_values(
+    gpu: Any, group: int | None, zeros: bool, lora: dict[str, int]
+) -> None:
+    shape = EngineShape("prefill", 1, 80, 160, 160, **lora)
+    arrays = rounded(random_model(DEEP, 1, 160, [13], (None, *range(79))), "float16")
+    arrays["last_token_ids"] = np.array([[77]], np.int32)
+    packed = {}
+    for name, spec in model_program(DEEP, shape).weights.items():
+        if len(spec.shape) == 2 and "layers.3.mlp" not in name:
+            packed[name] = random_packed(*spec.shape, group, zeros, "float16", 0.02, seed=len(packed))
+            arrays[name] = packed[name].values()
+    if lora:
+        arrays |= rounded(random_adapters(DEEP, [1], 2, 8), "float16")
+    dense, found = OnDevice(gpu, DEEP, shape, arrays), OnDevice(gpu, DEEP, shape, arrays, packed)
+    for name in ("logits", f"k_cache_{DEEP.num_layers - 1}"):
+        assert np.isfinite(dense.values(name)).all()
+        np.testing.assert_array_equal(found.values(name), dense.values(name), err_msg=name)
+    first = found.values("logits")
+    found.engine.enqueue()
+    np.testing.assert_array_equal(found.values("logits"), first)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_rows_that_get_logits_go_on_by_kernels(gpu: Any, batch: int) -> None:
+    """Behind the last attention, over dense and over packed weights."""
+    config, shape = (
+        replace(LLAMA, vocab_size=200),
+        EngineShape("prefill", batch, 80, 160, 160, segment=LLAMA.num_layers),
+    )
+    program, limit = model_program(config, shape), gpu.kernel_module.shared_limit
+    executor, _ = kernel_executor(config, shape, "float16", limit)
+    assert executor is not None
+    random, host, packed = np.random.default_rng(3), dict[str, np.ndarray](), dict[str, PackedMatrix]()
+    for name, (size, kind) in program.edge.items():
+        values = random.standard_normal(size, np.float32)
+        host[name] = values if kind == "float32" else rounded({name: values}, "float16")[name]
+        if len(size) == 2 and name in program.weights:
+            weight = random_packed(*size, 32, True, "float16", 0.02, seed=len(packed))
+            host[name], packed[name] = weight.values(), packed_copy(gpu, weight)
+    host["last_token_ids"] = random.integers(0, 80, (batch, 1)).astype(np.int32)
+    twin = numpy_kernel_engine(config, shape, executor)
+    twin.bind(host)
+    twin.attach(NumpyKernelDevice(), np.full(twin.scratch_bytes, 0xFF, np.uint8))
+    twin.enqueue()
+    arrays = {}
+    for name, (_, kind) in program.edge.items():
+        arrays[name] = device_copy(gpu, to_bits(host[name], "float16") if kind == "compute" else host[name])
+    kernels = step_kernels(gpu.kernel_module, "float16", config.head_dim)
+    engine, found = KernelEngine(kernels, executor, config, shape, "float16", limit), []
+    scratch = gpu.empty((engine.scratch_bytes,), "uint8")
+    engine.attach(gpu, scratch)
+    for weights in ({}, packed):
+        gpu.upload(arrays["logits"], np.full((batch, 1, 200), np.nan, np.float32))
+        engine.bind(arrays | weights)
+        engine.enqueue()
+        found.append(gpu.download(arrays["logits"]))
+    assert relative(found[0], host["logits"]) < TOLERANCE["float16"]
+    np.testing.assert_array_equal(found[1], found[0])
 
 
 def test_a_chunk_repeats_its_bits(gpu: Any) -> None:

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from edgellm.engines.quantization import feedback
-from edgellm.engines.quantization.calibration import InputStatistics
+from edgellm.engines.quantization import statistics as statistics_module
 from edgellm.engines.quantization.feedback import quantize_in_turn, round_in_turn, spans
 from edgellm.engines.quantization.rounding import quantize_rows
+from edgellm.engines.quantization.statistics import InputStatistics, Observation
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 COLUMNS = 192
@@ -27,7 +28,7 @@ def inputs_of(seed: int, rows: int, directions: int = 24) -> np.ndarray:
 def statistics(inputs: np.ndarray, sample: np.ndarray, *cuts: int) -> InputStatistics:
     parts = np.split(inputs, cuts, axis=1)
     moments = [part.T @ part / np.float32(len(inputs)) for part in parts]
-    return InputStatistics(np.abs(inputs).mean(0), moments, sample)
+    return InputStatistics(np.abs(inputs).mean(0), np.sqrt(np.square(inputs).mean(0)), sample, moments)
 
 
 def published_codes(weights: np.ndarray, packed: PackedWeight, moments: np.ndarray, damping: float) -> np.ndarray:
@@ -88,6 +89,22 @@ def test_moments_that_say_nothing_do_no_harm() -> None:
     believed = round_in_turn(weights, nearest, spans(statistics(inputs, sample).moments, 0.01))
     errors = [np.linalg.norm(others @ (each.values() - weights).T) for each in (found, nearest, believed)]
     assert errors[0] <= errors[1] * 1.01 < errors[2]
+
+
+def test_moments_are_of_rows_outside_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics_module, "_SPAN", 128)
+    inputs, chosen = inputs_of(1, 90), np.array([3, 40])
+    observation = Observation(COLUMNS, 64, True)
+    observation.add(inputs[:50], chosen)
+    observation.add(inputs[50:], np.array([], np.int64))
+    seen = observation.statistics()
+    scales = np.linspace(0.5, 2, COLUMNS).astype(np.float32)
+    for divisor in (np.ones_like(scales), scales):
+        given = seen.scaled(divisor)
+        assert np.allclose(given.sample, inputs[chosen] / divisor)
+        others = np.delete(inputs, chosen, 0) / divisor
+        for part, found in zip((slice(128), slice(128, COLUMNS)), given.moments, strict=True):
+            assert np.allclose(found, others[:, part].T @ others[:, part] / 88, rtol=1e-3, atol=1e-3)
 
 
 def test_elements_that_are_never_there_cost_nothing() -> None:

@@ -4,6 +4,7 @@ about images."""
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +32,10 @@ from edgellm.engines.errors import BuildError, EngineDirectoryError, EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.programs import model_weights
+from edgellm.engines.quantization.device_layouts import model_layouts, packed_memory
 from edgellm.errors import SnapshotError
+from edgellm.kernels.quantization.device_layout import to_device_layout
 
 SYSTEM = "You are a robot. Be brief."
 CHATS = [
@@ -128,19 +132,63 @@ def test_images_with_a_dense_tower(
     assert len(set(found)) == 1
 
 
-def test_a_gpu_is_refused_by_name(engines: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = EngineDirectory.open(engines[0])
-    with pytest.raises(EngineError, match=r"base \(compressed-tensors\) and draft \(compressed-tensors\) are packed"):
+def test_a_layer_that_kernels_do_not_take_is_refused_by_name(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    """q, k and v are multiplied as one: they cannot be packed in part."""
+    model, _ = write_packed(tiny_checkpoint, tmp_path / "packed", tmp_path / "twin", None, "q_proj")
+    limits, reason = EngineLimits(1, 16, 96), r"q_proj \(int4.*have one format there, not dense and int4"
+    build_engine_directory(model, tmp_path / "engines", limits, [], "float16")
+    packed = EngineDirectory.open(tmp_path / "engines")
+    with pytest.raises(EngineError, match=rf"{reason}.*--backend numpy.*edgellm quantize"):
         open_backend("tensorrt", packed)
+    with LLM(packed.path, backend="numpy") as llm:
+        assert llm.chat(CHATS[0], params(0)).token_ids
+    result = CliRunner().invoke(create_app(), ["info", str(packed.path)])
+    assert "have one format there" in result.output and "which makes float32 of the weights" in result.output
     pytest.importorskip("tensorrt_rtx")
-    limits = EngineLimits(1, 16, 96)
-    with pytest.raises(BuildError, match=r"base \(compressed-tensors\) are packed.*without --target"):
-        build_engine_directory(packed.path, tmp_path / "engines", limits, ["sm_86"])
-    assert not (tmp_path / "engines").exists()
-    with pytest.raises(BuildError, match="are packed"):
+    with pytest.raises(BuildError, match=rf"{reason}.*Without --target"):
+        build_engine_directory(model, tmp_path / "others", limits, ["sm_86"], "float16")
+    assert not (tmp_path / "others").exists()
+    with pytest.raises(BuildError, match=reason):
         refresh_plans(packed.path, ["sm_86"])
-    report = build_engine_directory(packed.path, tmp_path / "engines", limits)
-    assert any("NumPy backend runs them" in note for note in report.notes) and not report.plans
+
+
+def test_plans_of_packed_models_are_of_segments_alone(
+    tiny_checkpoint: Path, make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """But for the dense tower of one with images."""
+    pytest.importorskip("tensorrt_rtx")
+    source = make_checkpoint(tmp_path / "source", 3, **FAMILIES["qwen2_5_vl"])
+    limits = {tiny_checkpoint: EngineLimits(1, 128, 256), source: EngineLimits(1, 128, 256, image_rows=(64,))}
+    for number, (checkpoint, chosen) in enumerate(limits.items()):
+        folder = tmp_path / str(number)
+        model, _ = write_packed(checkpoint, folder / "packed", folder / "twin", None)
+        report = build_engine_directory(model, folder / "engines", chosen, ["sm_86"], "float16")
+        whole = {plan.shape.model for plan in report.plans if plan.shape.segment is None}
+        assert whole == ({"vision"} if chosen.image_rows else set())
+        names = {plan.shape.name for plan in report.plans if plan.shape.segment is not None}
+        assert names == {f"base.prefill-b1-t128-s{number}" for number in range(3)}
+
+
+def test_the_memory_plan_counts_packed_weights(tiny_checkpoint: Path, tiny_draft: Path, tmp_path: Path) -> None:
+    model, _ = write_packed(tiny_checkpoint, tmp_path / "packed", tmp_path / "twin", None)
+    draft, _ = write_packed(tiny_draft, tmp_path / "packed_draft", tmp_path / "twin_draft", None)
+    build_engine_directory(model, tmp_path / "engines", EngineLimits(1, 32, 96, 4, 3, 12), [], "float16", draft=draft)
+    directory = EngineDirectory.open(tmp_path / "engines")
+    layouts = model_layouts(directory.models, directory.checkpoints, "float16")
+    found = packed_memory(directory.models, layouts, "float16")
+    for name, part in (("weights", directory), ("draft weights", directory.draft)):
+        with part.checkpoint() as checkpoint:
+            specs = model_weights(part.config)
+            stored = sum(
+                to_device_layout(checkpoint.packed(*each))[1].nbytes
+                if checkpoint.layout(*each)
+                else 2 * math.prod(each[1])
+                for spec in specs
+                for each in spec.parts
+            )
+        assert found[name] == stored
+    facts = json.loads(CliRunner().invoke(create_app(), ["info", str(directory.path), "--json"]).output)
+    assert {name: facts["memory"][name] for name in found} == found
 
 
 def test_what_stands_beside_config_json_goes_along(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -174,8 +222,6 @@ def test_info_says_how_each_part_is_stored(engines: tuple[Path, Path]) -> None:
         "pack-quantized: int4, groups of 32, zero points, 9 weights of ",
         "dense, ",
         "packed      draft, compressed-tensors",
-        "in this release packed weights run on the NumPy backend alone",
-        "which makes float32 of the weights",
     ):
         assert words in result.output
     dense = CliRunner().invoke(create_app(), ["info", str(engines[1])])

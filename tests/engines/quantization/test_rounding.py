@@ -41,9 +41,9 @@ def least_error(weights: np.ndarray, format: WeightFormat, factor: np.ndarray) -
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("codes", "group"), [("int4", 32), ("int8", None)])
-@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("kind", ["none", "diagonal", "whole"])
 def test_each_group_has_the_least_error_that_there_is(
-    codes: Codes, group: int | None, zeros: bool, dtype: str, weighed: bool
+    codes: Codes, group: int | None, zeros: bool, dtype: str, kind: str
 ) -> None:
     random, format = np.random.default_rng(5), WeightFormat(codes, group, zeros, dtype)
     weights = random.standard_normal((3, COLUMNS)).astype(np.float32) + np.float32(0.4)
@@ -51,9 +51,11 @@ def test_each_group_has_the_least_error_that_there_is(
     counts = COLUMNS // size
     factors = None
     matrices = np.broadcast_to(np.eye(size), (counts, size, size))
-    if weighed:
+    if kind == "diagonal":
         factors = random.random(COLUMNS).astype(np.float32) * 3
         matrices = np.stack([np.diag(part) for part in factors.reshape(counts, size)])
+    elif kind == "whole":
+        matrices = factors = random.standard_normal((counts, size, size)).astype(np.float32)
     packed = quantize_rows(weights, format, factors)
     assert packed.codes.dtype == np.uint8 and packed.scales.shape == (3, counts)
     assert (packed.zeros is None) == (not zeros)

@@ -15,8 +15,8 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.quantization.calibration import CalibrationRows, InputStatistics, layer_program
-from edgellm.engines.quantization.feedback import quantize_in_turn
 from edgellm.engines.quantization.layers import linears, scale_layer
+from edgellm.engines.quantization.rounding import quantize_rows
 from edgellm.engines.quantization.scaling import foldings, output_error, scale_norm, search_scales
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
@@ -35,10 +35,12 @@ def opened(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> Opened:
     return open_checkpoint
 
 
-def statistics(inputs: np.ndarray) -> InputStatistics:
-    """Those of rows [M, K], in the plainest way; an eighth of them is the sample."""
-    kept, sample = inputs[: -(len(inputs) // 8)], inputs[-(len(inputs) // 8) :]
-    return InputStatistics(np.abs(kept).mean(0), [kept.T @ kept / np.float32(len(kept))], sample.copy())
+def statistics(inputs: np.ndarray, group: int) -> InputStatistics:
+    """Those of rows [M, K], in the plainest way."""
+    grouped = inputs.reshape(len(inputs), -1, group).astype(np.float64)
+    products = np.einsum("mgi,mgj->gij", grouped, grouped) / len(inputs)
+    factors = np.stack([np.linalg.cholesky(each + 1e-6 * np.eye(group)) for each in products])
+    return InputStatistics(np.abs(inputs).mean(0), factors.astype(np.float32), inputs[:256])
 
 
 def test_scales_are_folded_where_shapes_allow(opened: Opened) -> None:
@@ -66,16 +68,17 @@ def test_a_scaled_layer_computes_what_it_did(opened: Opened, family: str, heads:
     if family == "gemma" and heads:
         heads = {"num_key_value_heads": 2}
     checkpoint, config = opened(**FAMILIES[family] | heads)
-    rows, again = (CalibrationRows(config, checkpoint, TEXTS) for _ in range(2))
+    rows, again = (CalibrationRows(config, checkpoint, TEXTS, 32) for _ in range(2))
     program = layer_program(config, 0, 1)
     weights = load_numpy_weights(checkpoint, list(program.weights.values()))
     before = {name: weight.copy() for name, weight in weights.items()}
     seen = rows.observe_layer(0, weights)
     dtypes = dict.fromkeys(weights, "float16")
     format = WeightFormat("int4", 32, False, "float16")
-    scale_layer(program, weights, seen, format, dtypes)
+    factors = scale_layer(program, weights, seen, format, dtypes)
+    assert set(factors) == {linear.name for linear in linears(program)}
     changed = {name for name in weights if not np.array_equal(weights[name], before[name])}
-    assert any(name.endswith("_proj.weight") for name in changed)
+    assert any(name.endswith("gate_up_proj.weight") for name in changed)
     again.pass_layer(0, weights)
     for found, expected in zip(again.texts, rows.texts, strict=True):
         assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
@@ -85,22 +88,19 @@ def test_a_scaled_layer_computes_what_it_did(opened: Opened, family: str, heads:
 
 def test_what_a_layer_takes_is_counted_over_all_texts(opened: Opened) -> None:
     checkpoint, config = opened()
-    rows = CalibrationRows(config, checkpoint, TEXTS)
+    rows = CalibrationRows(config, checkpoint, TEXTS, 32)
     inputs = np.concatenate(rows.texts)
     weights = load_numpy_weights(checkpoint, list(layer_program(config, 0, 1).weights.values()))
     seen = rows.observe_layer(0, weights)["model.layers.0.self_attn.qkv_proj"]
     norm = weights["model.layers.0.input_layernorm.weight"]
     normed = inputs / np.sqrt(np.square(inputs).mean(-1, keepdims=True) + config.rms_norm_eps) * norm
-    sampled = np.linspace(0, 72, 9).astype(int)
-    kept = np.delete(normed, sampled, 0)
-    assert np.allclose(seen.sample, normed[sampled], atol=1e-4)
-    assert np.allclose(seen.magnitude, np.abs(kept).mean(0), atol=1e-4)
-    products = kept.T @ kept / len(kept)
-    assert len(seen.moments) == 1 and np.allclose(seen.moments[0], products, atol=1e-3)
-    scales = np.linspace(0.5, 2, len(norm)).astype(np.float32)
-    seen.divide(scales)
-    assert np.allclose(seen.moments[0], products / np.outer(scales, scales), atol=1e-3)
-    assert np.allclose(seen.root_mean_squares, np.sqrt(np.square(kept).mean(0)) / scales, atol=1e-3)
+    assert seen.sample.shape == normed.shape and np.allclose(seen.sample, normed, atol=1e-4)
+    assert np.allclose(seen.magnitude, np.abs(normed).mean(0), atol=1e-4)
+    for place, factor in enumerate(seen.factors):
+        part = normed[:, place * 32 : place * 32 + 32]
+        products = part.T @ part / len(normed)
+        damped = products + 0.01 * np.eye(32) * np.trace(products) / 32
+        assert np.allclose(factor @ factor.T, damped, atol=1e-3)
 
 
 def test_norms_are_divided_by_what_their_dtype_holds() -> None:
@@ -140,10 +140,9 @@ def test_outlier_channels_cost_about_half(where: str, group: int, zeros: bool, m
     format, shares = WeightFormat("int4", group, zeros, "bfloat16"), []
     for seed in range(2):
         weight, inputs, others = outlier_layer(where, seed)
-        seen = statistics(inputs)
+        seen = statistics(inputs, group)
         scales = search_scales(weight, seen, format)
-        seen.divide(scales)
-        values = quantize_in_turn(weight * scales, format, seen).values() / scales
+        values = quantize_rows(weight * scales, format, seen.scaled_factors(scales)).values() / scales
         errors = [np.linalg.norm(others @ (found - weight).T) for found in (values, plainly_rounded(weight, format))]
         shares.append(errors[0] / errors[1])
     assert np.mean(shares) <= most
@@ -163,7 +162,7 @@ def plainly_rounded(weights: np.ndarray, format: WeightFormat) -> np.ndarray:
 
 def test_the_best_of_the_scales_is_taken() -> None:
     weight, inputs, _ = outlier_layer("activations", 9)
-    seen, format = statistics(inputs), WeightFormat("int4", 64, False, "float16")
+    seen, format = statistics(inputs, 64), WeightFormat("int4", 64, False, "float16")
     found = output_error(weight, search_scales(weight, seen, format), seen, format)
     for exponent in (0.0, 0.2, 0.5, 0.8, 1.0):
         scales = seen.magnitude**exponent

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from decode_models import TOLERANCE, from_bits, relative, to_bits
+from gpu_device import device_copy
+from packed_weights import random_packed
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import LinearAdapters, LinearWeights, NormedInput, low_words, padded_columns
@@ -14,6 +16,7 @@ from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
 
 pytestmark = pytest.mark.gpu
 
@@ -67,9 +70,16 @@ class Layer:
         return array
 
     def result(
-        self, role: str, x: np.ndarray, scales: np.ndarray | None, order: list[int] | None = None, many: bool = False
+        self,
+        role: str,
+        x: np.ndarray,
+        scales: np.ndarray | None,
+        order: list[int] | None = None,
+        many: bool = False,
+        packed: PackedMatrix | None = None,
     ) -> np.ndarray:
-        """What the kernel of a role makes of rows x [R, K] with scales [B, S]; `order`: the adapters in the places."""
+        """What the kernel of a role makes of rows x [R, K] with scales [B, S]; `order`: the adapters in the places;
+        `packed`: the weight in 4 bits, for kernels of many rows."""
         adapters = None
         if scales is not None:
             a, b, given = (self.on_device(values) for values in (*self.places_in(order), scales))
@@ -81,7 +91,10 @@ class Layer:
             normed = self.gpu.empty((len(x), padded_columns(self.case.columns)), self.dtype)
             self.few.norm(NormedInput(values, norm, 1e-5), normed)()
             values = normed
-        arguments = self.arguments(role, many, LinearWeights(weight, bias, adapters), values, norm)
+        linear = LinearWeights(packed or weight, bias, adapters)
+        arguments = self.arguments(role, many, linear, values, norm)
+        if packed is not None and adapters is not None:
+            self.many.low_products(values, linear)()
         getattr(self.many if many else self.few, role.removeprefix("norm_") if many else role)(*arguments, output)()
         found = self.gpu.download(output)
         return from_bits(found, self.dtype) if role == "norm_gate_up" else found
@@ -179,6 +192,28 @@ def test_kernels_of_many_rows_give_the_bits_of_few(gpu, dtype: str, tokens: int,
         own = slice(sequence * tokens, (sequence + 1) * tokens)
         few = layer.result(role, np.ascontiguousarray(x[own]), scales[sequence : sequence + 1])
         np.testing.assert_array_equal(found[0][own], few, err_msg=f"sequence {sequence}")
+
+
+@DTYPES
+@pytest.mark.parametrize("rows", [1, 6, 9, 30, 64])
+@pytest.mark.parametrize(("role", "case"), STEPS, ids=str)
+def test_packed_layers_get_the_bits_of_the_dequantized_weight(
+    gpu, dtype: str, rows: int, role: str, case: Case
+) -> None:
+    """Rows with an adapter, with none, and with shares of several."""
+    places, layer = 4, Layer(gpu, dtype, case, 4)
+    weight = random_packed(sum(case.modules), case.columns, 32, True, dtype, case.columns**-0.5 / 8)
+    layout, data = to_device_layout(weight)
+    layer.weight, packed = weight.values(), PackedMatrix(layout, device_copy(gpu, data))
+    x, scales = layer.normal(rows, case.columns) * 20, one_each([(b * 2) % places for b in range(rows)], places)
+    if rows > 2:
+        scales[1], scales[2] = 0, (0.5, 0, -2, 0.25)
+    expected = layer.result(role, x, scales, many=True)
+    assert relative(expected, layer.twin(role, x, scales * 0)) > 0.1
+    for _ in range(2):
+        np.testing.assert_array_equal(layer.result(role, x, scales, many=True, packed=packed), expected)
+    plain = layer.result(role, x, None, many=True)
+    np.testing.assert_array_equal(layer.result(role, x, scales * 0, many=True, packed=packed), plain)
 
 
 def test_eight_places_of_rank_64_take_more_units_than_there_are_blocks(gpu) -> None:

@@ -1,29 +1,36 @@
-"""Linear layers over weights of 4 bits on the GPU, bit for bit those over the dequantized weights, in every tiling."""
+"""Linear layers over packed weights on the GPU, bit for bit those over the dequantized weights, in every tiling."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from decode_models import relative
 from gpu_device import device_copy
-from packed_weights import compute_bits, random_packed
+from packed_weights import compute_bits, packed_copy, random_packed
 
 from edgellm.kernels.decode import tiled_linear
-from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.decode.contract import LinearWeights, NormedInput
+from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
 from edgellm.kernels.decode.packed_linear import packed_tilings
+from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
-from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout
+from edgellm.kernels.quantization.packed_weight import Codes
 
 pytestmark = pytest.mark.gpu
 
 
-def packed_copy(gpu, weight: PackedWeight) -> PackedMatrix:
-    """A weight in the kernels' layout, in the memory of the GPU."""
-    layout, data = to_device_layout(weight)
-    return PackedMatrix(layout, device_copy(gpu, data))
+def every_tiling(rows: int, layout: DeviceLayout, gpu: Capacity) -> list:
+    """Of both kinds of kernels; of those of many rows also such as are never chosen."""
+    if rows < LEAST_ROWS:
+        return packed_tilings(rows, layout, gpu)
+    others = [PackedTiles(2, 1, 2, 4, 2, 3), PackedTiles(4, 2, 1, 4, 3, 4, 2), PackedTiles(2, 1, 3, 1, 2, 3, 4)]
+    return [*packed_tilings(rows, layout, gpu), *packed_tiles(rows, layout, gpu), *others]
 
 
 def normal(gpu, dtype: str, *shape: int):
@@ -58,10 +65,62 @@ def test_every_tiling_gives_the_bits_of_the_dequantized_weight(
     expected = gpu.download(output)
     NumpyTiledKernels().linear(x, LinearWeights(weight, bias), twin)()
     assert relative(expected, twin) < 1e-5
-    for tiling in packed_tilings(rows, packed.layout, kernels.gpu):
+    for tiling in every_tiling(rows, packed.layout, kernels.gpu):
         gpu.upload(output, np.full(output.shape, np.nan, np.float32))
         kernels.linear(own_x, LinearWeights(packed, own_bias), output, tiling=tiling)()
         np.testing.assert_array_equal(gpu.download(output), expected, err_msg=str(tiling))
+
+
+def formats() -> list:
+    """Codes, group, zero points, the dtype that a weight is rounded in, that of its scales, and the compute dtype."""
+    own: list[tuple[Codes, int | None, bool]] = [
+        *(("int8", None, False), ("int8", None, True), ("int8", 64, False), ("int8", 16, True), ("fp8", None, False)),
+        *(("fp8", 128, False), ("int4", 16, False), ("int4", 48, True)),
+    ]
+    found = [(*each, dtype, dtype, dtype) for dtype in ("float16", "bfloat16") for each in own]
+    for dtype in ("float16", "bfloat16"):
+        found += [("fp4", 16, False, "bfloat16", "float32", dtype), ("fp8", None, False, "float32", "float32", dtype)]
+    found += [
+        ("int4", 128, True, "float16", "float16", "bfloat16"),
+        ("int8", 32, True, "bfloat16", "bfloat16", "float16"),
+    ]
+    return found
+
+
+@pytest.mark.parametrize(("codes", "group", "zeros", "dtype", "scale_dtype", "compute"), formats())
+def test_every_format_gives_the_bits_of_the_dequantized_weight(
+    gpu, codes: Codes, group: int | None, zeros: bool, dtype: str, scale_dtype: str, compute: str
+) -> None:
+    kernels = CudaTiledKernels(gpu.kernel_module, compute)
+    columns, width = (528, 72) if group == 48 else (2048, 72)
+    for rows, size in ((1, 0.01), (12, 2.0), (12, 1e-6), (40, 0.01)):
+        weight = random_packed(width, columns, group, zeros, scale_dtype, size, codes=codes)
+        weight = replace(weight, format=replace(weight.format, dtype=dtype))
+        packed, dense = packed_copy(gpu, weight, compute), device_copy(gpu, compute_bits(weight.values(), compute)[0])
+        _, x = normal(gpu, compute, rows, columns)
+        output = gpu.empty((rows, width), "float32")
+        kernels.linear(x, LinearWeights(dense), output)()
+        expected = gpu.download(output)
+        assert np.isfinite(expected).all()
+        tilings = every_tiling(rows, packed.layout, kernels.gpu)
+        for tiling in (*tilings[:2], *tilings[2:][-3:]):
+            gpu.upload(output, np.full(output.shape, np.nan, np.float32))
+            kernels.linear(x, LinearWeights(packed), output, tiling=tiling)()
+            np.testing.assert_array_equal(gpu.download(output), expected, err_msg=f"{tiling}, {size}")
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("codes", ["int4", "int8", "fp8", "fp4"])
+def test_each_code_becomes_its_value(gpu, codes: Codes, compute: str) -> None:
+    kernels, scale_dtype = CudaTiledKernels(gpu.kernel_module, compute), "float32" if codes == "fp4" else compute
+    for zeros in (False, True)[: 1 + codes.startswith("int")]:
+        weight = random_packed(256, 64, 32, zeros, scale_dtype, 0.05, codes=codes)
+        weight.codes[:] = (np.arange(256)[:, None] + 7 * np.arange(64)) % (1 << weight.format.bits)
+        weight.codes[(codes == "fp8") & (weight.codes & 127 == 127)] = 0
+        ones = device_copy(gpu, compute_bits(np.eye(64, dtype=np.float32), compute)[0])
+        packed, output = packed_copy(gpu, weight, compute), gpu.empty((64, 256), "float32")
+        kernels.linear(ones, LinearWeights(packed), output)()
+        np.testing.assert_array_equal(gpu.download(output).T, compute_bits(weight.values(), compute)[1])
 
 
 @pytest.mark.parametrize("rows", [1, 16, 30, 64])
@@ -77,8 +136,9 @@ def test_gates_and_residuals_get_the_bits_of_the_dequantized_weight(
     kernels.gate_up(x, LinearWeights(dense), "silu", gates)()
     kernels.linear_residual(x, LinearWeights(dense), residual, sums, 0.5)()
     expected = gpu.download(gates), gpu.download(sums)
-    for tiling in packed_tilings(rows, packed.layout, kernels.gpu):
-        monkeypatch.setattr(tiled_linear, "packed_tilings", lambda *_, tiling=tiling: [tiling])
+    for tiling in every_tiling(rows, packed.layout, kernels.gpu):
+        for choice in ("packed_tilings", "packed_tiles"):
+            monkeypatch.setattr(tiled_linear, choice, lambda *_, tiling=tiling: [tiling])
         gpu.upload(gates, np.full(gates.shape, np.nan, np.float16))
         kernels.gate_up(x, LinearWeights(packed), "silu", gates)()
         kernels.linear_residual(x, LinearWeights(packed), residual, sums, 0.5)()
@@ -99,6 +159,42 @@ def test_selected_rows_get_the_bits_that_they_have_in_a_whole_layer(gpu, sequenc
     kernels.linear_residual(x, linear, residual, own, selected=selected)()
     expected = gpu.download(whole).reshape(sequences, tokens, 200)[np.arange(sequences), chosen[:, 0]]
     np.testing.assert_array_equal(gpu.download(own), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("rows", "columns", "padded"), [(1, 520, 1024), (3, 2048, 2048), (20, 9728, 10240)])
+def test_a_norm_arranges_its_rows(gpu, rows: int, columns: int, padded: int, dtype: str) -> None:
+    kernels, random = CudaDecodeKernels(gpu.kernel_module, dtype, 64), np.random.default_rng(3)
+    order, scales = random.permutation(columns).astype(np.int32), random.uniform(0.5, 2, columns).astype(np.float32)
+    (x, own_x), (_, weight) = normal(gpu, dtype, rows, columns), normal(gpu, dtype, columns)
+    own_order, own_scales = device_copy(gpu, order), device_copy(gpu, scales)
+    plain, output = gpu.empty((rows, padded), dtype), gpu.empty((rows, padded), dtype)
+    kernels.norm(NormedInput(own_x, weight, 1e-5), plain)()
+    normed = compute_values(gpu.download(plain), dtype)
+    for arranged in (
+        ArrangedInputs(own_order, None),
+        ArrangedInputs(None, own_scales),
+        ArrangedInputs(own_order, own_scales),
+    ):
+        kernels.norm(NormedInput(own_x, weight, 1e-5), output, arranged=arranged)()
+        expected = normed.copy()
+        expected[:, :columns] = compute_bits(rearranged(normed[:, :columns], arranged, order, scales), dtype)[1]
+        np.testing.assert_array_equal(compute_values(gpu.download(output), dtype), expected)
+    both = ArrangedInputs(own_order, own_scales)
+    kernels.norm(NormedInput(own_x, None), own_x, arranged=both)()  # where they are
+    expected = compute_bits(rearranged(x, both, order, scales), dtype)[1]
+    np.testing.assert_array_equal(compute_values(gpu.download(own_x), dtype), expected)
+
+
+def rearranged(x: np.ndarray, arranged: ArrangedInputs, order: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """x [R, K] float32 in that order, times these scales, as far as there are such."""
+    x = x if arranged.order is None else x[:, order]
+    return x if arranged.scales is None else x * scales
+
+
+def compute_values(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """What arrays of the device hold, as float32."""
+    return bits.astype(np.float32) if dtype == "float16" else (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def test_what_does_not_fit_is_refused(gpu) -> None:

@@ -1,4 +1,4 @@
-"""The layout in which kernels read weights of 4 bits: a weight comes back from it, and it is what they expect."""
+"""The layout in which kernels read weights of 4 and 8 bits: a weight comes back from it, and it is what they expect."""
 
 from __future__ import annotations
 
@@ -6,61 +6,102 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from packed_weights import random_packed
+from packed_weights import random_packed, rescaled
 
-from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import (
-    CODE_BITS,
-    CODE_BYTES,
     SMALL_SCALE,
+    TURNS,
+    DeviceLayout,
     device_layout,
     from_device_layout,
     layout_refusal,
     to_device_layout,
 )
-from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat
+
+#: Codes, group, zero points.
+FORMATS: tuple[tuple[Codes, int | None, bool], ...] = (
+    *(("int4", group, zeros) for group in (16, 32, 48, 64, 96, 128, 256, None) for zeros in (False, True)),
+    *(("int8", group, zeros) for group in (16, 64, 128, None) for zeros in (False, True)),
+    *(("fp8", group, False) for group in (64, 128, None)),
+    ("fp4", 16, False),
+)
+
+
+def came_back(layout: DeviceLayout, data: np.ndarray, weight: PackedWeight) -> None:
+    """Asserts that a layout holds a weight."""
+    assert (data.shape, data.dtype) == (layout.shape, np.uint8)
+    found = from_device_layout(layout, data)
+    assert found.format == weight.format
+    np.testing.assert_array_equal(found.codes, weight.codes)
+    np.testing.assert_array_equal(found.scales, weight.scales)
+    assert (found.zeros is None) == (weight.zeros is None)
+    if weight.zeros is not None and found.zeros is not None:
+        np.testing.assert_array_equal(found.zeros, weight.zeros)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("group", [32, 64, 128, 256, None])
+@pytest.mark.parametrize(("codes", "group", "zeros"), FORMATS)
 @pytest.mark.parametrize(("rows", "columns"), [(8, 128), (19, 520), (3, 8), (24, 2560)])
-def test_a_weight_comes_back(rows: int, columns: int, group: int | None, zeros: bool, dtype: str) -> None:
+def test_a_weight_comes_back(rows: int, columns: int, codes: Codes, group: int | None, zeros: bool, dtype: str) -> None:
     for size in (0.01, 3.0):
-        weight = random_packed(rows, columns, group, zeros, dtype, size)
+        weight = random_packed(rows, columns, group, zeros, dtype, size, codes=codes)
         layout, data = to_device_layout(weight)
-        assert (data.shape, data.dtype, layout.small) == (
-            layout.shape,
-            np.uint8,
-            size < 1 and dtype == "float16" and not zeros,
-        )
-        found = from_device_layout(layout, data)
-        assert found.format == weight.format
-        np.testing.assert_array_equal(found.codes, weight.codes)
-        np.testing.assert_array_equal(found.scales, weight.scales)
-        if zeros:
-            np.testing.assert_array_equal(found.zeros, weight.zeros)
-        else:
-            assert found.zeros is None
+        assert layout.small == (size < 1 and (codes, dtype, zeros) == ("int4", "float16", False))
+        came_back(layout, data, weight)
 
 
-def test_a_code_stands_where_the_kernels_look_for_it() -> None:
-    weight = random_packed(16, 256, 64, False, "float16")
-    _, data = to_device_layout(weight)
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(("codes", "group", "zeros"), FORMATS[::3])
+def test_a_weight_of_another_dtype_comes_back(
+    codes: Codes, group: int | None, zeros: bool, dtype: str, compute: str
+) -> None:
+    for scale_dtype in ("float16", "bfloat16", "float32"):
+        weight = rescaled(random_packed(19, 520, group, zeros, dtype, codes=codes), scale_dtype)
+        layout, data = to_device_layout(weight, compute)
+        assert layout.compute == compute
+        came_back(layout, data, weight)
+
+
+@pytest.mark.parametrize("codes", ["int4", "int8", "fp8", "fp4"])
+def test_a_code_stands_where_the_kernels_look_for_it(codes: Codes) -> None:
+    weight = random_packed(16, 256, 64 if codes != "fp4" else 16, False, "float16", codes=codes)
+    layout, data = to_device_layout(weight)
+    turns, bits = TURNS[codes], weight.format.bits
     for row, column in ((0, 0), (9, 1), (15, 255), (3, 134), (12, 70)):
-        words = np.ascontiguousarray(data[row // 8, column // 128, :CODE_BYTES]).view(np.uint32).reshape(32, 4)
-        word = int(words[row % 8 * 4 + column % 32 // 8, column % 128 // 32])
-        bit = CODE_BITS[column % 8]
-        turned = word >> bit | word << 32 - bit
-        assert turned & 15 == weight.codes[row, column]
+        words = np.ascontiguousarray(data[row // 8, column // 128, : layout.code_bytes]).view(np.uint32)
+        words = words.reshape(bits // 4, 32, 4)
+        step, lane = column % 128 // 32, row % 8 * 4 + column % 32 // 8
+        piece, place = (0, step) if bits == 4 else (step // 2, step % 2 * 2 + column % 8 // 4)
+        word = int(words[piece, lane, place])
+        turn, highest = turns[column % len(turns)]
+        low = (1 << bits - 1) - 1
+        code = (word >> turn | word << 32 - turn) & low | (word >> highest | word << 32 - highest) & low + 1
+        assert code == weight.codes[row, column]
+
+
+@pytest.mark.parametrize("codes", TURNS)
+def test_codes_of_a_word_share_no_bit(codes: Codes) -> None:
+    columns, bits = len(TURNS[codes]), 32 // len(TURNS[codes])
+    taken = [turn + bit for turn, _ in TURNS[codes] for bit in range(bits - 1)]
+    taken += [highest + bits - 1 for _, highest in TURNS[codes]]
+    assert sorted(bit % 32 for bit in taken) == list(range(32)) and columns * bits == 32
 
 
 def test_scales_and_zero_points_follow_the_codes() -> None:
     weight = random_packed(16, 256, 64, True, "float16")
-    _, data = to_device_layout(weight)
-    own = np.ascontiguousarray(data[1, 1, CODE_BYTES:]).view(np.float16).reshape(8, 2, 2)
+    layout, data = to_device_layout(weight)
+    own = np.ascontiguousarray(data[1, 1, layout.code_bytes :]).view(np.float16).reshape(8, 2, 2)
     np.testing.assert_array_equal(own[..., 0], weight.scales[8:, 2:])
     np.testing.assert_array_equal(own[..., 1], -16.0 - weight.zeros[8:, 2:])
+
+
+def test_scales_of_groups_of_16_stand_by_halves_of_a_step() -> None:
+    weight = rescaled(random_packed(8, 128, 16, False, "bfloat16", codes="fp4"), "float32")
+    layout, data = to_device_layout(weight)
+    own = np.ascontiguousarray(data[0, 0, layout.code_bytes :]).view(np.float32).reshape(8, 2, 4)
+    np.testing.assert_array_equal(own, 2.0**14 * weight.scales.reshape(8, 4, 2).swapaxes(1, 2))
 
 
 def test_scales_are_small_up_to_where_two_to_the_eighteenth_of_them_is_finite() -> None:
@@ -69,22 +110,39 @@ def test_scales_are_small_up_to_where_two_to_the_eighteenth_of_them_is_finite() 
         weight.scales[0, 0] = np.float16(SMALL_SCALE * factor)
         layout, data = to_device_layout(weight)
         assert layout.small is small
-        assert np.isfinite(np.ascontiguousarray(data[..., CODE_BYTES:]).view(np.float16)).all()
+        assert np.isfinite(np.ascontiguousarray(data[..., layout.code_bytes :]).view(np.float16)).all()
+
+
+@pytest.mark.parametrize(
+    ("codes", "dtype", "compute", "scale", "product"),
+    [
+        ("int4", "float16", "float16", 0.25, "float16"),
+        ("int4", "float16", "float16", 0.1, "float32"),
+        ("int8", "float16", "bfloat16", 0.25, "float16"),
+        ("int8", "float32", "bfloat16", 0.25, "bfloat16"),
+        ("int8", "float32", "bfloat16", 0.1, "float32"),
+        ("fp8", "float16", "float16", 255.0, "float16"),
+        ("fp8", "float16", "float16", 256.0, "float32"),
+        ("fp8", "bfloat16", "bfloat16", 255.0, "bfloat16"),
+        ("fp8", "bfloat16", "bfloat16", 256.0, "float32"),
+        ("fp4", "bfloat16", "bfloat16", 0.25, "float32"),
+    ],
+)
+def test_products_are_of_the_dtype_that_holds_their_scales(
+    codes: Codes, dtype: str, compute: str, scale: float, product: str
+) -> None:
+    weight = random_packed(8, 128, 16, False, dtype, codes=codes)
+    weight.scales[:] = np.float32(scale)
+    layout = device_layout(weight, compute)
+    assert (layout.product, layout.compute) == (product, compute)
+    assert layout.block_bytes == layout.code_bytes + 64 * (4 if product == "float32" else 2)
 
 
 def test_what_kernels_do_not_take_is_refused() -> None:
     plain = WeightFormat("int4", 128, False, "float16")
     assert layout_refusal(plain, "float16") is None
-    for changes, words in (
-        ({"codes": "int8"}, "codes of int4"),
-        ({"group": 96}, "groups of 32"),
-        ({"group": 16}, "groups of 32"),
-        ({"dtype": "bfloat16"}, "rounded"),
-        ({"permuted": True}, "own order"),
-        ({"scaled": True}, "own order"),
+    for changes, dtype, words in (
+        ({"group": 24}, "float16", "multiples of 16"),
+        ({}, "float32", "not in float32"),
     ):
-        assert words in (layout_refusal(replace(plain, **changes), "float16") or "")
-    weight = random_packed(8, 128, 128, False, "float16")
-    weight.scales[0, 0] = 0.1
-    with pytest.raises(KernelError, match="no numbers of float16"):
-        device_layout(weight)
+        assert words in (layout_refusal(replace(plain, **changes), dtype) or "")

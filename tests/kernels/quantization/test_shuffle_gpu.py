@@ -1,4 +1,4 @@
-"""Weights of 4 bits in the kernels' layout, made on the GPU."""
+"""Weights of 4 and 8 bits in the kernels' layout, made on the GPU."""
 
 from __future__ import annotations
 
@@ -9,22 +9,35 @@ from packed_weights import random_packed
 
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import tail_bytes, to_device_layout
+from edgellm.kernels.quantization.packed_weight import Codes
 from edgellm.kernels.quantization.shuffle import shuffle
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "group", "zeros"), [(8, 128, 128, False), (19, 520, 32, True), (130, 264, None, True)]
+    ("rows", "columns", "group", "zeros", "codes"),
+    [
+        (8, 128, 128, False, "int4"),
+        (19, 520, 32, True, "int4"),
+        (130, 264, None, True, "int4"),
+        (19, 520, 16, True, "int8"),
+        (130, 264, None, False, "fp8"),
+        (19, 528, 16, False, "fp4"),
+    ],
 )
-def test_the_layout_is_made_on_the_device(gpu, rows: int, columns: int, group: int | None, zeros: bool) -> None:
-    weight = random_packed(rows, columns, group, zeros, "float16")
+def test_the_layout_is_made_on_the_device(
+    gpu, rows: int, columns: int, group: int | None, zeros: bool, codes: Codes
+) -> None:
+    weight = random_packed(rows, columns, group, zeros, "float16", codes=codes)
     layout, expected = to_device_layout(weight)
     tails = device_copy(gpu, np.ascontiguousarray(tail_bytes(weight, layout)))
     data = gpu.empty(layout.shape, "uint8")
-    pairs = weight.codes[:, ::2] | weight.codes[:, 1::2] << 4
-    for codes in (weight.codes, pairs):
-        own = device_copy(gpu, np.ascontiguousarray(codes))
+    stored = [weight.codes]
+    if weight.format.bits == 4:
+        stored.append(weight.codes[:, ::2] | weight.codes[:, 1::2] << 4)
+    for each in stored:
+        own = device_copy(gpu, np.ascontiguousarray(each))
         gpu.upload(data, np.full(layout.shape, 255, np.uint8))
         shuffle(gpu.kernel_module, layout, own, tails, data)()
         np.testing.assert_array_equal(gpu.download(data), expected)

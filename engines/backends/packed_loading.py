@@ -1,0 +1,152 @@
+"""Packed weights on their way from the files to a GPU.
+
+Codes go to the GPU in the words of the file, where they are turned and shuffled into the kernels' layout; the host
+reads scales and zero points alone, of a few weights at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.errors import EngineError
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.quantization.stored import StoredCodes, fused
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.quantization.device_layout import (
+    ArrangedInputs,
+    DeviceLayout,
+    PackedMatrix,
+    device_layout,
+    tail_bytes,
+)
+from edgellm.kernels.quantization.shuffle import shuffle
+from edgellm.kernels.quantization.turn import turn
+
+#: More than a few threads wait for memory. As many weights are ready before the GPU asks for them.
+_THREADS = 4
+
+
+class PackedLoader:
+    """Puts packed weights into the memory of a device, whose stream does the work in order."""
+
+    def __init__(self, device: CudaDevice, module: KernelModule, dtype: str) -> None:
+        """For kernels that compute in `dtype`."""
+        self._device, self._module, self._dtype = device, module, dtype
+        #: Memory for codes on their way, by what it is for.
+        self._staging: dict[str, DeviceArray] = {}
+
+    def load(
+        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int], None]
+    ) -> dict[str, PackedMatrix]:
+        """The matrices of specs that are packed, by name; `progress` gets the bytes of each. Raises CheckpointError as
+        `Checkpoint.stored`, and for parts of one layer that are packed differently."""
+        found = {}
+        for spec, weight in _read_ahead(checkpoint, specs, self._dtype):
+            data = self._device.empty(weight.layout.shape, "uint8")
+            found[spec.name] = PackedMatrix(weight.layout, data, self._uploaded(weight.inputs))
+            codes = self._codes(weight)
+            tails = self._staged("tails", weight.tails.shape, "uint8")
+            self._device.upload(tails, weight.tails)
+            shuffle(self._module, weight.layout, codes, tails, data)()
+            progress(data.nbytes)
+        self._device.synchronize()  # staging is let go of with the loader
+        return found
+
+    def _uploaded(self, inputs: ArrangedInputs | None) -> ArrangedInputs | None:
+        """The same in the memory of the device."""
+        if inputs is None:
+            return None
+        arrays = [None if each is None else self._device.empty(each.shape, each.dtype.name) for each in inputs]
+        for values, array in zip(inputs, arrays, strict=True):
+            if array is not None:
+                self._device.upload(array, values)
+        return ArrangedInputs(*arrays)
+
+    def _codes(self, weight: _Prepared) -> DeviceArray:
+        """The codes of all rows, uint8 [N, bytes of a row], as `shuffle` takes them."""
+        row_bytes = {_row_bytes(part) for part in weight.codes}
+        if len(row_bytes) > 1:
+            weight = weight._replace(codes=[_bytes_of(part.unpacked()) for part in weight.codes])
+            row_bytes = {weight.layout.columns}
+        codes = self._staged("codes", (weight.layout.rows, row_bytes.pop()), "uint8")
+        first = 0
+        for part in weight.codes:
+            target = codes[first : first + part.shape[0]]
+            if part.arrangement in ("bytes", "rows"):
+                self._device.upload(target, np.ascontiguousarray(part.data).view(np.uint8))
+            else:
+                words = self._staged("words", part.data.shape, "uint32")
+                self._device.upload(words, part.data.view(np.uint32))
+                wide = DeviceArray(target.pointer, (target.shape[0], target.shape[1] // 4), "uint32", target.owner)
+                turn(self._module, words, wide, part.arrangement == "awq")()
+            first += part.shape[0]
+        return codes
+
+    def _staged(self, use: str, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        """Memory that is the next weight's when this one is done."""
+        needed = math.prod(shape) * (4 if dtype == "uint32" else 1)
+        if use not in self._staging or self._staging[use].nbytes < needed:
+            self._staging.pop(use, None)
+            self._staging[use] = self._device.empty((needed,), "uint8")
+        return DeviceArray(self._staging[use].pointer, shape, dtype, self._staging[use])
+
+
+class _Prepared(NamedTuple):
+    """What the host reads of a weight before the device takes its codes."""
+
+    layout: DeviceLayout
+    codes: Sequence[StoredCodes]
+    tails: np.ndarray
+    inputs: ArrangedInputs | None
+
+
+def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> _Prepared:
+    parts = [checkpoint.stored(name, shape) for name, shape in spec.parts]
+    weight = fused([part for part in parts if part is not None])
+    if weight is None:
+        names = ", ".join(name for name, _ in spec.parts)
+        raise EngineError(
+            f"{checkpoint.path}: the inputs of {names}, which are multiplied as one layer, are permuted or scaled "
+            "differently. The NumPy backend runs them (--backend numpy)"
+        )
+    codes = weight.codes if weight.order is None else [_bytes_of(weight.unpacked().codes)]
+    layout = device_layout(weight, dtype)
+    return _Prepared(layout, codes, np.ascontiguousarray(tail_bytes(weight, layout)), ArrangedInputs.of(weight))
+
+
+def _read_ahead(
+    checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str
+) -> Iterator[tuple[WeightSpec, _Prepared]]:
+    """Each spec with its weight, of which a few are prepared while the others are on their way."""
+    waiting: deque[tuple[WeightSpec, Future[_Prepared]]] = deque()
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for spec in specs:
+            waiting.append((spec, pool.submit(_prepare, checkpoint, spec, dtype)))
+            if len(waiting) > _THREADS:
+                yield _next_of(waiting)
+        while waiting:
+            yield _next_of(waiting)
+
+
+def _next_of(waiting: deque[tuple[WeightSpec, Future[_Prepared]]]) -> tuple[WeightSpec, _Prepared]:
+    spec, weight = waiting.popleft()
+    return spec, weight.result()
+
+
+def _row_bytes(part: StoredCodes) -> int:
+    columns = part.shape[1]
+    return part.data.nbytes // part.shape[0] if part.arrangement in ("bytes", "rows") else columns * part.bits // 8
+
+
+def _bytes_of(codes: np.ndarray) -> StoredCodes:
+    rows, columns = codes.shape
+    return StoredCodes(codes, "bytes", 8, (rows, columns))

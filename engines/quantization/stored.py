@@ -1,0 +1,106 @@
+"""Packed weights as their files have them: codes in words that no one has unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.kernels.quantization.turn import AWQ_PLACES
+
+#: How codes lie: one in each byte, in the rows' order; or in words of 32 bits (or bytes), the lowest bits first, of
+#: neighbouring columns, each row's words side by side ("rows") or each column's ("columns"); or of eight neighbouring
+#: rows at `AWQ_PLACES`, each column's words side by side ("awq").
+Arrangement = Literal["bytes", "rows", "columns", "awq"]
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """Codes of `bits` of a weight of `shape` [N, K]: `data` is a view of the file, of two dimensions."""
+
+    data: np.ndarray
+    arrangement: Arrangement
+    bits: int
+    shape: tuple[int, int]
+
+    def unpacked(self) -> np.ndarray:
+        """uint8 [N, K], a code each."""
+        rows, columns = self.shape
+        if self.arrangement == "bytes":
+            return self.data
+        if self.arrangement == "rows":
+            return unpacked(self.data, self.bits, 1, columns)
+        if self.arrangement == "columns":
+            return np.ascontiguousarray(unpacked(self.data, self.bits, 0, columns).T)
+        return np.ascontiguousarray(unpacked(self.data, self.bits, 1, rows)[:, awq_order(rows)].T)
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A `PackedWeight` whose `codes` are as they are published: of one tensor, or of several whose rows follow each
+    other. Their columns are those of the file: `order` has yet to be applied to them."""
+
+    format: WeightFormat
+    codes: tuple[StoredCodes, ...]
+    scales: np.ndarray
+    zeros: np.ndarray | None = None
+    order: np.ndarray | None = None
+    input_scales: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return sum(part.shape[0] for part in self.codes), self.codes[0].shape[1]
+
+    def unpacked(self) -> PackedWeight:
+        """The weight, with a byte for each code."""
+        codes = [part.unpacked() for part in self.codes]
+        whole = codes[0] if len(codes) == 1 else np.concatenate(codes)
+        if self.order is not None:
+            whole = np.ascontiguousarray(whole[:, self.order])
+        return PackedWeight(self.format, whole, self.scales, self.zeros, self.order, self.input_scales)
+
+
+def fused(parts: Sequence[StoredWeight]) -> StoredWeight | None:
+    """Weights of as many columns as one, the rows of each behind those before; None where their formats differ, or the
+    order or scales of their inputs."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    for part in parts[1:]:
+        same = part.format == first.format and _equal(part.order, first.order)
+        if not same or not _equal(part.input_scales, first.input_scales):
+            return None
+    zeros = None if first.zeros is None else np.concatenate([part.zeros for part in parts if part.zeros is not None])
+    codes = tuple(codes for part in parts for codes in part.codes)
+    return replace(first, codes=codes, scales=np.concatenate([part.scales for part in parts]), zeros=zeros)
+
+
+def _equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
+    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
+def awq_order(rows: int) -> np.ndarray:
+    """Where the code of each row is among codes that were unpacked in their words' order: int [N]."""
+    return (np.arange(0, rows, 8)[:, None] + AWQ_PLACES).reshape(-1)
+
+
+def unpacked(words: np.ndarray, bits: int, axis: int, count: int) -> np.ndarray:
+    """uint8 codes of 4 or 8 `bits` from words of 32, along `axis` 0 or 1, the lowest bits first; `count` of them."""
+    if axis == 0:
+        return np.ascontiguousarray(unpacked(words.T, bits, 1, count).T)
+    codes = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 4:
+        codes = _halves(codes)
+    return np.ascontiguousarray(codes[:, :count])
+
+
+def _halves(values: np.ndarray) -> np.ndarray:
+    """uint8 [R, 2 C] of uint8 [R, C]: of each byte the low half, then the high one."""
+    result = np.empty((values.shape[0], 2 * values.shape[1]), np.uint8)
+    np.bitwise_and(values, 15, out=result[:, ::2])
+    np.right_shift(values, 4, out=result[:, 1::2])
+    return result

@@ -1,0 +1,335 @@
+// Blocks of packed weights, and what their codes become: pairs of T, operands of tensor cores, with the bits of
+// `PackedWeight.values` rounded to T.
+//
+// A block of weights is 8 rows times 128 columns: 16 bytes for each lane of a warp, of 8-bit codes 16 for columns 0 to 63 and 16
+// for the others; then scales, and zero points, of the rows' groups. Lane i has of row i / 4 columns 8 (i % 4) to + 7 of each of
+// four steps of 32 columns, a word of 4-bit codes a step, or two words of 8-bit codes, four columns each. Codes stand where few
+// instructions leave two columns in the halves of a word as 16-bit floats; device_layout.py puts them there.
+//
+// To have the weights of a block: a Lane reads its share; a Group, set at each step, makes pairs of columns of the step's words.
+#pragma once
+#include "decode/common.cuh"
+
+namespace decode {
+namespace packed {
+
+// A format is one number, MODE. SCALING: nothing is known of the scales; those of float16, of symmetric int4, are finite
+// times 2^18; or each has a zero point behind it. CODES. ROUNDED: the dtype that a product is rounded to before it is
+// rounded to T. WIDE: scales are of float32, else of that dtype.
+constexpr int ANY = 0, SMALL = 1, ZEROS = 2;
+constexpr int INT4 = 0, INT8 = 1, FP8 = 2, FP4 = 3;
+constexpr int TO_T = 0, TO_HALF = 1, TO_BFLOAT16 = 2;
+
+constexpr int BLOCK_STEPS = 4, BLOCK_COLUMNS = 32 * BLOCK_STEPS;
+
+// SCALES of a row in a block. Those of groups of 16 columns stand in the order of columns 0 to 15 of each step, then 16 to 31: a
+// lane needs half of them.
+template <int SCALES, int MODE> struct Format {
+    static constexpr int SCALING = MODE % 4, CODES = MODE / 4 % 4;
+    static constexpr bool WIDE = MODE / 64 != 0;
+    static constexpr int WORDS = CODES == INT8 || CODES == FP8 ? 2 : 1;  // of a lane, a step
+    static constexpr int CODE_BYTES = 512 * WORDS;
+    static constexpr int SCALE_BYTES = (WIDE ? 4 : 2) * SCALES * (SCALING == ZEROS ? 2 : 1);  // of a row
+    static constexpr int LANE_SCALES = SCALES == 8 ? 4 : SCALES, LANE_BYTES = SCALE_BYTES / SCALES * LANE_SCALES;
+    static constexpr int BLOCK_BYTES = CODE_BYTES + 8 * SCALE_BYTES;
+};
+
+// a b + c of two values each, rounded once.
+template <typename T> __device__ __forceinline__ unsigned fused(unsigned a, unsigned b, unsigned c);
+template <> __device__ __forceinline__ unsigned fused<__half>(unsigned a, unsigned b, unsigned c) {
+    unsigned result;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+template <> __device__ __forceinline__ unsigned fused<__nv_bfloat16>(unsigned a, unsigned b, unsigned c) {
+    unsigned result;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
+    return result;
+}
+constexpr unsigned MINUS_ZERO = 0x80008000u;  // added to a product it changes no bit
+
+// Bytes 0 to 3 of `low` and 4 to 7 of `high` as the hexadecimal digits of `chosen` name them, the lowest first.
+__device__ __forceinline__ unsigned bytes_of(unsigned low, unsigned high, unsigned chosen) {
+    unsigned result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(chosen));
+    return result;
+}
+__device__ __forceinline__ unsigned both(unsigned word, int half) { return bytes_of(word, word, half == 0 ? 0x1010 : 0x3232); }
+
+// A word turned right by 8, by one instruction: of shifts the compiler makes one for each mask.
+__device__ __forceinline__ unsigned turned(unsigned word) { return bytes_of(word, word, 0x0321); }
+
+// The scale that a row's `stored` words have for its i-th group, and the zero point, both of 16 bits, twice.
+template <int SCALING> __device__ __forceinline__ unsigned scale_of(const unsigned* stored, int i) {
+    return SCALING == ZEROS ? both(stored[i], 0) : both(stored[i / 2], i % 2);
+}
+template <int SCALING> __device__ __forceinline__ unsigned zero_of(const unsigned* stored, int i) {
+    return SCALING == ZEROS ? both(stored[i], 1) : 0;
+}
+
+// Codes of a step as pairs of float16, less their zero points: exact, times a power of two that the scale makes good.
+// `mask` is LOW in a register.
+template <int CODES, int SCALING> struct Exact;
+
+// Of float16, codes stand at bits 6 to 9, or 2 to 5. Behind an exponent of 1024 that is 1024 + 64 q, or 1024 + 4 q.
+constexpr unsigned HIGH = 0x03c003c0u, LOW = 0x003c003cu, THOUSAND = 0x64006400u;
+constexpr unsigned SIXTY_FOURTH = 0x24002400u, QUARTER = 0x34003400u;
+
+// The zero point is stored as -(16 + z).
+template <int SCALING> struct Exact<INT4, SCALING> {
+    unsigned high_zero, low_zero;
+    __device__ __forceinline__ void set(unsigned zero) {
+        high_zero = SCALING == ZEROS ? zero : 0xce00ce00u;                                                  // - 24
+        low_zero = SCALING == ZEROS ? fused<__half>(high_zero, 0x3c003c00u, 0xdb80db80u) : 0xdc20dc20u;  // - 240, - 264
+    }
+    __device__ __forceinline__ void pairs(unsigned word, unsigned mask, unsigned& high, unsigned& low) const {
+        high = fused<__half>(word & HIGH | THOUSAND, SIXTY_FOURTH, high_zero);
+        low = fused<__half>(word & mask | THOUSAND, QUARTER, low_zero);
+    }
+    __device__ __forceinline__ void pairs(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+        pairs(words[0], mask, four[0], four[1]);
+        pairs(turned(words[0]), mask, four[2], four[3]);
+    }
+};
+
+// Behind an exponent of 1024 a byte is 1024 + q. The zero point is stored as -(1024 + z).
+template <int SCALING> struct Exact<INT8, SCALING> {
+    unsigned minus;
+    __device__ __forceinline__ void set(unsigned zero) { minus = SCALING == ZEROS ? zero : 0xe480e480u; }  // - 1152
+    __device__ __forceinline__ void pairs(const unsigned* words, unsigned, unsigned (&four)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            four[i] = fused<__half>(bytes_of(words[i / 2], THOUSAND, i % 2 == 0 ? 0x5250 : 0x5351), 0x3c003c00u, minus);
+    }
+};
+
+// A sign, four bits of exponent and three of fraction are 2^-8 of the value where float16 has its own last ones, numbers below
+// normal ones too.
+template <int SCALING> struct Exact<FP8, SCALING> {
+    __device__ __forceinline__ void set(unsigned) {}
+    __device__ __forceinline__ void pairs(const unsigned* words, unsigned, unsigned (&four)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            four[2 * i] = words[i] & 0xbf80bf80u;
+            four[2 * i + 1] = words[i] << 7 & 0x3f803f80u | words[i] << 1 & 0x80008000u;
+        }
+    }
+};
+
+// 2^-14 of the value: two bits of exponent, one of fraction.
+template <int SCALING> struct Exact<FP4, SCALING> {
+    __device__ __forceinline__ void set(unsigned) {}
+    __device__ __forceinline__ void pairs(const unsigned* words, unsigned, unsigned (&four)[4]) const {
+        const unsigned two[2] = {words[0], turned(words[0])};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            four[i] = two[i] & 0x8e008e00u;
+            four[2 + i] = two[i] >> 3 & 0x0e000e00u | two[i] << 7 & 0x80008000u;
+        }
+    }
+};
+
+// Times scales of T, rounded once.
+template <typename T, int CODES, int SCALING> struct Product;
+
+template <int CODES, int SCALING> struct Product<__half, CODES, SCALING> {
+    Exact<CODES, SCALING> codes;
+    unsigned scale;
+    __device__ __forceinline__ void set(const unsigned* stored, int i) {
+        scale = scale_of<SCALING>(stored, i);
+        codes.set(zero_of<SCALING>(stored, i));
+    }
+    __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+        codes.pairs(words, mask, four);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = fused<__half>(four[i], scale, MINUS_ZERO);
+    }
+};
+
+// Without an exponent, bits 6 to 9 are 2^-18 q. The scale is stored times 2^18.
+template <> struct Product<__half, INT4, SMALL> {
+    unsigned scale, large, middle;
+    __device__ __forceinline__ void set(const unsigned* stored, int i) {
+        large = both(stored[i / 2], i % 2);
+        scale = fused<__half>(large, 0x00400040u, MINUS_ZERO), middle = fused<__half>(large, 0x82008200u, MINUS_ZERO);
+    }
+    __device__ __forceinline__ void values(unsigned word, unsigned mask, unsigned& high, unsigned& low) const {
+        high = fused<__half>(word & HIGH, large, middle);
+        low = fused<__half>(fused<__half>(word & mask | THOUSAND, QUARTER, 0xdc20dc20u), scale, MINUS_ZERO);
+    }
+    __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+        values(words[0], mask, four[0], four[1]);
+        values(turned(words[0]), mask, four[2], four[3]);
+    }
+};
+
+// bfloat16 has room for bits 2 to 5 alone: 128 + 4 q. The zero point is stored as -(32 + z).
+template <int SCALING> struct Product<__nv_bfloat16, INT4, SCALING> {
+    unsigned scale, zero;
+    __device__ __forceinline__ void set(const unsigned* stored, int i) {
+        scale = scale_of<SCALING>(stored, i);
+        zero = SCALING == ZEROS ? zero_of<SCALING>(stored, i) : 0xc220c220u;  // - 40
+    }
+    __device__ __forceinline__ unsigned value(unsigned word, unsigned mask) const {
+        using Pair = __nv_bfloat16;
+        return fused<Pair>(fused<Pair>(word & mask | 0x43004300u, 0x3e803e80u, zero), scale, MINUS_ZERO);
+    }
+    __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+        const unsigned other = turned(words[0]);
+        four[0] = value(words[0] >> 4, mask), four[1] = value(words[0], mask);
+        four[2] = value(other >> 4, mask), four[3] = value(other, mask);
+    }
+};
+
+// bfloat16 has no room for a byte. In float32 it is 2^15 + q, of which 24 bits take the zero point off exactly, times a scale of
+// 8 bits. The zero point is stored as -z.
+template <int SCALING> struct Product<__nv_bfloat16, INT8, SCALING> {
+    float scale, minus;
+    __device__ __forceinline__ void set(const unsigned* stored, int i) {
+        const float zero = SCALING == ZEROS ? unpack<__nv_bfloat16>(zero_of<SCALING>(stored, i)).x : -128.f;
+        scale = unpack<__nv_bfloat16>(scale_of<SCALING>(stored, i)).x, minus = (zero - 32768.f) * scale;
+    }
+    __device__ __forceinline__ float value(unsigned word, int byte) const {
+        return __fmaf_rn(__uint_as_float(bytes_of(word, 0x47000000u, 0x7404u | byte << 4)), scale, minus);
+    }
+    __device__ __forceinline__ void values(const unsigned* words, unsigned, unsigned (&four)[4]) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            four[i] = pack<__nv_bfloat16>(value(words[i / 2], i % 2), value(words[i / 2], 2 + i % 2));
+    }
+};
+
+// 2^-120 of the value.
+template <int SCALING> struct Product<__nv_bfloat16, FP8, SCALING> {
+    unsigned scale;
+    __device__ __forceinline__ void set(const unsigned* stored, int i) { scale = scale_of<SCALING>(stored, i); }
+    __device__ __forceinline__ void values(const unsigned* words, unsigned, unsigned (&four)[4]) const {
+        using Pair = __nv_bfloat16;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const unsigned word = words[i / 2], size = i % 2 == 0 ? word >> 3 : word << 4, sign = i % 2 == 0 ? word : word << 1;
+            four[i] = fused<Pair>(size & 0x07f007f0u | sign & 0x80008000u, scale, MINUS_ZERO);
+        }
+    }
+};
+
+template <int ROUNDED, typename T> struct Rounding { using Type = T; };
+template <typename T> struct Rounding<TO_HALF, T> { using Type = __half; };
+template <typename T> struct Rounding<TO_BFLOAT16, T> { using Type = __nv_bfloat16; };
+
+// A pair of T from one of another dtype; of T itself nothing is done.
+template <typename From, typename T> struct Converted {
+    static __device__ __forceinline__ unsigned pair(unsigned from) {
+        const float2 two = unpack<From>(from);
+        return pack<T>(two.x, two.y);
+    }
+};
+template <typename T> struct Converted<T, T> {
+    static __device__ __forceinline__ unsigned pair(unsigned from) { return from; }
+};
+
+// The weights of a row's group: `set` takes the i-th scale of those that a lane has, `values` makes a step's words four pairs
+// of columns.
+template <typename T, int MODE, bool WIDE = (MODE / 64 != 0)> struct Group {
+    using Inner = typename Rounding<MODE / 16 % 4, T>::Type;
+    Product<Inner, MODE / 4 % 4, MODE % 4> product;
+    __device__ __forceinline__ void set(const unsigned* stored, int i) { product.set(stored, i); }
+    __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+        product.values(words, mask, four);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) four[i] = Converted<Inner, T>::pair(four[i]);
+    }
+};
+
+// Scales of float32: products are of float32, too. A zero point follows its scale as two of float16.
+template <typename T, int MODE> struct Group<T, MODE, true> {
+    using Inner = typename Rounding<MODE / 16 % 4, T>::Type;
+    static constexpr int SCALING = MODE % 4, PARTS = SCALING == ZEROS ? 2 : 1;
+    Exact<MODE / 4 % 4, SCALING> codes;
+    float scale;
+    __device__ __forceinline__ void set(const unsigned* stored, int i) {
+        scale = __uint_as_float(stored[i * PARTS]);
+        codes.set(SCALING == ZEROS ? stored[i * PARTS + PARTS - 1] : 0);
+    }
+    __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
+        codes.pairs(words, mask, four);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float2 two = unpack<__half>(four[i]);
+            four[i] = Converted<Inner, T>::pair(pack<Inner>(two.x * scale, two.y * scale));
+        }
+    }
+};
+
+// A lane's place in a block.
+__device__ __forceinline__ int own_row() { return threadIdx.x % 32 / 4; }
+__device__ __forceinline__ int own_quad() { return threadIdx.x % 4; }
+
+// What a lane has of a block.
+template <int SCALES, int MODE> struct Lane {
+    using Own = Format<SCALES, MODE>;
+    uint4 codes[Own::WORDS];
+    unsigned scales[(Own::LANE_BYTES + 3) / 4];
+
+    // `block` reads 16, 8, 4 or 2 bytes at a place behind the block's begin.
+    template <typename Block> __device__ __forceinline__ void read(const Block& block) {
+#pragma unroll
+        for (int piece = 0; piece < Own::WORDS; ++piece) block.read(piece * 512 + threadIdx.x % 32 * 16, codes[piece]);
+        int place = Own::CODE_BYTES + own_row() * Own::SCALE_BYTES;
+        if (Own::LANE_BYTES != Own::SCALE_BYTES) place += own_quad() / 2 * Own::LANE_BYTES;
+        if constexpr (Own::LANE_BYTES % 16 == 0) {
+#pragma unroll
+            for (int word = 0; word < Own::LANE_BYTES / 4; word += 4) {
+                uint4 four;
+                block.read(place + word * 4, four);
+                scales[word] = four.x, scales[word + 1] = four.y, scales[word + 2] = four.z, scales[word + 3] = four.w;
+            }
+        } else if constexpr (Own::LANE_BYTES == 8) {
+            uint2 two;
+            block.read(place, two);
+            scales[0] = two.x, scales[1] = two.y;
+        } else if constexpr (Own::LANE_BYTES == 4) {
+            block.read(place, scales[0]);
+        } else {
+            unsigned short one;
+            block.read(place, one);
+            scales[0] = one;
+        }
+    }
+    // Before a step's first values: its group, where it begins one.
+    template <typename T> __device__ __forceinline__ void begin(Group<T, MODE>& group, int step) const {
+        if (step * Own::LANE_SCALES % BLOCK_STEPS == 0) group.set(scales, step * Own::LANE_SCALES / BLOCK_STEPS);
+    }
+    // The step's eight columns as four pairs of T.
+    template <typename T>
+    __device__ __forceinline__ void values(const Group<T, MODE>& group, int step, unsigned mask, unsigned (&four)[4]) const {
+        const uint4& piece = codes[Own::WORDS == 1 ? 0 : step / 2];
+        const bool later = Own::WORDS == 1 ? step >= 2 : step % 2 != 0;
+        const unsigned pair[2] = {later ? piece.z : piece.x, later ? piece.w : piece.y};
+        group.values(Own::WORDS == 1 ? pair + step % 2 : pair, mask, four);
+    }
+};
+
+// A block in shared memory, and one in global memory that is read once.
+struct SharedBlock {
+    unsigned begin;
+    __device__ __forceinline__ void read(int place, uint4& bytes) const { bytes = read_shared_16(begin + place); }
+    __device__ __forceinline__ void read(int place, uint2& bytes) const {
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(bytes.x), "=r"(bytes.y) : "r"(begin + place) : "memory");
+    }
+    __device__ __forceinline__ void read(int place, unsigned& bytes) const {
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(bytes) : "r"(begin + place) : "memory");
+    }
+    __device__ __forceinline__ void read(int place, unsigned short& bytes) const {
+        asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(begin + place) : "memory");
+    }
+};
+struct GlobalBlock {
+    const char* begin;
+    template <typename Bytes> __device__ __forceinline__ void read(int place, Bytes& bytes) const {
+        bytes = __ldcs(reinterpret_cast<const Bytes*>(begin + place));
+    }
+};
+
+}  // namespace packed
+}  // namespace decode

@@ -1,0 +1,326 @@
+// Linear layers over weights of 4 and 8 bits, of many rows of activations: warps share activations, which come from the second-level
+// cache once for all weight rows of a block.
+//
+// The sums are those of packed_linear.cu, and so of the dense kernels. What differs is who multiplies what: the warps of a
+// team have weight rows of their own and the same part of K; a block's teams have parts of K: all, a group of slices each, or a
+// slice. Blocks take a part of the rows of activations: the squarer a tile is, the less comes from the cache.
+#include "decode/packed_tiles.cuh"
+
+namespace decode {
+namespace packed {
+
+template <typename G> using TileSums = float[G::WEIGHT_TILES][G::TOKEN_TILES][4];
+
+template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
+#pragma unroll
+    for (int m = 0; m < G::WEIGHT_TILES; ++m)
+#pragma unroll
+        for (int t = 0; t < G::TOKEN_TILES; ++t)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) action(m, t, i);
+}
+
+// What of a warp's sums has ended: groups where it has all of K, in order.
+template <typename G> struct TileTotal {
+    TileSums<G> sum = {};
+    __device__ explicit TileTotal(char*) {}
+    __device__ void add(TileSums<G>& group, int) {
+        for_each_sum<G>([&](int m, int t, int i) { sum[m][t][i] += group[m][t][i], group[m][t][i] = 0.f; });
+    }
+    __device__ void take(TileSums<G>& target) {
+        for_each_sum<G>([&](int m, int t, int i) { target[m][t][i] = sum[m][t][i], sum[m][t][i] = 0.f; });
+    }
+};
+template <typename G> struct SharedTileTotal {
+    float4* own;  // [WEIGHT_TILES, TOKEN_TILES, THREADS], of the thread
+    __device__ explicit SharedTileTotal(char* area) : own(reinterpret_cast<float4*>(area) + threadIdx.x) {}
+    __device__ void add(TileSums<G>& group, int groups) {
+#pragma unroll
+        for (int m = 0; m < G::WEIGHT_TILES; ++m)
+#pragma unroll
+            for (int t = 0; t < G::TOKEN_TILES; ++t) {
+                float(&one)[4] = group[m][t];
+                float4& place = own[(m * G::TOKEN_TILES + t) * G::THREADS];
+                float4 before = groups == 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : place;
+                before.x += one[0], before.y += one[1], before.z += one[2], before.w += one[3];
+                place = before;
+                one[0] = one[1] = one[2] = one[3] = 0.f;
+            }
+    }
+    __device__ void take(TileSums<G>& target) {
+#pragma unroll
+        for (int m = 0; m < G::WEIGHT_TILES; ++m)
+#pragma unroll
+            for (int t = 0; t < G::TOKEN_TILES; ++t) {
+                const float4 one = own[(m * G::TOKEN_TILES + t) * G::THREADS];
+                target[m][t][0] = one.x, target[m][t][1] = one.y, target[m][t][2] = one.z, target[m][t][3] = one.w;
+            }
+    }
+};
+template <bool, typename First, typename> struct Choose { using type = First; };
+template <typename First, typename Second> struct Choose<false, First, Second> { using type = Second; };
+
+// Writes a warp's sums, of a tile whose outputs begin at column `first`: lanes of two neighbouring weight rows exchange sums, so
+// that each has two columns of one row of activations.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void write_own(const TileSums<G>& total, const Linear& linear, const Output& output, int first) {
+    constexpr int HALVES = 2 / G::SUMS, AT_ONCE = G::WEIGHT_TILES == 1 ? 4 : 2;
+    const T* bias = static_cast<const T*>(linear.bias);
+    const bool odd = own_row() % 2;
+    float2 before[AT_ONCE][G::WEIGHT_TILES][HALVES];
+#pragma unroll
+    for (int part = 0; part < G::TOKEN_TILES; part += AT_ONCE) {
+        const auto for_each = [&](bool writes) {
+#pragma unroll
+            for (int t = part; t < part + AT_ONCE && t < G::TOKEN_TILES; ++t)
+#pragma unroll
+                for (int m = 0; m < G::WEIGHT_TILES; ++m)
+#pragma unroll
+                    for (int half = 0; half < HALVES; ++half) {
+                        const int b = first_token<G>() + t * 8 + own_quad() * 2 + odd;
+                        const int n = first + (m * HALVES + half) * 8 + own_row() / 2 * 2;
+                        const bool exists = b < linear.batch && n < linear.rows;
+                        float2& own = before[t - part][m][half];
+                        if (!writes) {
+                            if (exists) own = output.before_two(b, n, linear.rows);
+                            continue;
+                        }
+                        float2 sums[G::SUMS];
+#pragma unroll
+                        for (int s = 0; s < G::SUMS; ++s) {
+                            const float one = total[m][t][2 * (half + s)], two = total[m][t][2 * (half + s) + 1];
+                            const float other = __shfl_xor_sync(FULL_WARP, odd ? one : two, 4);
+                            sums[s] = odd ? make_float2(other, two) : make_float2(one, other);
+                        }
+                        if (!exists) continue;
+#pragma unroll
+                        for (int s = 0; s < G::SUMS; ++s) {
+                            if (bias == nullptr) continue;
+                            const float2 added = read_two(bias + s * linear.rows + n, n, linear.rows);
+                            sums[s].x += added.x, sums[s].y += added.y;
+                        }
+                        output.two(b, n, linear.rows, sums, own);
+                    }
+        };
+        for_each(false);
+        for_each(true);
+    }
+}
+
+// The outputs of a tile that a thread writes where others have parts of their sums, as pairs of columns.
+template <typename T, typename G, typename Output> struct JoinedOutputs {
+    static constexpr int PAIRS = G::UNIT / 2;
+    static constexpr int EACH = G::ALL ? 1 : (8 * G::TOKEN_TILES * PAIRS + G::THREADS - 1) / G::THREADS;
+    static constexpr bool EARLY = !G::ALL && EACH <= 2;  // registers hold what is read before the products
+    const Linear& linear;
+    const Output& output;
+    float2 before[EACH], biases[EACH][G::SUMS];
+
+    __device__ JoinedOutputs(const Linear& linear, const Output& output) : linear(linear), output(output) {}
+    template <typename Action> __device__ __forceinline__ void for_each(int first, const Action& action) const {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            const int at = i * G::THREADS + threadIdx.x, b = at / PAIRS, column = at % PAIRS * 2;
+            if (b < 8 * G::TOKEN_TILES && first_token<G>() + b < linear.batch && first + column < linear.rows)
+                action(i, b, column);
+        }
+    }
+    __device__ __forceinline__ void read(int first) {
+        const T* bias = static_cast<const T*>(linear.bias);
+        for_each(first, [&](int i, int b, int column) {
+            const int n = first + column;
+            before[i] = output.before_two(first_token<G>() + b, n, linear.rows);
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s)
+                if (bias != nullptr) biases[i][s] = read_two(bias + s * linear.rows + n, n, linear.rows);
+        });
+    }
+    // Adds the teams' sums at `area`: of slices to those of groups, of groups in order.
+    __device__ __forceinline__ void write(const float* area, int first) const {
+        for_each(first, [&](int i, int b, int column) {
+            float2 sums[G::SUMS];
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s) {
+                const int place = G::SUMS == 1 ? column : column / 8 * 16 + column % 8 + s * 8;
+                const float* own = area + b * G::STRIDE + place;
+                sums[s] = make_float2(0.f, 0.f);
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g) {
+                    float2 group = make_float2(0.f, 0.f);
+#pragma unroll
+                    for (int p = 0; p < G::K_WARPS / GROUPS; ++p, own += G::PLACES) {
+                        const float2 one = *reinterpret_cast<const float2*>(own);
+                        group.x += one.x, group.y += one.y;
+                    }
+                    sums[s].x += group.x, sums[s].y += group.y;
+                }
+                if (linear.bias != nullptr) sums[s].x += biases[i][s].x, sums[s].y += biases[i][s].y;
+            }
+            output.two(first_token<G>() + b, first + column, linear.rows, sums, before[i]);
+        });
+    }
+};
+
+template <typename G> __device__ __forceinline__ void leave_sums(float* area, const TileSums<G>& sums) {
+    float* own = area + own_warp() / G::ROW_WARPS * G::PLACES + own_warp() % G::ROW_WARPS * 16 * G::WEIGHT_TILES + own_row();
+#pragma unroll
+    for (int t = 0; t < G::TOKEN_TILES; ++t)
+#pragma unroll
+        for (int m = 0; m < G::WEIGHT_TILES; ++m)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                own[(t * 8 + own_quad() * 2 + i % 2) * G::STRIDE + m * 16 + i / 2 * 8] = sums[m][t][i];
+}
+
+// Grid (blocks, parts of the rows of activations); the blocks walk over the tiles.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, const Output& output) {
+    extern __shared__ __align__(16) char shared[];
+    const Linear& linear = arguments.linear;
+    int* begins = reinterpret_cast<int*>(shared);
+    float* area = reinterpret_cast<float*>(shared + G::AREA_BEGIN);
+    const int tiles = (linear.rows + G::UNIT - 1) / G::UNIT, own_tiles = (tiles - static_cast<int>(blockIdx.x) + gridDim.x - 1) / gridDim.x;
+    const int first = own_warp() / G::ROW_WARPS * G::OWN_BLOCKS;
+
+    launch_next_kernel();
+    TileWeights<G> weights(linear, tiles, first, shared_address(shared + G::RINGS_BEGIN));
+#pragma unroll
+    for (int i = 0; i < G::DEPTH; ++i) {
+        weights.copy();
+        commit_copies();
+    }
+    wait_for_previous_kernel();
+    if (threadIdx.x < 8 * G::TOKEN_TILES) {
+        const SelectedRows source{arguments.selected, arguments.tokens};
+        begins[threadIdx.x] = source(min(first_token<G>() + static_cast<int>(threadIdx.x), linear.batch - 1)) * arguments.stride;
+    }
+    __syncthreads();
+    TeamActivations<T, G> activations(
+        arguments, begins, first * BLOCK_COLUMNS, own_tiles, shared_address(shared + G::INPUT_BEGIN));
+    if constexpr (G::STAYS) {
+#pragma unroll 1
+        for (int i = 0; i < activations.CHUNKS; ++i) activations.copy();
+        commit_copies();
+    } else {
+#pragma unroll
+        for (int i = 0; i < G::STAGES - 1; ++i) {
+            activations.copy();
+            commit_copies();
+        }
+    }
+    JoinedOutputs<T, G, Output> outputs(linear, output);
+    if (outputs.EARLY) outputs.read(blockIdx.x * G::UNIT);
+    wait_for_copies<G::STAYS ? 0 : G::STAGES - 2>();
+    wait_for_warps<G>();
+    const unsigned mask = linear.batch > 0 ? LOW : 0;  // for the compiler no constant, of which it would make many copies
+    unsigned slot = weights.ring, place = activations.memory;
+    Held<G> held;
+    uint4 rows[2][G::TOGETHER];  // what is multiplied, and what is read meanwhile
+    held.read(slot);
+    read_rows<G>(rows[0], place, 0);
+    typename Choose<G::LEAVES_TOTAL, SharedTileTotal<G>, TileTotal<G>>::type total(shared + G::AREA_BEGIN);
+    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        TileSums<G> sum = {}, group = {};
+        if (outputs.EARLY && tile != blockIdx.x) outputs.read(tile * G::UNIT);
+        int steps_left = G::STEPS, slices = 0;
+#pragma unroll 1
+        for (int block = 0; block < G::OWN_BLOCKS; ++block) {
+            Group<T, G::MODE> groups[G::TILES];
+#pragma unroll
+            for (int d = 0; d < BLOCK_STEPS; ++d) {
+                const bool last_step = d == BLOCK_STEPS - 1;
+                if (G::STAYS && last_step) {
+                    wait_for_copies<G::STAYS ? G::DEPTH - 2 : 0>();
+                    __syncwarp();  // other lanes' scales have come, and those before have been read
+                } else if (!G::STAYS && (d + 1) % G::CHUNK == 0) {
+                    wait_for_copies<G::STAYS ? 0 : G::STAGES - 3>();
+                    wait_for_warps<G>();  // the next chunk has come, and the one before this one has been read
+                    activations.copy();
+                }
+                if (last_step) {
+                    weights.copy();  // where the block lay that is in registers
+                    slot = weights.following(slot);
+                }
+                if (last_step || (!G::STAYS && (d + 1) % G::CHUNK == 0)) commit_copies();
+                const unsigned following = activations.following(place);
+#pragma unroll
+                for (int i = 0; i < G::TILES; ++i) held.tiles[i].begin(groups[i], d);
+                unsigned low[G::WEIGHT_TILES][4], high[G::WEIGHT_TILES][4];
+#pragma unroll
+                for (int m = 0; m < G::WEIGHT_TILES; ++m) {
+                    held.tiles[2 * m].values(groups[2 * m], d, mask, low[m]);
+                    held.tiles[2 * m + 1].values(groups[2 * m + 1], d, mask, high[m]);
+                }
+                if (last_step) held.read(slot);
+                constexpr int PARTS = G::TOKEN_TILES / G::TOGETHER;
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part) {
+                    const uint4(&now)[G::TOGETHER] = rows[(d * PARTS + part) % 2];
+                    const bool last = part + 1 == PARTS;
+                    read_rows<G>(rows[(d * PARTS + part + 1) % 2], last ? following : place, last ? 0 : (part + 1) * G::TOGETHER);
+#pragma unroll
+                    for (int half = 0; half < 2; ++half)
+#pragma unroll
+                        for (int m = 0; m < G::WEIGHT_TILES; ++m) {
+                            const unsigned a0[2] = {low[m][2 * half], high[m][2 * half]};
+                            const unsigned a2[2] = {low[m][2 * half + 1], high[m][2 * half + 1]};
+#pragma unroll
+                            for (int t = 0; t < G::TOGETHER; ++t)
+                                multiply_add(sum[m][part * G::TOGETHER + t], a0, a2, half == 0 ? now[t].x : now[t].z,
+                                             half == 0 ? now[t].y : now[t].w, half == 0 && d % G::STEPS == 0 && G::STEPS <= 4 && 4 % G::STEPS == 0, T());
+                        }
+                }
+                place = following;
+                constexpr int EVERY = G::STEPS % 4 == 0 ? 4 : G::STEPS % 2 == 0 ? 2 : 1;  // slices end only behind so many steps
+                if (G::K_WARPS == SLICES || (d + 1) % EVERY != 0) continue;
+                steps_left -= EVERY;
+                if (EVERY != G::STEPS && steps_left > 0) continue;
+                steps_left = G::STEPS;
+                for_each_sum<G>([&](int m, int t, int i) {
+                    group[m][t][i] += sum[m][t][i];
+                    if (EVERY != G::STEPS) sum[m][t][i] = 0.f;
+                });
+                if (G::ALL && ++slices % SLICES_OF_A_GROUP == 0) total.add(group, slices / SLICES_OF_A_GROUP - 1);
+            }
+        }
+        if constexpr (G::ALL) {
+            total.take(group);
+            write_own<T, G>(group, linear, output, tile * G::UNIT + own_warp() % G::ROW_WARPS * G::WARP_UNIT);
+            continue;
+        }
+        __syncthreads();  // the area has been read
+        leave_sums<G>(area, G::K_WARPS == SLICES ? sum : group);
+        if (!outputs.EARLY) outputs.read(tile * G::UNIT);
+        __syncthreads();
+        outputs.write(area, tile * G::UNIT);
+    }
+}
+
+#define TILES_KERNEL(NAME)                                                                                             \
+    template <typename T, int TOKEN_TILES, int WEIGHT_TILES, int ROW_WARPS, int K_WARPS, int DEPTH,        \
+              int STAGES, int CHUNK, int STEPS, int SCALES, int MODE, int BLOCKS>                                      \
+    __global__ void __launch_bounds__(32 * ROW_WARPS * K_WARPS, BLOCKS) NAME(const __grid_constant__ TiledLinear arguments)
+#define TILES_GEOMETRY(PAIRED)                                                                                         \
+    TileGeometry<TOKEN_TILES, WEIGHT_TILES, ROW_WARPS, K_WARPS, DEPTH, STAGES, CHUNK, STEPS, SCALES, MODE, PAIRED>
+
+// output = scale (input weight^T + bias)
+TILES_KERNEL(tiles_linear) {
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_tiles<T, TILES_GEOMETRY(false)>(arguments, output);
+}
+
+// output = activation(gate) up of input weight^T + bias
+TILES_KERNEL(tiles_gate_up) {
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_tiles<T, TILES_GEOMETRY(true)>(arguments, output);
+}
+
+// output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all
+TILES_KERNEL(tiles_linear_residual) {
+    multiply_tiles<T, TILES_GEOMETRY(false)>(arguments, residual_output<T>(arguments));
+}
+#undef TILES_KERNEL
+#undef TILES_GEOMETRY
+
+}  // namespace packed
+}  // namespace decode

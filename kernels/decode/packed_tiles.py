@@ -1,0 +1,159 @@
+"""The kernels of linear layers over packed weights and many rows: which tiles they take, and their launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
+from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
+from edgellm.kernels.decode.packed_linear import PackedTiling
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel
+from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, DeviceLayout
+
+#: Bytes of the places where rows begin; steps of a block of weights.
+_BEGINS, _BLOCK_STEPS = 256, BLOCK_COLUMNS // STEP
+#: Tiles of activations that kernels are made for.
+_TOKEN_TILES = (1, 2, 3, 4, 6, 8)
+#: What was found fast, by the most rows of activations: on an H200, and on 16 of its multiprocessors.
+_MANY_MULTIPROCESSORS = {
+    16: (
+        (2, 1, 4, 4, 4, 0),
+        (2, 2, 1, 4, 4, 0),
+        (2, 2, 1, 4, 4, 8, 1, 2),
+        (2, 1, 1, 4, 4, 8, 1, 3),
+        (2, 1, 1, 16, 3, 8),
+    ),
+    32: ((4, 1, 8, 1, 4, 5, 2), (4, 2, 2, 4, 3, 6), (4, 1, 1, 4, 3, 8, 1, 2)),
+    64: ((8, 1, 8, 1, 4, 4, 4), (8, 1, 2, 4, 3, 4), (8, 1, 1, 4, 3, 8)),
+}
+_FEW_MULTIPROCESSORS = {
+    16: ((2, 2, 8, 1, 3, 0), (2, 1, 4, 4, 3, 0), (2, 2, 2, 4, 3, 0), (2, 2, 1, 4, 4, 8, 1, 2)),
+    32: ((4, 2, 8, 1, 3, 6), (4, 2, 6, 1, 3, 6), (4, 1, 8, 1, 4, 5, 2)),
+    64: ((8, 2, 8, 1, 2, 4), (8, 2, 6, 1, 3, 6), (8, 1, 8, 1, 4, 5, 2)),
+}
+#: The most multiprocessors that are few; the fewest rows of activations.
+_FEW, LEAST_ROWS = 64, 9
+#: What the estimate of clocks was fitted to, within a sixth: until a block multiplies, and from its last product until
+#: sums are written, or joined, of each team; bytes a clock that the second-level cache gives to all multiprocessors, to
+#: one of them; of a step, the share of its limits that hides nothing; a warp's instructions for a word of codes; a
+#: barrier; by how much longer four warps or fewer take.
+_STARTS, _WRITES, _JOINS, _CACHED, _CACHED_EACH = 3400, 1750, 75, 8000, 40
+_UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = 0.48, 13, 120, 1.17
+
+
+@dataclass(frozen=True)
+class PackedTiles:
+    """Tiles of `row_warps` times `weight_tiles` times 16 weight rows, times `token_tiles` times 8 rows of activations.
+
+    `k_warps` teams of `row_warps` share K: 1, 4 (a group of slices each) or 16 (a slice). `depth` blocks of each warp's
+    weights find room, and for each team `stages` of `chunk` steps of activations; 0: those are copied once and stay.
+    `blocks` are on a multiprocessor. More rows of activations than a tile has are other blocks'.
+    """
+
+    token_tiles: int
+    weight_tiles: int
+    row_warps: int
+    k_warps: int
+    depth: int
+    stages: int
+    chunk: int = 1
+    blocks: int = 1
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return self.row_warps * self.k_warps
+
+    @property
+    def weight_rows(self) -> int:
+        """Of a tile."""
+        return 16 * self.weight_tiles * self.row_warps
+
+    def shared_bytes(self, block_bytes: int, columns: int) -> int:
+        """Of a block: where rows begin, rings of weights, sums, activations. `block_bytes`: of `DeviceLayout`."""
+        weights = self.warps * self.depth * 2 * self.weight_tiles * block_bytes
+        fragments = self.weight_tiles * self.token_tiles
+        sums = self.k_warps * 8 * self.token_tiles * (self.weight_rows + 4) * 4
+        if self.k_warps == 1:
+            sums = 512 * fragments * self.warps if fragments > 8 else 0
+        steps = self.stages * self.chunk or SLICES * slice_steps(columns) // self.k_warps
+        return _BEGINS + weights + sums + self.k_warps * steps * self.token_tiles * 512
+
+    def grid(self, batch: int, rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles, for each part of `batch` rows of activations."""
+        parts = -(-batch // (8 * self.token_tiles))
+        places = max(1, self.blocks * gpu.multiprocessors // parts)
+        return min(-(-rows // self.weight_rows), places), parts, 1
+
+    def clocks(self, batch: int, rows: int, columns: int, gpu: Capacity) -> float:
+        """An estimate for `batch` rows of activations times a matrix [rows, columns]."""
+        across, parts, _ = self.grid(batch, rows, gpu)
+        blocks, fragments = across * parts, self.weight_tiles * self.token_tiles
+        beside = min(self.blocks, -(-blocks // gpu.multiprocessors))
+        busy = min(blocks, beside * gpu.multiprocessors) / beside
+        codes, rows_read = 132 * self.warps * self.weight_tiles, 512 * self.token_tiles
+        copied = self.k_warps * rows_read if self.stages else 0
+        instructions = 2 * self.weight_tiles * _DEQUANTIZES + self.token_tiles + 3 * fragments
+        spans = (
+            (self.warps * rows_read + copied + 2 * codes) / 128,
+            16 * 8 * STEP * self.warps * fragments / gpu.speeds[1],
+            (self.warps * instructions + copied / 100) / 4,
+            (copied + codes) * busy / _CACHED,
+            codes * busy / gpu.speeds[0] / parts,
+        )
+        step = beside * ((1 - _UNHIDDEN) * max(spans) + _UNHIDDEN * sum(spans))
+        step *= _FEW_WARPS if self.warps * beside <= 4 else 1
+        step += _BARRIERS / self.chunk if self.stages and self.row_warps > 1 else 0
+        tile = SLICES * slice_steps(columns) / self.k_warps * step
+        tile += _JOINS * self.k_warps if self.k_warps > 1 else _WRITES
+        once = 0 if self.stages else 16 * self.token_tiles * columns / max(_CACHED_EACH, _CACHED / gpu.multiprocessors)
+        return _STARTS + once + -(-rows // self.weight_rows) / across * tile
+
+
+def packed_tiles(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiles]:
+    """All that take `batch` rows of activations in the shared memory that a block gets, the fastest first."""
+    forms = _FEW_MULTIPROCESSORS if gpu.multiprocessors <= _FEW else _MANY_MULTIPROCESSORS
+    chosen = forms[next(most for most in forms if most >= batch)]
+    fitting = [_fitting(PackedTiles(*sizes), batch, layout, gpu) for sizes in chosen]
+    found = [tiling for tiling in fitting if tiling is not None]
+    if not found:
+        raise KernelError(
+            f"no packed layer of {batch} rows and {layout.columns} columns fits in the {gpu.shared_limit} bytes of "
+            "shared memory that a block has"
+        )
+    return sorted(found, key=lambda tiling: tiling.clocks(batch, layout.rows, layout.columns, gpu))
+
+
+def _fitting(tiling: PackedTiles, batch: int, layout: DeviceLayout, gpu: Capacity) -> PackedTiles | None:
+    """A tiling with no more tiles of activations than it needs, and rings as long as they fit; None if none do."""
+    if tiling.k_warps == SLICES and slice_steps(layout.columns) % _BLOCK_STEPS:
+        return None  # a warp's slice is whole blocks of weights
+    tiles = -(-batch // 8)
+    needed = -(-tiles // -(-tiles // tiling.token_tiles))
+    tiling = replace(tiling, token_tiles=next(count for count in _TOKEN_TILES if count >= needed))
+    stages = [tiling.stages, *(fewer for fewer in (8, 6, 5, 4, 3) if fewer < (tiling.stages or 9))]
+    room = gpu.shared_limit // tiling.blocks - 1024 * (tiling.blocks > 1)
+    for own, depth in product(stages, range(tiling.depth, 1, -1)):
+        found = replace(tiling, stages=own, depth=depth)
+        early = own == 0 or (depth - 1) * _BLOCK_STEPS // tiling.chunk >= own - 2  # weights come before activations
+        if early and found.shared_bytes(layout.block_bytes, layout.columns) <= room:
+            return found
+    return None if tiling.blocks == 1 else _fitting(replace(tiling, blocks=tiling.blocks - 1), batch, layout, gpu)
+
+
+def tiles_kernel(name: str, dtype: str, tiling: PackedTiles, layout: DeviceLayout, argument_bytes: int) -> Kernel:
+    """A kernel of packed_tiles.cu, whose structure of arguments has so many bytes."""
+    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.row_warps, tiling.k_warps, tiling.depth, tiling.stages
+    sizes += tiling.chunk, slice_steps(layout.columns), layout.scales, layout.mode, tiling.blocks
+    macros = (
+        ("HOST_TILED_LINEAR_BYTES", argument_bytes),
+        ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, 8).shared_bytes(576, 0, 0)),
+        ("HOST_STAYING_BYTES", PackedTiling(1, 2, 16, 2, 1, 0).shared_bytes(528, 2048, 3)),
+        ("HOST_JOINED_BYTES", PackedTiles(8, 2, 2, 4, 3, 5).shared_bytes(528, 2048)),
+        ("HOST_ALL_BYTES", PackedTiles(8, 2, 8, 1, 2, 0).shared_bytes(544, 2048)),
+    )
+    chosen = ", ".join(map(str, sizes))
+    return decode_kernel("packed_tiles.cu", f"decode::packed::tiles_{name}<{CUDA_TYPES[dtype]}, {chosen}>", macros)

@@ -1,0 +1,85 @@
+"""Published packed weights brought to the GPU: in the kernels' layout they are those that NumPy reads, bit by bit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu_device import device_copy
+
+from edgellm.engines.backends.packed_loading import PackedLoader
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.errors import EngineError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.quantization.device_layouts import packed_layouts
+from edgellm.engines.quantization.stored import AWQ_PLACES
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, from_device_layout
+from edgellm.kernels.quantization.turn import turn
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
+NAMES = sorted(path.name for path in GOLDENS.iterdir())
+#: Those of which q, k and v are packed in part, or a gate.
+REFUSED = ("autoround_awq", "autoround_gptq", "awq_exceptions", "ct_mixed", "gptq_v1_bias_dynamic", "modelopt_mixed")
+#: Those whose q, k and v have inputs in orders or scales of their own, as no package gives them.
+UNLIKE = ("ct16_w4_actorder_group", "ct16_w4_actorder_group_zeros", "gptq_v1_zeros_desc_act", "gptq_v2_desc_act")
+UNLIKE += ("modelopt_int4_awq", "modelopt_nvfp4_awq")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str) -> None:
+    with Checkpoint.open(GOLDENS / name) as checkpoint:
+        specs = decoder_weights(decoder_config(checkpoint.config, checkpoint.generation_config))
+        dtype = checkpoint.dtype if checkpoint.dtype in ("float16", "bfloat16") else "float16"
+        try:
+            layouts = packed_layouts(checkpoint, specs, dtype)
+        except EngineError:
+            assert name in REFUSED
+            return
+        specs, sizes = [spec for spec in specs if spec.name in layouts], list[int]()
+        if name in UNLIKE:
+            with pytest.raises(EngineError, match=r"q_proj\.weight, .*are permuted or scaled differently"):
+                PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, sizes.append)
+            specs = [spec for spec in specs if len(spec.parts) == 1]
+        found = PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, sizes.append)
+        assert found.keys() == {spec.name for spec in specs}
+        assert sizes == [matrix.data.nbytes for matrix in found.values()]
+        for spec in specs:
+            parts = [checkpoint.packed(*part) for part in spec.parts]
+            matrix = found[spec.name]
+            assert matrix.data.nbytes <= math.prod(layouts[spec.name].shape) <= 1.1 * matrix.data.nbytes
+            weight, inputs = from_device_layout(matrix.layout, gpu.download(matrix.data)), ArrangedInputs.of(parts[0])
+            assert (inputs is None) == (matrix.inputs is None) and matrix.dtype == dtype
+            for given, own in zip(inputs or (), matrix.inputs or (), strict=True):
+                assert (given is None) == (own is None)
+                if given is not None:
+                    np.testing.assert_array_equal(gpu.download(own), given)
+            expected = np.concatenate([part.values() for part in parts])
+            found_values = replace(weight, order=parts[0].order).values()
+            np.testing.assert_array_equal(found_values, expected, err_msg=spec.name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "width"), [(64, 32), (8, 1), (200, 70)])
+@pytest.mark.parametrize("awq", [False, True])
+def test_words_are_turned(gpu, rows: int, width: int, awq: bool) -> None:
+    codes = np.random.default_rng(0).integers(0, 16, (rows, 8 * width)).astype(np.uint32)
+    expected = _words(codes.reshape(rows, width, 8), range(8))
+    given = expected.T if not awq else _words(codes.T.reshape(8 * width, rows // 8, 8), AWQ_PLACES)
+    words = device_copy(gpu, np.ascontiguousarray(given))
+    target = gpu.empty((rows, width), "uint32")
+    turn(gpu.kernel_module, words, target, awq)()
+    np.testing.assert_array_equal(gpu.download(target), expected)
+    with pytest.raises(KernelError, match="do not become"):
+        turn(gpu.kernel_module, words[1:], target, awq)
+
+
+def _words(codes: np.ndarray, places) -> np.ndarray:
+    """Of eight codes each, at the places of a word."""
+    shifts = np.array([4 * place for place in places], np.uint32)
+    return np.bitwise_or.reduce(codes << shifts, -1).astype(np.uint32)

@@ -1,0 +1,118 @@
+"""Packed models on a GPU: they answer as their dense twins do, bit by bit, and as NumPy does but for rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packed_checkpoints import write_packed
+from safetensors import safe_open
+
+from edgellm import LLM, Request, SamplingParams
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
+from edgellm.llm import SHIPPED_MODEL
+from edgellm.text.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.gpu
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
+QUESTIONS = ("What is your name?", "Where is the red cup?", "Can you fly to the moon?")
+DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=4, verify_tree_size=24, adaptive=False)
+LIMITS = EngineLimits(3, 64, 512, 4, 4, 24, max_lora_rank=8, lora_slots=2)
+ADAPTERS = ("pirate", None, "json")
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The shipped model and its draft, packed in groups of 32 with zero points, and the same weights dense."""
+    folder = tmp_path_factory.mktemp("packed")
+    models = write_packed(SHIPPED_MODEL, folder / "packed", folder / "twin", None)
+    drafts = write_packed(SHIPPED_MODEL / "draft", folder / "packed_draft", folder / "twin_draft", None)
+    adapters = {name: SHIPPED_MODEL / "lora" / name for name in ("json", "pirate")}
+    targets = folder / "packed_engines", folder / "twin_engines"
+    for model, draft, target in zip(models, drafts, targets, strict=True):
+        build_engine_directory(model, target, LIMITS, None, "float16", draft=draft, adapters=adapters)
+    return targets
+
+
+def answers(directory: Path, drafting: DraftingConfig | None, adapters: tuple[str | None, ...]) -> list[object]:
+    """A batch of three, greedy and drawn; then a question behind a system prompt's snapshot."""
+    system = (SHIPPED_MODEL / "system_prompt.txt").read_text()
+    chats = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in QUESTIONS]
+    with LLM(directory, backend="tensorrt", drafting=drafting) as llm:
+        asked = []
+        for number, (chat, name) in enumerate(zip(chats, adapters, strict=True)):
+            params = SamplingParams(temperature=0.9 * (number % 2), top_k=20, seed=number, max_tokens=32)
+            asked.append(Request(llm.tokenizer.encode_chat(chat), None, params, name))
+        batch = llm.handle(asked)
+        kept = llm.cache_system_prompt(system)
+        again = llm.chat(chats[1], SamplingParams(max_tokens=24))
+        assert again.usage.reused_tokens >= kept.tokens - 1
+        return [response.token_ids for response in (*batch, again)]
+
+
+@pytest.mark.parametrize("adapters", [(None, None, None), ADAPTERS], ids=["plain", "adapters"])
+def test_answers_are_those_of_the_dense_twin(twins: tuple[Path, Path], adapters: tuple[str | None, ...]) -> None:
+    packed, twin = twins
+    plain = answers(twin, None, adapters)
+    assert len(set(plain[:3])) == 3
+    assert answers(packed, None, adapters) == plain
+    assert answers(packed, DRAFTING, adapters) == plain
+
+
+def test_logits_are_the_dense_twins_bit_by_bit(twins: tuple[Path, Path]) -> None:
+    found = []
+    for path in twins:
+        directory = EngineDirectory.open(path)
+        prompt = Tokenizer.from_directory(path).encode(" ".join(QUESTIONS) * 4)
+        with open_runner("tensorrt", directory) as runner:
+            answer = greedy_tokens(runner, prompt, 8)
+            found.append(teacher_forced_logits(runner, prompt, answer))
+    np.testing.assert_array_equal(*found)
+
+
+def assert_agrees_with_numpy(directory: EngineDirectory, prompt: list[int], count: int) -> None:
+    """Logits of a greedy answer, which is the same but where its two likeliest tokens are close."""
+    with open_runner("numpy", directory) as runner:
+        answer = greedy_tokens(runner, prompt, count)
+        expected = teacher_forced_logits(runner, prompt, answer)
+    with open_runner("tensorrt", directory) as runner:
+        found, greedy = teacher_forced_logits(runner, prompt, answer), greedy_tokens(runner, prompt, count)
+        memory = runner.memory_plan.items["weights"]
+    allowed = LOGIT_TOLERANCES[directory.dtype] * np.abs(expected).max()
+    print(f"\n{directory.path.name}: {np.abs(found - expected).max() / allowed:.2f} of what is allowed, {memory} bytes")
+    assert np.abs(found - expected).max() <= allowed
+    first = next((n for n, pair in enumerate(zip(answer, greedy, strict=True)) if pair[0] != pair[1]), None)
+    if first is not None:
+        second, top = np.sort(expected[first])[-2:]
+        assert top - second <= 2 * allowed
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_model_that_was_quantized_here_agrees_with_numpy(symmetric: bool, tmp_path: Path) -> None:
+    options = QuantizationOptions(4, 64, symmetric, "rtn")
+    quantize_checkpoint(SHIPPED_MODEL, tmp_path / "int4", options)
+    build_engine_directory(tmp_path / "int4", tmp_path / "engines", EngineLimits(1, 128, 512))
+    directory = EngineDirectory.open(tmp_path / "engines")
+    prompt = Tokenizer.from_directory(directory.path).encode_chat([{"role": "user", "content": QUESTIONS[1]}])
+    assert_agrees_with_numpy(directory, (prompt * 4)[:150], 24)
+
+
+@pytest.mark.parametrize("name", ["awq_group32", "awq_whole_rows", "gptq_v2_zeros", "ct_w4_group32_zeros"])
+def test_published_layouts_agree_with_numpy(name: str) -> None:
+    with Checkpoint.open(GOLDENS / name) as checkpoint:
+        config = decoder_config(checkpoint.config, checkpoint.generation_config)
+        dtype = str(checkpoint.dtype)
+    with safe_open(GOLDENS / name / "expected.safetensors", "np") as file:
+        prompt = file.get_tensor("token_ids")[0].tolist()
+    limits = EngineLimits(1, 16, 64)
+    directory = EngineDirectory(GOLDENS / name, config, dtype, "auto", limits, {}, "", name)
+    assert_agrees_with_numpy(directory, prompt, 4)
