@@ -58,7 +58,8 @@ def quantize(
         str | None,
         typer.Option(
             metavar="|".join(METHODS),
-            help="awq scales columns by the activations; rtn rounds to nearest [default: awq; an EAGLE head: rtn].",
+            help="awq scales columns by the activations; gptq lets columns make up for the errors of others, too; rtn "
+            "rounds to nearest [default: awq; an EAGLE head: rtn].",
         ),
     ] = None,
     calibration: Annotated[
@@ -91,7 +92,7 @@ def quantize(
     refuse_quantized(checkpoint)
     with Checkpoint.open(checkpoint) as opened:
         is_head = is_eagle_head(opened)
-    options = QuantizationOptions(bits, group_size, not asymmetric, method or METHODS[is_head])
+    options = QuantizationOptions(bits, group_size, not asymmetric, method or ("rtn" if is_head else METHODS[0]))
     texts: list[list[int]] = []
     if not is_head and (calibration is not None or options.method != "rtn"):
         config = read_decoder_config(checkpoint)

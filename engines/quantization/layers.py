@@ -34,11 +34,11 @@ def scale_layer(
     format: WeightFormat,
     dtypes: Mapping[str, str],
     arithmetic: Arithmetic = NUMPY,
-) -> dict[str, np.ndarray]:
+) -> dict[str, InputStatistics]:
     """Scale what the layer's linear layers take, where that can be folded, as leaves the least error.
 
     `weights`, float32 by name, are changed in place; the layer's output stays the same. `dtypes` are those that norms
-    are written in. Gives the factors for `quantize_rows` of each linear layer by its name.
+    are written in. Gives what each linear layer takes then, by its name.
     """
     places = foldings(program.steps)
     chosen = {
@@ -57,27 +57,25 @@ def scale_layer(
             if place.linear.bias is not None:
                 weights[place.linear.bias.name][rows] /= scales
         weights[f"{name}.weight"] *= chosen[name]
-    return {name: each.scaled_factors(chosen[name]) if name in chosen else each.factors for name, each in seen.items()}
+    return {name: each.scaled(chosen[name]) if name in chosen else each for name, each in seen.items()}
 
 
 def layer_tensors(
     checkpoint: Checkpoint,
     program: Program,
     weights: Mapping[str, np.ndarray],
-    factors: Mapping[str, np.ndarray],
-    format: WeightFormat,
-    arithmetic: Arithmetic = NUMPY,
+    quantize: Callable[[str, np.ndarray], PackedWeight],
 ) -> dict[str, StoredTensor]:
-    """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, norms
-    and biases in their own dtype."""
+    """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, as
+    `quantize` makes it of the linear layer's name and weight, norms and biases in their own dtype."""
     packed = {linear.weight.name: linear for linear in linears(program)}
     tensors: dict[str, StoredTensor] = {}
     for spec in program.weights.values():
         if spec.name in packed:
-            whole = arithmetic.quantize_rows(weights[spec.name], format, factors.get(packed[spec.name].name))
+            whole = quantize(packed[spec.name].name, weights[spec.name])
             for name, part in _parts(spec):
                 zeros = None if whole.zeros is None else whole.zeros[part]
-                own = PackedWeight(format, whole.codes[part], whole.scales[part], zeros)
+                own = PackedWeight(whole.format, whole.codes[part], whole.scales[part], zeros)
                 tensors |= packed_tensors(checkpoint.info(name).name.removesuffix(".weight"), own)
         else:
             for name, part in _parts(spec):

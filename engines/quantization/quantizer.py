@@ -31,15 +31,16 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantization.feedback import quantize_in_turn
 from edgellm.engines.quantization.layers import head_tensors, layer_tensors, linears, scale_layer
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
 from edgellm.engines.quantization.written_layout import StoredTensor, quantization_config, write_tensors
-from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
 Progress = Callable[[str, int, int], None]
 
-METHODS = ("awq", "rtn")
+METHODS = ("awq", "gptq", "rtn")
 GROUP_SIZES = (32, 64, 128)
 #: How many tokens of a calibration text are taken.
 LONGEST_TEXT = 512
@@ -52,7 +53,8 @@ _COPY_AGAIN = "Copy it from the checkpoint's source"
 @dataclass(frozen=True)
 class QuantizationOptions:
     """How weights are quantized: 4 bits in groups of 32, 64 or 128 columns, or 8 bits with a scale for each row
-    (`group_size` None); `method` "awq" scales columns by the activations before, "rtn" does not."""
+    (`group_size` None); `method` "awq" scales columns by the activations before, "rtn" does not; "gptq" does
+    and rounds columns in turn."""
 
     bits: int = 4
     group_size: int | None = 128
@@ -209,7 +211,8 @@ class _Layers:
         progress("layers", done, count)
         if texts and due:
             group = self.options.group_size
-            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic)
+            in_turn = self.options.method == "gptq"
+            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic, in_turn)
         for index in range(due[-1] + 1) if due else ():
             if index in due:
                 work.write(index, self._tensors(index, rows))
@@ -226,11 +229,15 @@ class _Layers:
         seen = {} if rows is None else rows.observe_layer(index, weights)
         dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
         format = self.options.format(checkpoint.dtype or self.config.dtype)
-        if self.options.method == "awq":
-            factors = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
-        else:
-            factors = {name: each.factors for name, each in seen.items()}
-        return layer_tensors(checkpoint, program, weights, factors, format, self.arithmetic)
+        if self.options.method != "rtn":
+            seen = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
+
+        def quantize(name: str, weight: np.ndarray) -> PackedWeight:
+            if self.options.method == "gptq":
+                return quantize_in_turn(weight, format, seen.pop(name), self.arithmetic)
+            return self.arithmetic.quantize_rows(weight, format, seen[name].factors if seen else None)
+
+        return layer_tensors(checkpoint, program, weights, quantize)
 
 
 def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:
@@ -332,9 +339,9 @@ def _check_options(options: QuantizationOptions, texts: Sequence[Sequence[int]])
     if options.bits == 8 and options.group_size is not None:
         raise CheckpointError("Weights of 8 bits have one scale for each row: leave the group size out")
     if options.method not in METHODS:
-        raise CheckpointError(f"The method is {options.method!r}: expected {' or '.join(METHODS)}")
-    if options.method == "awq" and not any(len(text) for text in texts):
-        raise CheckpointError("The method awq needs calibration texts, and there are none")
+        raise CheckpointError(f"The method is {options.method!r}: expected {', '.join(METHODS[:-1])} or {METHODS[-1]}")
+    if options.method != "rtn" and not any(len(text) for text in texts):
+        raise CheckpointError(f"The method {options.method} needs calibration texts, and there are none")
 
 
 def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:
