@@ -146,8 +146,10 @@ def _fitting(tiling: PackedTiles, batch: int, layout: DeviceLayout, gpu: Capacit
 
 def tiles_kernel(name: str, dtype: str, tiling: PackedTiles, layout: DeviceLayout, argument_bytes: int) -> Kernel:
     """A kernel of packed_tiles.cu, whose structure of arguments has so many bytes."""
-    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.row_warps, tiling.k_warps, tiling.depth, tiling.stages
-    sizes += tiling.chunk, slice_steps(layout.columns), layout.scales, layout.mode, tiling.blocks
+    sizes = (
+        *(tiling.token_tiles, tiling.weight_tiles, tiling.row_warps, tiling.k_warps, tiling.depth, tiling.stages),
+        *(tiling.chunk, slice_steps(layout.columns), layout.scales, layout.mode, tiling.blocks),
+    )
     macros = (
         ("HOST_TILED_LINEAR_BYTES", argument_bytes),
         ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, 8).shared_bytes(576, 0, 0)),
