@@ -159,7 +159,7 @@ def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
 def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]:
     """What packed weights are in a GPU's memory, or why GPUs do not run the model."""
     try:
-        return model_layouts(directory.models, directory.folders, directory.dtype), None
+        return model_layouts(directory.models, directory.checkpoints, directory.dtype), None
     except EngineError as error:
         return {}, str(error)
 

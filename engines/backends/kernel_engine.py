@@ -33,7 +33,7 @@ from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout, PackedMatrix
 
 _ALIGNMENT = 256
 
@@ -100,7 +100,7 @@ class KernelEngine:
         memory: Any = next(iter(self._scratch[0].values()))
         self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
         layouts = {name: loaded[name] for name in self._program.weights}
-        self._bound |= {name: PackedMatrix(layout, memory) for name, layout in layouts.items() if layout is not None}
+        self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items() if layout is not None}
         self._prepare()
         self._bound, self._has_kernels = {}, True
 
@@ -184,3 +184,12 @@ class KernelEngine:
             nbytes = math.prod(size) * ITEM_SIZES[self._own(kind)]
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         return layout, offset
+
+
+def stand_in(layout: DeviceLayout, memory: Any) -> Any:
+    """A `PackedMatrix` of a layout on memory that nothing reads."""
+    columns, format = (layout.columns,), layout.format
+    order = replace(memory, shape=columns, dtype="int32") if format.permuted else None
+    scales = replace(memory, shape=columns, dtype="float32") if format.scaled else None
+    inputs = ArrangedInputs(order, scales) if format.permuted or format.scaled else None
+    return PackedMatrix(layout, memory, inputs)

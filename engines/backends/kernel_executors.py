@@ -54,6 +54,7 @@ from edgellm.kernels.decode.geometries import (
     norm_linear_shared_bytes,
     norm_shared_bytes,
 )
+from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
 from edgellm.kernels.quantization.device_layout import ArrangedInputs
@@ -110,7 +111,7 @@ class FewRows:
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
         rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
-            return attention_shared_bytes(AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows))
+            return attention_shared_bytes(_attention_shape(step, shape))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
             return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
@@ -160,10 +161,15 @@ class FewRows:
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
-        if linear.is_packed:
+        rows = step_rows(step, self._program)
+        apart = linear.arranged is not None or len(step.inputs) > 1 or rows > MAX_NORMED_ROWS  # of packed layers
+        inside = self.norms_inside(step) and not (linear.is_packed and apart)
+        if not few.takes(linear, rows, normed=inside):
             return self._normed_apart(step, linear, next_early)
-        if not self.norms_inside(step):
-            x, launches = self._together(step, padded=False)
+        if not inside:
+            x, launches = self._together(step, False, next_early, linear.arranged)
+            if step.gated:
+                return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
         inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
         if step.gated:
@@ -171,10 +177,12 @@ class FewRows:
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
     def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
-        """By the kernels of many rows, which take packed weights of few rows, too."""
+        """By the kernels of many rows."""
         many, output = self._kernels.many, self._array(step.output)
-        x, launches = self._together(step, True, next_early, linear.arranged)
-        launches += self._low_products(x, linear)
+        products = linear.adapters is not None  # of inputs that are not arranged yet
+        x, launches = self._together(step, True, next_early, None if products else linear.arranged)
+        if products:
+            launches += [*self._low_products(x, linear), *self._arranged(x, linear)]
         if step.gated:
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
@@ -184,7 +192,8 @@ class FewRows:
 
     def _linear_residual(self, step: LinearResidual) -> list[Any]:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
-        kernels = self._kernels.many if linear.is_packed else self._residual_kernels(step)
+        takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
+        kernels = self._residual_kernels(step) if takes else self._kernels.many
         x = self._array(step.value)
         whole = kernels.linear_residual(
             x,
@@ -195,11 +204,14 @@ class FewRows:
             self._kept(step.keep),
             *selected,
         )
-        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear.arranged), whole]
+        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear), whole]
 
-    def _arranged(self, x: Array, arranged: ArrangedInputs | None) -> list[Any]:
+    def _arranged(self, x: Array, linear: LinearWeights) -> list[Any]:
         """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""
-        return [] if arranged is None else [self._kernels.few.norm(NormedInput(x, None), x, arranged=arranged)]
+        if linear.arranged is None:
+            return []
+        inputs = NormedInput(x, None, width=linear.weight.shape[1])
+        return [self._kernels.few.norm(inputs, x, arranged=linear.arranged)]
 
     def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         """What makes the products of adapters' A, which kernels of packed layers do not make themselves."""
@@ -402,6 +414,10 @@ def adapter_words(program: Program) -> int:
     return low_words(most_rows(program), shape.lora_slots, fused, shape.lora_rank)
 
 
+def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
+    return AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows, shape.kv_cache == "int8")
+
+
 def scratch_of(program: Program) -> Edge:
     """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them."""
     shape, edge = program.shape, program.inputs.keys() | program.outputs.keys()
@@ -411,8 +427,8 @@ def scratch_of(program: Program) -> Edge:
         rows, width = step_rows(step, program), program.kinds[step.output][0][-1]
         dtype = "float32"
         if isinstance(step, Attention):
-            dtype, own = "compute", AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows)
-            found["partial"] = ((attention_partials(own),), "float32")
+            dtype = "compute"
+            found["partial"] = ((attention_partials(_attention_shape(step, shape)),), "float32")
         elif isinstance(step, NormLinear):
             dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
             packed = max(packed, rows * padded_columns(columns))

@@ -28,7 +28,7 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
         vision = None if directory.vision is None else directory.vision.config
         # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
         return cast(Backend, NumpyBackend(directory.config, draft, vision))
-    packed = model_layouts(directory.models, directory.folders, directory.dtype) if directory.packed_models() else {}
+    packed = model_layouts(directory.models, directory.checkpoints, directory.dtype)
     from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
 
     return cast(Backend, TensorRTBackend(directory, packed))

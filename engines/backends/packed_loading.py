@@ -22,6 +22,7 @@ from edgellm.engines.quantization.stored import StoredCodes, fused
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.quantization.device_layout import (
+    ArrangedInputs,
     DeviceLayout,
     PackedMatrix,
     device_layout,
@@ -37,8 +38,9 @@ _THREADS = 4
 class PackedLoader:
     """Puts packed weights into the memory of a device, whose stream does the work in order."""
 
-    def __init__(self, device: CudaDevice, module: KernelModule) -> None:
-        self._device, self._module = device, module
+    def __init__(self, device: CudaDevice, module: KernelModule, dtype: str) -> None:
+        """For kernels that compute in `dtype`."""
+        self._device, self._module, self._dtype = device, module, dtype
         #: Memory for codes on their way, by what it is for.
         self._staging: dict[str, DeviceArray] = {}
 
@@ -48,9 +50,9 @@ class PackedLoader:
         """The matrices of specs that are packed, by name; `progress` gets the bytes of each. Raises CheckpointError as
         `Checkpoint.stored`, and for parts of one layer that are packed differently."""
         found = {}
-        for spec, weight in _read_ahead(checkpoint, specs):
+        for spec, weight in _read_ahead(checkpoint, specs, self._dtype):
             data = self._device.empty(weight.layout.shape, "uint8")
-            found[spec.name] = PackedMatrix(weight.layout, data)
+            found[spec.name] = PackedMatrix(weight.layout, data, self._uploaded(weight.inputs))
             codes = self._codes(weight)
             tails = self._staged("tails", weight.tails.shape, "uint8")
             self._device.upload(tails, weight.tails)
@@ -59,14 +61,22 @@ class PackedLoader:
         self._device.synchronize()  # staging is let go of with the loader
         return found
 
+    def _uploaded(self, inputs: ArrangedInputs | None) -> ArrangedInputs | None:
+        """The same in the memory of the device."""
+        if inputs is None:
+            return None
+        arrays = [None if each is None else self._device.empty(each.shape, each.dtype.name) for each in inputs]
+        for values, array in zip(inputs, arrays, strict=True):
+            if array is not None:
+                self._device.upload(array, values)
+        return ArrangedInputs(*arrays)
+
     def _codes(self, weight: _Prepared) -> DeviceArray:
         """The codes of all rows, uint8 [N, bytes of a row], as `shuffle` takes them."""
         row_bytes = {_row_bytes(part) for part in weight.codes}
         if len(row_bytes) > 1:
-            weight, row_bytes = (
-                weight._replace(codes=[_as_bytes(part) for part in weight.codes]),
-                {weight.layout.columns},
-            )
+            weight = weight._replace(codes=[_bytes_of(part.unpacked()) for part in weight.codes])
+            row_bytes = {weight.layout.columns}
         codes = self._staged("codes", (weight.layout.rows, row_bytes.pop()), "uint8")
         first = 0
         for part in weight.codes:
@@ -96,9 +106,10 @@ class _Prepared(NamedTuple):
     layout: DeviceLayout
     codes: Sequence[StoredCodes]
     tails: np.ndarray
+    inputs: ArrangedInputs | None
 
 
-def _prepare(checkpoint: Checkpoint, spec: WeightSpec) -> _Prepared:
+def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> _Prepared:
     parts = [checkpoint.stored(name, shape) for name, shape in spec.parts]
     weight = fused([part for part in parts if part is not None])
     if weight is None:
@@ -108,16 +119,18 @@ def _prepare(checkpoint: Checkpoint, spec: WeightSpec) -> _Prepared:
             "differently. The NumPy backend runs them (--backend numpy)"
         )
     codes = weight.codes if weight.order is None else [_bytes_of(weight.unpacked().codes)]
-    layout = device_layout(weight)
-    return _Prepared(layout, codes, np.ascontiguousarray(tail_bytes(weight, layout)))
+    layout = device_layout(weight, dtype)
+    return _Prepared(layout, codes, np.ascontiguousarray(tail_bytes(weight, layout)), ArrangedInputs.of(weight))
 
 
-def _read_ahead(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> Iterator[tuple[WeightSpec, _Prepared]]:
+def _read_ahead(
+    checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str
+) -> Iterator[tuple[WeightSpec, _Prepared]]:
     """Each spec with its weight, of which a few are prepared while the others are on their way."""
     waiting: deque[tuple[WeightSpec, Future[_Prepared]]] = deque()
     with ThreadPoolExecutor(_THREADS) as pool:
         for spec in specs:
-            waiting.append((spec, pool.submit(_prepare, checkpoint, spec)))
+            waiting.append((spec, pool.submit(_prepare, checkpoint, spec, dtype)))
             if len(waiting) > _THREADS:
                 yield _next_of(waiting)
         while waiting:
@@ -132,10 +145,6 @@ def _next_of(waiting: deque[tuple[WeightSpec, Future[_Prepared]]]) -> tuple[Weig
 def _row_bytes(part: StoredCodes) -> int:
     columns = part.shape[1]
     return part.data.nbytes // part.shape[0] if part.arrangement in ("bytes", "rows") else columns * part.bits // 8
-
-
-def _as_bytes(part: StoredCodes) -> StoredCodes:
-    return _bytes_of(part.unpacked())
 
 
 def _bytes_of(codes: np.ndarray) -> StoredCodes:

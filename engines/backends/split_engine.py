@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
-from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RowScales
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 _ALIGNMENT = 256
 
@@ -160,9 +160,7 @@ class SplitEngine:
             for name, whole in self._packed_of(segment):
                 memory, layout = self._scratch[wiring[name]], loaded.get(whole)
                 if layout is not None:
-                    arranged = layout.format.permuted or layout.format.scaled
-                    inputs = ArrangedInputs(memory, memory) if arranged else None
-                    self._kernels.dequantize(PackedMatrix(layout, memory, inputs), memory, beside=True)
+                    self._kernels.dequantize(stand_in(layout, memory), memory, beside=True)
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""
@@ -203,9 +201,9 @@ class SplitEngine:
         return steps
 
     def _dequantizing(self, segment: Segment, wiring: Mapping[str, str]) -> list[Launchable]:
-        """What makes a segment's dense weights: the one that is read first comes last, and is still in the cache."""
+        """What makes a segment's dense weights, all of which may run beside each other."""
         launches: list[Launchable] = []
-        for name, whole in reversed(self._packed_of(segment)):
+        for name, whole in self._packed_of(segment):
             values = self._scratch[wiring[name]]
             launches.append(self._kernels.dequantize(self._bound[whole], values, beside=bool(launches)))
         return launches

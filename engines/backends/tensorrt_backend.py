@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -135,8 +136,11 @@ class TensorRTBackend(CudaDevice):
             if check.is_due(name)
         }
         check.conclude(self._first_not_finite(due))
-        packed = [spec for spec in specs if spec.name in layouts]
-        found = weights | PackedLoader(self, self._module).load(checkpoint, packed, advance)
+        packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
+        found = weights | PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, advance)
+        if packed:
+            seconds = time.perf_counter() - started
+            logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
         self._load_kernels(found)
         return found
 

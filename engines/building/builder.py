@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from edgellm.engines.backends.executors import planned_shapes
@@ -31,6 +32,7 @@ from edgellm.engines.building.inputs import (
     read_vision_config,
 )
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.directories.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.directories.engine_directory import (
@@ -123,12 +125,14 @@ def build_engine_directory(
     check_settings(dtype, attention, weights)
     platforms, note = choose_platforms(targets)
     inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, encoder, vision)
-    folders = {"base": source, "draft": Path(draft or source), "vision": vision or source}
-    packed, refusal = _packed_layouts(inputs.models, folders, dtype) if inputs.packed else ({}, None)
+    places = {"base": source, "draft": Path(draft or source), "vision": vision or source}
+    checkpoints = {model: partial(Checkpoint.open, place) for model, place in places.items()}
+    packed, refusal = _packed_layouts(inputs.models, checkpoints, dtype)
     if refusal is not None and platforms:
         if targets:
             raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
         platforms, note = (), f"No plans are built: {refusal}."
+    limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
     report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
@@ -170,9 +174,7 @@ def refresh_plans(
     if not platforms:
         raise BuildError(f"There is no target to build plans for. {note}")
     config, dtype, attention = directory.config, directory.dtype, directory.attention
-    packed, refusal = (
-        _packed_layouts(directory.models, directory.folders, dtype) if directory.packed_models() else ({}, None)
-    )
+    packed, refusal = _packed_layouts(directory.models, directory.checkpoints, dtype)
     if refusal is not None:
         raise BuildError(refusal)
     draft = None if directory.draft is None else directory.draft.config
@@ -202,11 +204,11 @@ def refresh_plans(
 
 
 def _packed_layouts(
-    models: Mapping[str, ModelConfig], folders: Mapping[str, Path], dtype: str
+    models: Mapping[str, ModelConfig], checkpoints: Mapping[str, Callable[[], Checkpoint]], dtype: str
 ) -> tuple[PackedLayouts, str | None]:
     """`model_layouts`, and why the kernels of GPUs do not take them, if they do not."""
     try:
-        return model_layouts(models, folders, dtype), None
+        return model_layouts(models, checkpoints, dtype), None
     except EngineError as error:
         return {}, str(error)
 

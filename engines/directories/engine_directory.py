@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
@@ -166,15 +166,19 @@ class EngineDirectory:
     def packed_models(self) -> dict[str, Quantization]:
         """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
         CheckpointError."""
-        own = {model: path for model, path in self.folders.items() if model == "base" or path != self.path}
-        found = {model: folder_quantization(folder) for model, folder in own.items()}
+        folders = {"base": self.path}
+        if self.draft is not None:
+            folders["draft"] = self.draft.path
+        if self.vision is not None and self.vision.files is not None:
+            folders["vision"] = self.vision.path
+        found = {model: folder_quantization(folder) for model, folder in folders.items()}
         return {model: quantization for model, quantization in found.items() if quantization is not None}
 
     @property
-    def folders(self) -> dict[str, Path]:
-        """Where the weights of each of `models` are."""
+    def checkpoints(self) -> dict[str, Callable[[], Checkpoint]]:
+        """What opens the weights of each of `models`."""
         parts = {"base": self, "draft": self.draft, "vision": self.vision}
-        return {model: part.path for model, part in parts.items() if part is not None}
+        return {model: part.checkpoint for model, part in parts.items() if part is not None}
 
     @property
     def models(self) -> dict[str, ModelConfig]:

@@ -31,6 +31,10 @@ GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 #: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
 #: the arithmetic of few tokens.
 _CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
+#: Of packed weights, the chunk that kernels compute without dequantizing them, and what dequantizing costs the others,
+#: in tokens. Measured with Llama-1B shapes on an H200: 64 tokens in 1.80 ms by kernels; 128 in 1.63 ms dense, in 2.32
+#: packed; 512 in 2.55 and 3.29; 4.4 us for each token of long chunks. So two chunks of 64 cost more than one of 128.
+_PACKED_CHUNK, _DEQUANTIZING_COST = 64, 160
 _KEY_RANGES = (1024, 4096, 16384, 65536)
 
 
@@ -165,7 +169,8 @@ class EngineLimits:
     `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
     without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
     without. With a vision encoder: `image_rows` are the rows of its engines, ascending (see
-    `VisionConfig.patches_within`). `kv_cache` is one of `KV_CACHES`; a draft's rows are always of "compute".
+    `VisionConfig.patches_within`). `kv_cache` is one of `KV_CACHES`; a draft's rows are always of "compute". `packed`:
+    the base's weights are, and chunks of prompts are those that are cheapest then.
     """
 
     max_batch: int = field(default=1, metadata=bounded(LARGEST_BATCH))
@@ -178,6 +183,7 @@ class EngineLimits:
     lora_slots: int = field(default=0, metadata=bounded(LARGEST_LORA_SLOTS, True))
     image_rows: tuple[int, ...] = field(default=(), metadata=bounded(LARGEST_IMAGE_ROWS, True))
     kv_cache: str = field(default="compute", metadata=ADDED_LATER)
+    packed: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def has_lora(self) -> bool:
@@ -215,7 +221,8 @@ class EngineLimits:
     @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:
         """The chunk sizes that engines exist for, ascending: multiples of the first; the last is `prefill_chunk`."""
-        return tuple(size for size in (16, 128, 512) if size < self.prefill_chunk) + (self.prefill_chunk,)
+        sizes = (16, *([_PACKED_CHUNK] if self.packed else []), 128, 512)
+        return tuple(size for size in sizes if size < self.prefill_chunk) + (self.prefill_chunk,)
 
     def cheapest_chunks(self, count: int) -> tuple[int, ...]:
         """The sizes of the chunks that together hold `count` tokens, up to `prefill_chunk`, at the least cost;
@@ -231,7 +238,9 @@ class EngineLimits:
             choices = []
             for size in self.prefill_chunks:
                 cost, others = best[max(0, rest - size // step)]
-                choices.append((cost + max(size, _LEAST_CHUNK_COST) + _CHUNK_COST, (size, *others)))
+                dequantizing = _DEQUANTIZING_COST if self.packed and size > _PACKED_CHUNK else 0
+                own = max(size, _LEAST_CHUNK_COST) + _CHUNK_COST + dequantizing
+                choices.append((cost + own, (size, *others)))
             best.append(min(choices))
         return [tuple(sorted(sizes, reverse=True)) for _, sizes in best]
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
@@ -21,19 +20,21 @@ _REFUSED = (
 )
 
 
-def model_layouts(models: Mapping[str, ModelConfig], folders: Mapping[str, Path], dtype: str) -> PackedLayouts:
-    """The layouts of the packed weights of models in their folders, on engines that compute in `dtype`; whether their
-    scales are small (`DeviceLayout.small`) is not known yet.
+def model_layouts(
+    models: Mapping[str, ModelConfig], checkpoints: Mapping[str, Callable[[], Checkpoint]], dtype: str
+) -> PackedLayouts:
+    """The layouts of the packed weights of models, whose checkpoints are opened, on engines that compute in `dtype`, as
+    far as they are known before scales are read: such that they hold all.
 
     Raises EngineError, with what to do, for a linear layer that the kernels do not take, and CheckpointError.
     """
     found: dict[str, Mapping[str, DeviceLayout]] = {}
     for model, config in models.items():
-        with Checkpoint.open(folders[model]) as checkpoint:
+        with checkpoints[model]() as checkpoint:
             layouts = packed_layouts(checkpoint, model_weights(config), dtype)
         if layouts and model == "vision":
             where = f"vision encoder ({next(iter(layouts))}): there they are dense"
-            raise EngineError(f"{folders[model]}: {_REFUSED.format(where)}")
+            raise EngineError(f"{checkpoint.path}: {_REFUSED.format(where)}")
         if layouts:
             found[model] = layouts
     return found
@@ -42,7 +43,7 @@ def model_layouts(models: Mapping[str, ModelConfig], folders: Mapping[str, Path]
 def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str) -> dict[str, DeviceLayout]:
     """As `model_layouts`, of one checkpoint: those of `specs` that are packed, by name."""
     found: dict[str, DeviceLayout] = {}
-    for spec in specs if checkpoint.quantization is not None else ():
+    for spec in specs:
         formats = {checkpoint.weight_format(name, shape) for name, shape in spec.parts}
         if formats == {None}:
             continue
@@ -57,7 +58,9 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
                 layer += f" (edgellm build --dtype {format.dtype})"
             raise EngineError(f"{checkpoint.path}: {_REFUSED.format(layer)}")
         rows, columns = spec.shape
-        found[spec.name] = DeviceLayout(format, rows, columns)
+        # Scales that 16 bits may not hold are planned with 32.
+        multiplied = "float32" if format.codes == "fp8" or format.dtype == "float32" else None
+        found[spec.name] = DeviceLayout(format, rows, columns, dtype=dtype, multiplied=multiplied)
     return found
 
 

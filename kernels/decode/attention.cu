@@ -74,7 +74,6 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
             else wait_for_copies<0>();
             __syncthreads();
             load(round + block.stages);
-            if constexpr (INT8) expand_tiles(block, division, round, stage);
             if (round == 0) rows = rows_of(block, division), clear(whole);
             compute_tile(whole, softmax, block, rows, division, round, stage);
         }

@@ -65,7 +65,10 @@ class _Attention(ctypes.Structure):
 
 
 class AttentionShape(NamedTuple):
-    """What attention works on: new tokens of `batch` sequences, heads of `size` elements, rows of the caches."""
+    """What attention works on: new tokens of `batch` sequences, heads of `size` elements, rows of the caches.
+
+    `int8`: the rows are, and each has a scale.
+    """
 
     batch: int
     tokens: int
@@ -73,6 +76,7 @@ class AttentionShape(NamedTuple):
     kv_heads: int
     size: int
     kv_rows: int
+    int8: bool = False
 
     @property
     def group(self) -> int:
@@ -127,11 +131,14 @@ class AttentionGeometry:
 
     def shared_bytes(self, shape: AttentionShape) -> int:
         """Shared memory of a block, beside its own variables."""
-        rows = 2 * (self.slots * self.stages * _KEY_TILE + shape.tokens) + self.row_tiles * _ROWS
-        new_scores = self.row_tiles * _ROWS * (-(-shape.tokens // 16) * 16 + 4)
+        ring, queries, steps = self.slots * self.stages * _KEY_TILE, self.row_tiles * _ROWS, -(-shape.size // 16)
+        row, query = (16 * (steps * element | 1) for element in (1 if shape.int8 else 2, 2))
+        new_rows = -(-shape.tokens // 16) * 16
+        scales = 2 * (ring + new_rows) if shape.int8 else 0
+        new_scores = queries * (new_rows + 4)
         unfinished = self.warps * _ROWS if shape.kv_rows > _KEY_TILE << shape.span_bits else 0
         states = (unfinished + self._own_states(shape)) * shape.state
-        return 2 * rows * (-(-shape.size // 16) * 16 + 8) + 4 * (new_scores + states)
+        return 2 * (ring + shape.tokens) * row + queries * query + 4 * (scales + new_scores + states)
 
     def _own_states(self, shape: AttentionShape) -> int:
         """States of rows that a block merges, by how many blocks share the spans that there are."""
@@ -155,7 +162,7 @@ _SMALLEST = AttentionGeometry(1, 1, 1, 1)
 
 def attention_kernel(dtype: str, head_size: int, shares: bool = True, int8: bool = False) -> Kernel:
     """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are."""
-    sample = AttentionGeometry(2, 2, 3, 2), AttentionShape(1, 5, 2, 1, 72, 1 << 20)
+    sample = AttentionGeometry(2, 2, 3, 2), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
         ("HOST_MAX_WARPS", _MOST_WARPS),
@@ -194,7 +201,7 @@ def attention_launch(
             f"decode attention takes up to {MAX_TOKENS} tokens a sequence and rotates at most a head, by fours of "
             f"elements, found {tokens} tokens and {rotary} rotated elements of {size}"
         )
-    shape = AttentionShape(batch, tokens, heads, kv_heads, size, kv_rows)
+    shape = AttentionShape(batch, tokens, heads, kv_heads, size, kv_rows, int8)
     if geometry is None:
         geometry = attention_geometry(shape, module)
     group, splits = shape.group, geometry.splits

@@ -15,7 +15,8 @@ static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides 
 
 using namespace quantized;
 
-// Whether the caches' rows are int8. In shared memory the scale of a row stands behind its elements.
+// Whether the caches' rows are int8; they stay so in shared memory, and become T in the registers of who multiplies them.
+// In a query, then, of each 16 elements those of even columns stand first, as `fragment_of` takes those of a key.
 constexpr bool INT8 = HOST_INT8;
 template <bool IS, typename A, typename B> struct Choice { using Type = A; };
 template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
@@ -55,12 +56,19 @@ static_assert(sizeof(Arguments<__half>) == HOST_ATTENTION_BYTES, "as the host's 
 // Floats of a row of scores of new tokens, and of a span's state: largest score (log2), sum of weights, two unused, sums.
 __device__ constexpr int score_stride_of(int tokens) { return ((tokens + 15) & ~15) + 4; }
 __device__ constexpr int state_stride_of(int size) { return size + 4; }
+// Bytes of a row of 16 * steps elements in shared memory: an odd multiple of 16, so that eight rows lie in different banks.
+__device__ constexpr int row_bytes(int steps, int element_bytes) { return 16 * (steps * element_bytes | 1); }
+// The scales in shared memory: of keys, then of values, of the ring, then those of the new tokens, as many as are multiplied.
+__device__ constexpr int new_scales_of(int tokens) { return (tokens + 15) & ~15; }
+__device__ constexpr int scales_of(int ring, int tokens) { return INT8 ? 2 * (ring + new_scales_of(tokens)) : 0; }
 // Dynamic shared memory of a block, beside the states that it merges, where spans have several tiles.
 __device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int tokens, int size) {
-    const int rows = 2 * (slots * stages * KEY_TILE + tokens) + row_tiles * ROWS, stride = (size + 15) / 16 * 16 + 8;
-    return 2 * rows * stride + 4 * row_tiles * ROWS * (score_stride_of(tokens) + slots * state_stride_of(size));
+    const int ring = slots * stages * KEY_TILE, steps = (size + 15) / 16;
+    const int rows = 2 * (ring + tokens) * row_bytes(steps, INT8 ? 1 : 2) + row_tiles * ROWS * row_bytes(steps, 2);
+    const int floats = row_tiles * ROWS * (score_stride_of(tokens) + slots * state_stride_of(size));
+    return rows + 4 * (floats + scales_of(ring, tokens));
 }
-static_assert(block_bytes(2, 3, 2, 5, 72) == HOST_BLOCK_BYTES, "the host gives a block its shared memory");
+static_assert(block_bytes(2, 3, 2, 5, 80) == HOST_BLOCK_BYTES, "the host gives a block its shared memory");
 
 // Spans of `1 << tile_bits` tiles, by whose number keys are divided. The first `new_span` have committed rows alone; worker
 // w of all blocks' slots computes those from w on in steps of the workers. What follows, up to `spans`, has new keys too:
@@ -87,17 +95,21 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     CacheElement<T>*cached_keys, *cached_values;
     float *cached_key_scales, *cached_value_scales;
 
-    // Of a head: what its rows are padded to, and their distance in memory, free of bank conflicts.
-    static constexpr int PADDED = 16 * STEPS, STRIDE = PADDED + 8;
+    // Of a head: what its rows are padded to, and the distance of queries, and of keys and values, in memory.
+    using Element = CacheElement<T>;
+    static constexpr int PADDED = 16 * STEPS, QUERY_STRIDE = row_bytes(STEPS, sizeof(T)) / sizeof(T);
+    static constexpr int STRIDE = row_bytes(STEPS, sizeof(Element)) / sizeof(Element);
 
     // Memory, rows of STRIDE elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens,
-    // keys and values; queries [row_tiles, ROWS]. Then rows of floats: scores of the new tokens [row_tiles, ROWS]; states of
-    // the rows that the block merges [spans, own_rows]; sums of unfinished spans [warps, ROWS], where spans have several
-    // tiles.
+    // keys and values. Queries [row_tiles, ROWS]. Floats: scales of all these keys and values, if they have any. Then rows
+    // of floats: scores of the new tokens [row_tiles, ROWS]; states of the rows that the block merges [spans, own_rows];
+    // sums of unfinished spans [warps, ROWS], where spans have several tiles.
     Tables* tables;
     int ring;
-    T *keys, *new_keys, *queries;
-    float *new_scores, *own_states, *unfinished;
+    Element *keys, *new_keys;
+    T* queries;
+    float *scales, *new_scores, *own_states, *unfinished;
+    unsigned number_bits;  // see `pair_of`
 
     // What does not depend on the length of the sequence.
     __device__ __forceinline__ void find_place(char* shared, Tables& own_tables) {
@@ -113,11 +125,13 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         cached_key_scales = k_scale + row, cached_value_scales = v_scale + row;
 
         tables = &own_tables;
+        if constexpr (INT8) number_bits = quantized::number_bits(T());
         ring = stages * slots * KEY_TILE;
-        keys = reinterpret_cast<T*>(shared);
+        keys = reinterpret_cast<Element*>(shared);
         new_keys = keys + 2 * ring * STRIDE;
-        queries = new_keys + 2 * tokens * STRIDE;
-        new_scores = reinterpret_cast<float*>(queries + row_tiles * ROWS * STRIDE);
+        queries = reinterpret_cast<T*>(new_keys + 2 * tokens * STRIDE);
+        scales = reinterpret_cast<float*>(queries + row_tiles * ROWS * QUERY_STRIDE);
+        new_scores = scales + scales_of(ring, tokens);
         unfinished = new_scores + row_tiles * ROWS * score_stride_of(tokens);
         own_states = unfinished + (kv_rows > KEY_TILE << span_bits ? warps * ROWS * state_stride_of(size) : 0);
     }
@@ -154,12 +168,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         return (span << division.tile_bits) + (round & ((1 << division.tile_bits) - 1));
     }
 
-    static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(T); }
-
-    // The scale of a row in shared memory, counted from `keys` on.
-    __device__ __forceinline__ float& scale_of(int row) const {
-        return *reinterpret_cast<float*>(keys + row * STRIDE + PADDED);
-    }
+    static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(Element); }
 
     // Whether a head has the eight elements number n; all but the last it has at compile time.
     __device__ __forceinline__ bool has_eight(int n) const { return n < 2 * STEPS - 1 || size == PADDED; }

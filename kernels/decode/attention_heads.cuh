@@ -6,72 +6,46 @@
 namespace decode {
 namespace keys_by_position {
 
+// Begins to copy the scales of a tile's rows to those of the ring from `place` on.
+template <typename T, int STEPS>
+__device__ __forceinline__ void load_scales(const Block<T, STEPS>& block, int tile, int place) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < 2 * KEY_TILE; i += blockDim.x) {
+        const int key = i % KEY_TILE, row = tile * KEY_TILE + key;
+        const bool is_key = i < KEY_TILE, exists = row < block.start;
+        const float* source = (is_key ? block.cached_key_scales : block.cached_value_scales) + (exists ? row : 0);
+        copy_async_4(shared_address(block.scales + place + key + (is_key ? 0 : block.ring)), source, exists);
+    }
+}
+
 // Begins to copy the tiles of a round to the ring. Rows before `start` were written in earlier steps, so they may be read
 // before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
 // stands.
-//
-// Rows of int8 come to the second half of their places, from where `expand_tiles` takes them.
 template <typename T, int STEPS>
 __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
-    constexpr int LANES_OF_ROW = (STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32) / (INT8 ? 2 : 1), AT_ONCE = INT8 ? 16 : 8;
+    constexpr int AT_ONCE = 16 / sizeof(CacheElement<T>), LANES_OF_ROW = (STEPS <= 4 ? 64 : STEPS <= 8 ? 128 : 256) / AT_ONCE;
     const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
     const int column = threadIdx.x % LANES_OF_ROW * AT_ONCE;
-    const int slots = round < division.rounds && column < block.PADDED ? block.slots : 0;
+    const bool has_rows = column < block.PADDED;  // other threads have scales alone
+    const int slots = round < division.rounds && (INT8 || has_rows) ? block.slots : 0;
 #pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) {
         const int tile = block.tile_of(division, slot, round);
         if (tile < 0) continue;
         const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
         const int place = (stage * block.slots + slot) * KEY_TILE + first;
-        unsigned target = shared_address(block.keys + place * block.STRIDE + (INT8 ? block.PADDED + column : 2 * column) / 2);
+        unsigned target = shared_address(block.keys + place * block.STRIDE + column);
         int source = (tile * KEY_TILE + first) * block.size + column;
 #pragma unroll 4
-        for (int row = first; row < KEY_TILE; row += rows_at_once) {
+        for (int row = first; row < KEY_TILE && (!INT8 || has_rows); row += rows_at_once) {
             const bool exists = row < exist;
             copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
             copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
-            if (INT8 && column == 0) {
-                const int row_of_cache = exists ? tile * KEY_TILE + row : 0;
-                const unsigned scale = target + block.PADDED;  // behind the place of the elements
-                copy_async_4(scale, block.cached_key_scales + row_of_cache, exists);
-                copy_async_4(scale + block.bytes(block.ring), block.cached_value_scales + row_of_cache, exists);
-            }
             source += rows_at_once * block.size, target += block.bytes(rows_at_once);
         }
+        if constexpr (INT8) load_scales(block, tile, place - first);
     }
     commit_copies();
-}
-
-// Rows of int8 that have come for a round become elements of T, in their places. Each row is one group of lanes' of a warp.
-template <typename T, int STEPS>
-__device__ __forceinline__ void expand_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
-    constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
-    const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
-    const int column = threadIdx.x % LANES_OF_ROW * 8;
-#pragma unroll 1
-    for (int slot = 0; slot < block.slots; ++slot) {
-        if (block.tile_of(division, slot, round) < 0) continue;
-#pragma unroll 2
-        for (int row = first; row < 2 * KEY_TILE; row += rows_at_once) {
-            const bool is_value = row >= KEY_TILE;
-            const int place = (stage * block.slots + slot) * KEY_TILE + row + (is_value ? block.ring - KEY_TILE : 0);
-            T* elements = block.keys + place * block.STRIDE;
-            uint2 eight = make_uint2(0u, 0u);
-            if (column < block.size) eight = *reinterpret_cast<const uint2*>(elements + (block.PADDED + column) / 2);
-            __syncwarp();
-            if (column < block.PADDED)
-                *reinterpret_cast<uint4*>(elements + column) = expanded<T>(eight, is_value ? 1.f / VALUE_UNIT : 1.f);
-        }
-    }
-    __syncthreads();
-}
-
-// Scores of eight keys, from a row of shared memory on, times the scales of these.
-template <typename T, int STEPS>
-__device__ __forceinline__ void scale_scores(float (&score)[4], const Block<T, STEPS>& block, int row) {
-    const float scales[2] = {block.scale_of(row + 2 * (threadIdx.x % 4)), block.scale_of(row + 2 * (threadIdx.x % 4) + 1)};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) score[i] *= scales[i % 2];
 }
 
 // The new tokens that each token sees, and the number of its keys. A warp reads the masks of some tokens at once.
@@ -146,8 +120,8 @@ __device__ __forceinline__ void read_norms(NormWeights<STEPS>& norms, const Bloc
     }
 }
 
-// A head that is made ready: where it lies in qkv, its row of cos_sin, and where it goes to from new_keys on. `cached`: its
-// place in the caches (-1: nowhere).
+// A head that is made ready: where it lies in qkv, its row of cos_sin, and the row that it goes to, of the new keys or the
+// queries. `cached`: its row in the caches (-1: none).
 template <typename T> struct Head {
     const float* source;
     const T* rotation;
@@ -166,11 +140,50 @@ __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int ite
     head.source = block.qkv + (token * (block.heads + 2 * block.kv_heads) + place) * block.size;
     head.rotation = block.cos_sin + token * block.rotary;
     const int tile = t * block.tile_inverse >> 16;
-    const int query = 2 * block.tokens + tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
-    head.target = (head.is_key ? item : query) * block.STRIDE;
-    head.cached = head.is_key && t >= 0 && t < block.own_count ? (block.start + item) * block.size : -1;
+    const int query = tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
+    head.target = head.is_key ? item : query;
+    head.cached = head.is_key && t >= 0 && t < block.own_count ? block.start + item : -1;
     return head;
 }
+
+// Two neighbours of a query. Of rows of int8, see `fragment_of`.
+template <typename T> __device__ __forceinline__ void write_query(T* query, int column, unsigned two) {
+    if constexpr (!INT8) {
+        *reinterpret_cast<unsigned*>(query + column) = two;
+    } else {
+        unsigned short* target = reinterpret_cast<unsigned short*>(query) + (column & ~15) + column % 16 / 2;
+        target[0] = two, target[8] = two >> 16;
+    }
+}
+
+// A lane's elements of a new key and its value, as rows of caches hold them: two of the key, two others, four of the value.
+template <typename T> struct KeptFour {
+    using Two = typename Choice<INT8, unsigned short, unsigned>::Type;
+    using Four = typename Choice<INT8, unsigned, uint2>::Type;
+    Two two, other;
+    Four four;
+
+    __device__ __forceinline__ KeptFour(unsigned own_two, unsigned own_other, uint2 own_four, const float (&scales)[2]) {
+        if constexpr (INT8) {
+            const float inverse[2] = {1.f / scales[0], 1.f / scales[1]};
+            auto integers = [&](unsigned pair, int kind) {
+                const float2 x = unpack<T>(pair);
+                return (row_integer(x.x, scales[kind], inverse[kind]) & 255) |
+                       (row_integer(x.y, scales[kind], inverse[kind]) & 255) << 8;
+            };
+            two = integers(own_two, 0), other = integers(own_other, 0);
+            four = integers(own_four.x, 1) | integers(own_four.y, 1) << 16;
+        } else {
+            two = own_two, other = own_other, four = reinterpret_cast<const Four&>(own_four);
+        }
+    }
+
+    __device__ __forceinline__ void write(CacheElement<T>* key, CacheElement<T>* value, int2 place, int column) const {
+        *reinterpret_cast<Two*>(key + place.x) = two;
+        *reinterpret_cast<Two*>(key + place.y) = other;
+        *reinterpret_cast<Four*>(value + column) = four;
+    }
+};
 
 // Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory; the
 // block's own tokens' keys and values to the caches too.
@@ -256,57 +269,33 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                 for (int kind = 0; kind < 2; ++kind) scales[kind] = row_scale<Own::OF_HEAD>(bits[kind]);
             }
             if (own + i * block.warps * Own::HEADS >= items) continue;
-            T* target = block.new_keys + head[i].target;
-            T* value_target = target + block.tokens * block.STRIDE;
+            const int cached = head[i].cached * size, row = head[i].target;
             if (INT8 && head[i].is_key && lane == 0) {
-                *reinterpret_cast<float*>(target + block.PADDED) = scales[0];
-                *reinterpret_cast<float*>(value_target + block.PADDED) = scales[1];
-                if (head[i].cached >= 0) {
-                    const int row = head[i].cached / size;
-                    block.cached_key_scales[row] = scales[0], block.cached_value_scales[row] = scales[1];
-                }
+                float* target = block.scales + 2 * block.ring + row;
+                target[0] = scales[0], target[new_scales_of(block.tokens)] = scales[1];
+                if (cached >= 0)
+                    block.cached_key_scales[head[i].cached] = scales[0], block.cached_value_scales[head[i].cached] = scales[1];
             }
+            T* query = block.queries + row * block.QUERY_STRIDE;
+            CacheElement<T>*key = block.new_keys + row * block.STRIDE, *its_value = key + block.tokens * block.STRIDE;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 const int quad = lane + 32 * q;
                 if (4 * quad >= size) continue;
                 const int2 place = places_of(quad, rotary);
-                if constexpr (INT8) {
-                    if (head[i].is_key) {
-                        auto integers = [&](unsigned pair, float scale, float unit, unsigned& kept) {
-                            const float2 x = unpack<T>(pair);
-                            const int low = row_integer(x.x, scale), high = row_integer(x.y, scale);
-                            kept = (low & 255) | (high & 255) << 8;
-                            return pack<T>(low * unit, high * unit);
-                        };
-                        unsigned kept[4];
-                        two[q] = integers(two[q], scales[0], 1.f, kept[0]);
-                        other[q] = integers(other[q], scales[0], 1.f, kept[1]);
-                        four[q].x = integers(four[q].x, scales[1], 1.f / VALUE_UNIT, kept[2]);
-                        four[q].y = integers(four[q].y, scales[1], 1.f / VALUE_UNIT, kept[3]);
-                        if (head[i].cached >= 0) {
-                            signed char* cached = block.cached_keys + head[i].cached;
-                            *reinterpret_cast<unsigned short*>(cached + place.x) = kept[0];
-                            *reinterpret_cast<unsigned short*>(cached + place.y) = kept[1];
-                            const unsigned values = kept[2] | kept[3] << 16;
-                            *reinterpret_cast<unsigned*>(block.cached_values + head[i].cached + 4 * quad) = values;
-                        }
-                    }
+                if (!head[i].is_key) {
+                    write_query(query, place.x, two[q]), write_query(query, place.y, other[q]);
+                    continue;
                 }
-                *reinterpret_cast<unsigned*>(target + place.x) = two[q];
-                *reinterpret_cast<unsigned*>(target + place.y) = other[q];
-                if (!head[i].is_key) continue;
-                *reinterpret_cast<uint2*>(value_target + 4 * quad) = four[q];
-                if constexpr (!INT8) {
-                    if (head[i].cached < 0) continue;
-                    T* cached = block.cached_keys + head[i].cached;
-                    *reinterpret_cast<unsigned*>(cached + place.x) = two[q];
-                    *reinterpret_cast<unsigned*>(cached + place.y) = other[q];
-                    *reinterpret_cast<uint2*>(block.cached_values + head[i].cached + 4 * quad) = four[q];
-                }
+                const KeptFour<T> kept(two[q], other[q], four[q], scales);
+                kept.write(key, its_value, place, 4 * quad);
+                if (cached >= 0) kept.write(block.cached_keys + cached, block.cached_values + cached, place, 4 * quad);
             }
             // Columns behind the head are multiplied too.
-            if (lane == 0 && size < block.PADDED) *reinterpret_cast<uint4*>(target + size) = make_uint4(0u, 0u, 0u, 0u);
+            if (lane == 0 && size < block.PADDED) {
+                T* elements = head[i].is_key ? reinterpret_cast<T*>(key) : query;
+                *reinterpret_cast<uint4*>(elements + size) = make_uint4(0u, 0u, 0u, 0u);
+            }
         }
     }
 }

@@ -6,6 +6,15 @@
 namespace decode {
 namespace keys_by_position {
 
+// Tensor cores leave a lane sums of two columns of each eight; of int8, of four neighbours of each 16, since the first eight
+// have the even columns. Number n of the lane's pairs of neighbours, of its row `half`: their first column, and its sums.
+__device__ __forceinline__ int column_of(int n) {
+    return INT8 ? 16 * (n / 2) + 4 * (threadIdx.x % 4) + 2 * (n % 2) : 8 * n + 2 * (threadIdx.x % 4);
+}
+template <int WHICH, typename Sums> __device__ __forceinline__ auto& neighbour(Sums& sum, int n, int half) {
+    return INT8 ? sum[n / 2 * 2 + WHICH][2 * half + n % 2] : sum[n][2 * half + WHICH];
+}
+
 // Of a lane's two rows, as tensor cores hold sums: the largest score (log2), the sum of weights, weighted values.
 template <int STEPS> struct Whole {
     float maximum[2], total[2], sum[2 * STEPS][4];
@@ -32,7 +41,7 @@ template <int STEPS> __device__ __forceinline__ void clear(Whole<STEPS>& whole) 
         whole.sum[i][0] = whole.sum[i][1] = whole.sum[i][2] = whole.sum[i][3] = 0.f;
 }
 
-// The context of one of a lane's two rows, whose columns are 2 (lane % 4) and + 1 of each 8.
+// The context of one of a lane's two rows.
 template <typename T, int STEPS>
 __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<STEPS>& whole, int row, int half) {
     T* context = block.context + block.result_of(row) * block.size;
@@ -40,8 +49,8 @@ __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Wh
 #pragma unroll
     for (int i = 0; i < 2 * STEPS; ++i) {
         if (!block.has_eight(i)) continue;
-        *reinterpret_cast<unsigned*>(context + 8 * i + 2 * (threadIdx.x % 4)) =
-            pack<T>(whole.sum[i][2 * half] * inverse, whole.sum[i][2 * half + 1] * inverse);
+        *reinterpret_cast<unsigned*>(context + column_of(i)) =
+            pack<T>(neighbour<0>(whole.sum, i, half) * inverse, neighbour<1>(whole.sum, i, half) * inverse);
     }
 }
 
@@ -63,7 +72,7 @@ __device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int f
         const int distance = THROUGH_L2 ? stride : block.own_rows * stride;
         float maximum = LOWEST, total = 0.f;
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 2
+#pragma unroll 8
         for (int span = 0; span < spans; ++span, state += distance) {
             const float2* head = reinterpret_cast<const float2*>(state);
             const float4* tail = reinterpret_cast<const float4*>(state + 4 + column);

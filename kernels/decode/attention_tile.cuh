@@ -39,34 +39,69 @@ __device__ __forceinline__ Rows rows_of(const Block<T, STEPS>& block, const Divi
     return rows;
 }
 
-// A lane's place among the 16 rows of which it loads matrices: row lane % 16, columns of the lower half for lanes below 16.
-template <typename T, int STEPS> __device__ __forceinline__ unsigned lane_place(const Block<T, STEPS>& block) {
-    return block.bytes(threadIdx.x % 16) + threadIdx.x % 32 / 16 * 16;
+// A lane's place among the 16 rows, so many bytes apart, of which it loads matrices: row lane % 16, columns of the lower half
+// for lanes below 16.
+__device__ __forceinline__ unsigned lane_place(int row_bytes) {
+    return threadIdx.x % 16 * row_bytes + threadIdx.x % 32 / 16 * 16;
+}
+
+// Blocks of 16 rows and 16 columns of keys or values that four matrices are, and block number `n` of them as operands. Of
+// int8, a lane has four neighbours of one key, or two of each of two keys: those of even columns make the first two
+// matrices of the operands, the others the last two.
+constexpr int BLOCKS_AT_ONCE = INT8 ? 2 : 1;
+template <typename T, int STEPS>
+__device__ __forceinline__ void fragment_of(unsigned (&fragment)[4], const Block<T, STEPS>& block,
+                                            const unsigned (&matrices)[4], int n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (!INT8) fragment[i] = matrices[i];
+        else if (i < 2) fragment[i] = pair_of<0>(matrices[2 * n + i], block.number_bits, T());
+        else fragment[i] = pair_of<1>(matrices[2 * n + i - 2], block.number_bits, T());
+    }
+}
+
+// Scores of eight keys, from a row of shared memory on, times the scales of these.
+template <typename T, int STEPS>
+__device__ __forceinline__ void scale_scores(float (&score)[4], const Block<T, STEPS>& block, int row) {
+    const float2 scales = *reinterpret_cast<const float2*>(block.scales + row + 2 * (threadIdx.x % 4));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) score[i] *= i % 2 ? scales.y : scales.x;
 }
 
 // Products of the warp's 16 queries and COUNT times 16 keys. A lane gets, of its two rows, those of keys 2 (lane % 4) and
 // + 1 of each 8. What the next step multiplies is on its way meanwhile.
 template <int COUNT, typename T, int STEPS>
 __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block,
-                                                 const T* keys) {
-    const unsigned query_row = shared_address(block.queries + block.row_tile * ROWS * block.STRIDE) + lane_place(block);
-    const unsigned key_row = shared_address(keys) + lane_place(block);
-    unsigned query[2][4], key[2][COUNT][4];
-    auto load = [&](int k) {
+                                                 const CacheElement<T>* keys) {
+    const T* queries = block.queries + block.row_tile * ROWS * block.QUERY_STRIDE;
+    const unsigned query_row = shared_address(queries) + lane_place(block.QUERY_STRIDE * sizeof(T));
+    const unsigned key_row = shared_address(keys) + lane_place(block.bytes(1));
+    constexpr int PLACES = INT8 ? 1 : 2;  // of matrices, where those of bytes are free once they are operands
+    unsigned query[2][4], key[PLACES][COUNT][4];
+    auto load_key = [&](int k, int n) {
+        const int turn = k / BLOCKS_AT_ONCE;
+        if (k % BLOCKS_AT_ONCE == 0 && k < STEPS)
+            load_matrices(key[turn % PLACES][n], key_row + block.bytes(BLOCK * n) + 32 * turn);
+    };
+    auto load = [&](int k, bool loads_keys) {
         load_matrices(query[k % 2], query_row + 32 * k);
 #pragma unroll
-        for (int n = 0; n < COUNT; ++n) load_matrices(key[k % 2][n], key_row + block.bytes(BLOCK * n) + 32 * k);
+        for (int n = 0; n < COUNT; ++n)
+            if (loads_keys) load_key(k, n);
     };
-    load(0);
+    load(0, true);
 #pragma unroll
     for (int n = 0; n < 2 * COUNT; ++n) score[n][0] = score[n][1] = score[n][2] = score[n][3] = 0.f;
 #pragma unroll
     for (int k = 0; k < STEPS; ++k) {
-        if (k + 1 < STEPS) load(k + 1);
+        if (k + 1 < STEPS) load(k + 1, !INT8);
 #pragma unroll
         for (int n = 0; n < COUNT; ++n) {
-            multiply<T>(score[2 * n], query[k % 2], key[k % 2][n][0], key[k % 2][n][2]);
-            multiply<T>(score[2 * n + 1], query[k % 2], key[k % 2][n][1], key[k % 2][n][3]);
+            unsigned own[4];
+            fragment_of(own, block, key[k / BLOCKS_AT_ONCE % PLACES][n], k % BLOCKS_AT_ONCE);
+            if (INT8) load_key(k + 1, n);
+            multiply<T>(score[2 * n], query[k % 2], own[0], own[2]);
+            multiply<T>(score[2 * n + 1], query[k % 2], own[1], own[3]);
         }
     }
 }
@@ -161,50 +196,62 @@ struct Softmax {
     float maximum[2], total[2], correction[2];
 };
 
+// A warp's tile of a round: what it is of its span, its place in the ring, and its weights.
+struct Tile {
+    int begin, ring_row;
+    bool is_first, is_last;
+    unsigned weight[BLOCKS][4];
+};
+
+// Scales of the values that a lane's row number HALF has at keys 8 n + 2 (lane % 4) and + 1 of a tile.
+template <int HALF, typename T, int STEPS>
+__device__ __forceinline__ void read_value_scales(float2 (&scale)[2 * BLOCKS], const Block<T, STEPS>& block,
+                                                  const Rows& rows, const Tile& tile) {
+    const int column = 2 * (threadIdx.x % 4), begin = tile.begin + column;
+    const float* of_ring = block.scales + block.ring + tile.ring_row + column;
+#pragma unroll
+    for (int n = 0; n < 2 * BLOCKS; ++n) scale[n] = *reinterpret_cast<const float2*>(of_ring + 8 * n);
+    if (tile.begin + KEY_TILE <= block.start) return;
+    const unsigned char* nodes = block.tables->nodes[max(rows.token[HALF], 0)];
+    const float* of_new = block.scales + 2 * block.ring + new_scales_of(block.tokens);
+    auto find = [&](float of_tile, int key) {
+        const int place = key - block.start, node = nodes[min(max(place, 0), block.tokens - 1)];
+        const float own = of_new[key < rows.length[HALF] ? node : 0];
+        return place < 0 ? of_tile : own;
+    };
+#pragma unroll
+    for (int n = 0; n < 2 * BLOCKS; ++n)
+        scale[n].x = find(scale[n].x, begin + 8 * n), scale[n].y = find(scale[n].y, begin + 8 * n + 1);
+}
+
 // Makes weights of the scores of a lane's row number HALF, as the next product takes them; `total` begins with the span's.
-template <int HALF, typename T>
-__device__ __forceinline__ void compute_weights(unsigned (&weight)[BLOCKS][4], float (&total)[4], Softmax& softmax,
-                                                const float (&score)[2 * BLOCKS][4], float scale, bool is_first) {
+// Where values have scales, these come in, and `total` is the lane's part.
+template <int HALF, typename T, int STEPS>
+__device__ __forceinline__ void compute_weights(Tile& tile, float (&total)[4], Softmax& softmax,
+                                                const float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
+                                                const Rows& rows) {
     float largest = fmaxf(score[0][2 * HALF], score[0][2 * HALF + 1]);
 #pragma unroll
     for (int n = 1; n < 2 * BLOCKS; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * HALF], score[n][2 * HALF + 1]));
     largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
-    const float before = is_first ? LOWEST : softmax.maximum[HALF], maximum = fmaxf(before, largest * scale);
+    const float before = tile.is_first ? LOWEST : softmax.maximum[HALF], maximum = fmaxf(before, largest * block.scale);
     softmax.maximum[HALF] = maximum;
     softmax.correction[HALF] = power_of_two(before - maximum);
-    total[2 * HALF] = total[2 * HALF + 1] = is_first ? 0.f : softmax.total[HALF] * softmax.correction[HALF];
+    total[2 * HALF] = total[2 * HALF + 1] = tile.is_first ? 0.f : softmax.total[HALF] * softmax.correction[HALF];
+    const float offset = INT8 ? WEIGHT_BITS - maximum : -maximum;
+    float2 scale[2 * BLOCKS];
+    if constexpr (INT8) read_value_scales<HALF>(scale, block, rows, tile);
 #pragma unroll
-    for (int n = 0; n < 2 * BLOCKS; ++n)
-        weight[n / 2][HALF + 2 * (n % 2)] = pack<T>(power_of_two(fmaf(score[n][2 * HALF], scale, -maximum)),
-                                                    power_of_two(fmaf(score[n][2 * HALF + 1], scale, -maximum)));
-}
-
-// Weights, which `total` gets, times the scales of the values that they meet.
-template <typename T, int STEPS>
-__device__ __forceinline__ void scale_weights(unsigned (&weight)[BLOCKS][4], float (&total)[4], const Block<T, STEPS>& block,
-                                              const Rows& rows, int begin, int ring_row) {
-    const int values = 2 * block.ring + block.tokens;
-#pragma unroll
-    for (int n = 0; n < BLOCKS; ++n) {
-        multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int half = i % 2, first = BLOCK * n + 8 * (i / 2) + 2 * (threadIdx.x % 4);
-            float scale[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const int place = begin + first + j - block.start;
-                int row = block.ring + ring_row + first + j;
-                if (place >= 0) {
-                    const unsigned char* nodes = block.tables->nodes[max(rows.token[half], 0)];
-                    row = values + (begin + first + j < rows.length[half] ? nodes[min(place, block.tokens - 1)] : 0);
-                }
-                scale[j] = block.scale_of(row) * VALUE_UNIT;
-            }
-            const float2 two = unpack<T>(weight[n][i]);
-            weight[n][i] = pack<T>(two.x * scale[0], two.y * scale[1]);
-        }
+    for (int n = 0; n < 2 * BLOCKS; ++n) {
+        float low = power_of_two(fmaf(score[n][2 * HALF], block.scale, offset));
+        float high = power_of_two(fmaf(score[n][2 * HALF + 1], block.scale, offset));
+        if constexpr (INT8) total[2 * HALF] += low + high, low *= scale[n].x, high *= scale[n].y;
+        tile.weight[n / 2][HALF + 2 * (n % 2)] = pack<T>(low, high);
+    }
+    if (INT8 && tile.is_last) {
+        total[2 * HALF] += __shfl_xor_sync(FULL_WARP, total[2 * HALF], 1);
+        total[2 * HALF] += __shfl_xor_sync(FULL_WARP, total[2 * HALF], 2);
     }
 }
 
@@ -214,14 +261,15 @@ template <int CHUNK, typename T, int STEPS>
 __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4], const unsigned (&weight)[BLOCKS][4],
                                            const Block<T, STEPS>& block, int begin, int ring_row) {
     constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;  // of 16
-    const unsigned values = shared_address(block.keys) + threadIdx.x % 32 / 16 * 16 + 128 * CHUNK;
-    unsigned value[2][COLUMNS][4];
+    constexpr int LOADS = (COLUMNS + BLOCKS_AT_ONCE - 1) / BLOCKS_AT_ONCE;
+    const unsigned values = shared_address(block.keys + 64 * CHUNK) + threadIdx.x % 32 / 16 * 16;
+    unsigned value[2][LOADS][4];
     auto load = [&](int n) {
         const int key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
         const bool is_new = node >= 0 && node < block.tokens;
         const int row = is_new ? 2 * block.ring + block.tokens + node : block.ring + ring_row + key;
 #pragma unroll
-        for (int d = 0; d < COLUMNS; ++d) load_transposed_matrices(value[n % 2][d], values + block.bytes(row) + 32 * d);
+        for (int d = 0; d < LOADS; ++d) load_transposed_matrices(value[n % 2][d], values + block.bytes(row) + 32 * d);
     };
     load(0);
 #pragma unroll
@@ -230,8 +278,10 @@ __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4]
         if (CHUNK == 0 && !INT8) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
 #pragma unroll
         for (int d = 0; d < COLUMNS; ++d) {
-            multiply<T>(sum[2 * d], weight[n], value[n % 2][d][0], value[n % 2][d][1]);
-            multiply<T>(sum[2 * d + 1], weight[n], value[n % 2][d][2], value[n % 2][d][3]);
+            unsigned its[4];
+            fragment_of(its, block, value[n % 2][d / BLOCKS_AT_ONCE], d % BLOCKS_AT_ONCE);
+            multiply<T>(sum[2 * d], weight[n], its[0], its[1]);
+            multiply<T>(sum[2 * d + 1], weight[n], its[2], its[3]);
         }
     }
 }
@@ -241,7 +291,8 @@ template <int CHUNK, typename T, int STEPS>
 __device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total)[4], const unsigned (&weight)[BLOCKS][4],
                                                const Block<T, STEPS>& block, const Rows& rows, int begin, int ring_row) {
     constexpr int COLUMNS = STEPS - 4 * CHUNK < 4 ? STEPS - 4 * CHUNK : 4;
-    const unsigned values = shared_address(block.keys) + threadIdx.x % 32 / 16 * 16 + 128 * CHUNK;
+    constexpr int LOADS = (COLUMNS + BLOCKS_AT_ONCE - 1) / BLOCKS_AT_ONCE;
+    const unsigned values = shared_address(block.keys + 64 * CHUNK) + threadIdx.x % 32 / 16 * 16;
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
         const int first = begin + BLOCK * n, key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
@@ -256,16 +307,18 @@ __device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total
         int next = row_of(rows.first_token);
 #pragma unroll 1
         for (int t = rows.first_token; t <= last; ++t) {
-            unsigned own[4], value[COLUMNS][4];
+            unsigned own[4], value[LOADS][4];
 #pragma unroll
-            for (int d = 0; d < COLUMNS; ++d) load_transposed_matrices(value[d], values + block.bytes(next) + 32 * d);
+            for (int d = 0; d < LOADS; ++d) load_transposed_matrices(value[d], values + block.bytes(next) + 32 * d);
             next = row_of(min(t + 1, last));
 #pragma unroll
             for (int i = 0; i < 4; ++i) own[i] = is_shared || rows.token[i % 2] == t ? weight[n][i] : 0u;
 #pragma unroll
             for (int d = 0; d < COLUMNS; ++d) {
-                multiply<T>(sum[2 * d], own, value[d][0], value[d][1]);
-                multiply<T>(sum[2 * d + 1], own, value[d][2], value[d][3]);
+                unsigned its[4];
+                fragment_of(its, block, value[d / BLOCKS_AT_ONCE], d % BLOCKS_AT_ONCE);
+                multiply<T>(sum[2 * d], own, its[0], its[1]);
+                multiply<T>(sum[2 * d + 1], own, its[2], its[3]);
             }
         }
     }
@@ -276,13 +329,6 @@ template <typename T, int STEPS> __device__ __forceinline__ float* unfinished_of
     return block.unfinished + (block.warp * ROWS + threadIdx.x % 32 / 4 + 8 * half) * state_stride_of(block.size);
 }
 
-// A warp's tile of a round: what it is of its span, its place in the ring, and its weights.
-struct Tile {
-    int begin, ring_row;
-    bool is_first, is_last;
-    unsigned weight[BLOCKS][4];
-};
-
 // The sums of a span with a tile: columns from 64 * CHUNK on.
 template <int CHUNK, typename T, int STEPS>
 __device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[4], const Block<T, STEPS>& block,
@@ -292,13 +338,13 @@ __device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[
     if (!tile.is_first) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const float* before = unfinished_of(block, half) + 64 * CHUNK + 2 * (threadIdx.x % 4);
+            const float* before = unfinished_of(block, half) + 64 * CHUNK;
 #pragma unroll
             for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d) {
                 if (!block.has_eight(8 * CHUNK + d)) continue;
-                const float2 two = *reinterpret_cast<const float2*>(before + 8 * d);
-                sum[d][2 * half] = two.x * softmax.correction[half];
-                sum[d][2 * half + 1] = two.y * softmax.correction[half];
+                const float2 two = *reinterpret_cast<const float2*>(before + column_of(d));
+                neighbour<0>(sum, d, half) = two.x * softmax.correction[half];
+                neighbour<1>(sum, d, half) = two.y * softmax.correction[half];
             }
         }
     }
@@ -324,11 +370,12 @@ __device__ __forceinline__ void write_sums(float* const (&targets)[2], const flo
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         if (targets[half] == nullptr) continue;
-        float* target = targets[half] + 64 * CHUNK + 2 * (threadIdx.x % 4);
+        float* target = targets[half] + 64 * CHUNK;
 #pragma unroll
         for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d)
             if (block.has_eight(8 * CHUNK + d))
-                *reinterpret_cast<float2*>(target + 8 * d) = make_float2(sum[d][2 * half], sum[d][2 * half + 1]);
+                *reinterpret_cast<float2*>(target + column_of(d)) =
+                    make_float2(neighbour<0>(sum, d, half), neighbour<1>(sum, d, half));
     }
 }
 
@@ -368,9 +415,8 @@ __device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, cons
         compute_scores(score, block, rows, tile.begin, tile.ring_row);
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;
-        compute_weights<0, T>(tile.weight, total, softmax, score, block.scale, tile.is_first);
-        if (rows.has_more) compute_weights<1, T>(tile.weight, total, softmax, score, block.scale, tile.is_first);
-        if constexpr (INT8) scale_weights(tile.weight, total, block, rows, tile.begin, tile.ring_row);
+        compute_weights<0>(tile, total, softmax, score, block, rows);
+        if (rows.has_more) compute_weights<1>(tile, total, softmax, score, block, rows);
     }
     float* targets[2] = {};
     float2 factors[2] = {};

@@ -7,8 +7,8 @@
 // order of every sum depends on K alone: a row gets the same bits in every batch, from the narrow kernels (up to 8 rows,
 // two blocks on a multiprocessor), from the wide ones (up to 16 rows, one block with a deeper ring, which reads the
 // activations half as often) and from those of tiled_linear.cu.
+#include "decode/few_rows.cuh"
 #include "decode/linear_weights.cuh"
-#include "decode/outputs.cuh"
 
 namespace decode {
 
@@ -174,28 +174,6 @@ __device__ __forceinline__ void multiply_units(
     wait_for_copies<0>();
 }
 
-// What the kernels that norm take. inputs: one, or two side by side. next_early: whether the next kernel may start at once,
-// or only when the previous one has finished. output: float, or T of gates and ups.
-struct NormLinear {
-    NormedInput inputs[2];
-    Linear linear;
-    Kept kept;
-    void* output;
-    int next_early, activation;
-};
-
-// What linear_residual takes. input: of T; selected: see SelectedRows; stage: activations are staged, not streamed.
-struct LinearResidual {
-    Linear linear;
-    Kept kept;
-    const void *input, *residual;
-    float* output;
-    const int* selected;
-    int residual_float, tokens, stage;
-};
-static_assert(sizeof(NormLinear) == HOST_NORM_LINEAR_BYTES && sizeof(LinearResidual) == HOST_LINEAR_RESIDUAL_BYTES,
-              "as the host's structures");
-
 // Linear of what is normalized. HELD 0: inputs of T alone, normalized in shared memory.
 template <typename T, int PARTS, int HELD, typename G, bool ADAPTED, typename Output>
 __device__ __forceinline__ void multiply_normalized(
@@ -221,13 +199,6 @@ __device__ __forceinline__ void multiply_normalized(
     multiply_units(
         weights, staged_for_lane(activations, batch, steps), static_cast<const T*>(linear.bias), output, partial,
         batch);
-}
-
-template <typename T> __device__ __forceinline__ NormInputs<T, 1> one_input(const NormLinear& arguments) {
-    const NormedInput& input = arguments.inputs[0];
-    const Kept& kept = arguments.kept;
-    return {{input.values}, {input.is_float != 0}, {static_cast<const T*>(input.weight)}, {input.stride}, input.epsilon,
-            input.offset, arguments.linear.columns, static_cast<T*>(kept.target), kept.stride, kept.raw != 0};
 }
 
 // output = scale (norm(input) weight^T + bias)
@@ -267,9 +238,7 @@ __global__ void __launch_bounds__(THREADS, G::BLOCKS) linear_residual(const __gr
     const Linear& linear = arguments.linear;
     const int batch = linear.batch, columns = linear.columns, steps = linear.steps;
     const T *input = static_cast<const T*>(arguments.input), *bias = static_cast<const T*>(linear.bias);
-    const ResidualOutput<T> output{
-        arguments.output, linear.scale, arguments.residual, arguments.residual_float != 0,
-        {arguments.selected, arguments.tokens}, static_cast<T*>(arguments.kept.target), arguments.kept.stride};
+    const ResidualOutput<T> output = residual_output<T>(arguments);
     float* partial = reinterpret_cast<float*>(shared + G::PARTIAL);
     char* staged = shared + G::SUMS_BEGIN;
 

@@ -51,6 +51,8 @@ from edgellm.kernels.decode.geometries import (
     residual_geometry,
     staged_geometry,
 )
+from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, packed_rows_kernel
+from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import ArrangedInputs
@@ -136,6 +138,13 @@ class CudaDecodeKernels:
         for kernel in (*linear, attention_kernel(dtype, head_size)):
             module.load(kernel.source)
 
+    def takes(self, linear: LinearWeights, rows: int, normed: bool) -> bool:
+        """Whether these kernels compute a layer for so many rows, with norms inside where `normed`: packed ones for
+        few, without adapters."""
+        if not linear.is_packed or linear.adapters is not None:
+            return not linear.is_packed
+        return packed_rows(rows, linear.weight.layout, capacity_of(self.module), normed) is not None
+
     def norm_linear(
         self,
         inputs: Sequence[NormedInput],
@@ -160,6 +169,8 @@ class CudaDecodeKernels:
             output.pointer,
             next_early,
         )
+        if linear.is_packed and len(inputs) == 1:
+            return self._packed("norm_linear", linear, arguments)
         if len(inputs) == 1:
             geometry = norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
             kernel = self._kernel("norm_linear", geometry.name, linear)
@@ -170,8 +181,9 @@ class CudaDecodeKernels:
         return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
-        """See `NumpyDecodeKernels.norm_gate_up`."""
-        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
+        """See `NumpyDecodeKernels.norm_gate_up`. Packed layers also take the input as it is, in the compute dtype."""
+        is_normed = normed.weight is not None or not linear.is_packed
+        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear, is_normed)
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(normed_argument(normed, self.dtype)),
@@ -181,6 +193,8 @@ class CudaDecodeKernels:
             True,
             activation_number(activation),
         )
+        if linear.is_packed:
+            return self._packed("norm_gate_up" if is_normed else "gate_up", linear, arguments)
         geometry = norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
         kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
@@ -214,6 +228,8 @@ class CudaDecodeKernels:
             1 if selected is None else x.size // columns // batch,
             staged is not None,
         )
+        if linear.is_packed:
+            return self._packed("linear_residual", linear, arguments)
         shared = geometry.staged_bytes(batch, columns, ranks) if staged else geometry.streamed_bytes(batch, ranks)
         # So few registers would let more blocks on a multiprocessor, and none on others.
         shared = max(shared, block_share(limit, geometry.blocks_per_multiprocessor + 1) + 16)
@@ -278,13 +294,13 @@ class CudaDecodeKernels:
         shared = norm_shared_bytes(width) if arranged is None else norm_shared_bytes(stride, True)
         return Launch(self.module, kernel, (1, rows, 1), THREADS, shared, (arguments,))
 
-    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
-        """Rows of inputs that norm_linear takes side by side. Raises KernelError for others."""
+    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights, normed: bool = True) -> int:
+        """Rows of inputs that norm_linear takes side by side, or of one as it is. Raises KernelError for others."""
         batch, columns = rows_of(inputs[0].values), sum(each.columns for each in inputs)
         _check_rows(batch, columns, sum(each.values.size for each in inputs), linear)
         if len(inputs) == 2 and linear.adapters is not None:
             raise KernelError("norm_linear applies LoRA adapters to one input, not to two side by side")
-        if any(each.weight is None for each in inputs):
+        if normed and any(each.weight is None for each in inputs):
             raise KernelError("norm_linear takes inputs with norms; others are the input of a tiled or residual layer")
         if len(inputs) == 2 and (
             inputs[0].values.dtype != self.dtype
@@ -296,6 +312,23 @@ class CudaDecodeKernels:
                 "with norms of one epsilon and offset"
             )
         return batch
+
+    def _packed(self, name: str, linear: LinearWeights, arguments: Any) -> Launch:
+        """Of the same arguments by packed_rows.cu."""
+        layout, batch, normed = linear.weight.layout, arguments.linear.batch, name.startswith("norm")
+        way = packed_rows(batch, layout, capacity_of(self.module), normed)
+        if way is None or linear.adapters is not None or (name.endswith("gate_up") and layout.rows % 16):
+            raise KernelError(
+                f"packed layers of few rows take up to {MAX_PACKED_ROWS} that fit into shared memory, no LoRA adapters "
+                f"and gates in eights, found {batch} rows times {linear.weight.shape}"
+            )
+        if layout.compute != self.dtype:
+            raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
+        kernel = packed_rows_kernel(name, self.dtype, way, layout, _LINEAR_MACROS)
+        shared = way.shared_bytes(layout.block_bytes, layout.columns, batch, normed)
+        return Launch(
+            self.module, kernel, way.grid(layout.rows, capacity_of(self.module)), THREADS, shared, (arguments,)
+        )
 
     def _kernel(self, name: str, geometry: str, linear: LinearWeights) -> Kernel:
         adapted = () if linear.adapters is None else ("true",)

@@ -87,6 +87,10 @@ class NumpyTiledKernels:
 class NumpyDecodeKernels:
     """The twins of `CudaDecodeKernels`."""
 
+    def takes(self, linear: LinearWeights, rows: int, normed: bool) -> bool:
+        """Any layer."""
+        return True
+
     def norm_linear(
         self,
         inputs: Sequence[NormedInput],

@@ -231,8 +231,6 @@ class CudaTiledKernels:
         adapted = linear.adapters is not None
         if name == "gate_up" and layout.rows % 16:
             raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
-        if adapted and linear.arranged is not None:
-            raise KernelError("LoRA adapters are applied to layers that take inputs in their own order and scale")
         if layout.compute != self.dtype:
             raise KernelError(f"a weight that is rounded in {layout.compute} was given to kernels of {self.dtype}")
         if tiling is None and batch >= LEAST_ROWS and not adapted:

@@ -14,6 +14,7 @@ using decode::multiply;
 using decode::pack;
 using decode::power_of_two;
 using decode::shared_address;
+using quantized::pair_of;
 
 constexpr bool INT8 = HOST_INT8;  // the caches' rows are
 constexpr int WARPS = HOST_WARPS, THREADS = 32 * WARPS, STAGES = HOST_STAGES;
@@ -49,7 +50,7 @@ __device__ __forceinline__ void load_rows(unsigned target, const T* source, size
     }
 }
 
-// The same of rows of int8, `size` apart: each to the second half of its place, from where `expand_rows` takes it.
+// The same of rows of int8, `size` apart: each to the second half of its place, from where `Expansion` takes it.
 template <int SIZE, int ROWS>
 __device__ __forceinline__ void load_integers(unsigned target, const char* source, int exist, int size) {
     constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
@@ -62,28 +63,60 @@ __device__ __forceinline__ void load_integers(unsigned target, const char* sourc
     }
 }
 
-// Makes ROWS rows that `load_integers` brought rows of T, each element times `unit`. A row is neighbouring lanes' of a warp.
-template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand_rows(char* rows, float unit) {
-    constexpr int CHUNKS = SIZE / 8, AT_ONCE = THREADS / CHUNKS;
-    const int chunk = threadIdx.x % CHUNKS;
-#pragma unroll 4
-    for (int row = threadIdx.x / CHUNKS; row < ROWS; row += AT_ONCE) {
-        const uint2 eight = *reinterpret_cast<const uint2*>(rows + 2 * SIZE * row + SIZE + 8 * chunk);
+// Makes what the thread brought of a tile of int8 elements of T, in KEYS / 16 parts, between products of the tile before.
+// A row is neighbouring lanes' of a warp.
+template <typename T, typename Its> struct Expansion {
+    static constexpr int SIZE = Its::SIZE, CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS, PARTS = Its::KEYS / 16;
+    static constexpr int OF_PART = 2 * Its::KEYS / AT_ONCE / PARTS;
+    unsigned bits, rows;  // see `pair_of`; where the tile is, keys and then values
+    bool exists;
+    uint4 sixteen[OF_PART];
+
+    __device__ __forceinline__ void read(int part) {
+        if (!INT8 || !exists) return;
+#pragma unroll
+        for (int i = 0; i < OF_PART; ++i)
+            sixteen[i] = decode::read_shared_16(rows + 2 * SIZE * row_of(part, i) + SIZE + 16 * (threadIdx.x % CHUNKS));
         __syncwarp();
-        *reinterpret_cast<uint4*>(rows + offset_of<SIZE>(row, chunk)) = quantized::expanded<T>(eight, unit);
     }
-}
+
+    __device__ __forceinline__ void write(int part) const {
+        if (!INT8 || !exists) return;
+#pragma unroll
+        for (int i = 0; i < OF_PART; ++i) {
+            const int chunk = 2 * (threadIdx.x % CHUNKS);
+            write_eight(rows + offset_of<SIZE>(row_of(part, i), chunk), sixteen[i].x, sixteen[i].y);
+            write_eight(rows + offset_of<SIZE>(row_of(part, i), chunk + 1), sixteen[i].z, sixteen[i].w);
+        }
+    }
+
+    __device__ __forceinline__ int row_of(int part, int i) const {
+        return threadIdx.x / CHUNKS + AT_ONCE * (OF_PART * part + i);
+    }
+
+    __device__ __forceinline__ void write_eight(unsigned target, unsigned low, unsigned high) const {
+        low = __byte_perm(low, 0u, 0x3120), high = __byte_perm(high, 0u, 0x3120);  // neighbours become every second one
+        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(pair_of<0>(low, bits, T())),
+                     "r"(pair_of<1>(low, bits, T())), "r"(pair_of<0>(high, bits, T())), "r"(pair_of<1>(high, bits, T()))
+                     : "memory");
+    }
+
+    __device__ __forceinline__ void complete() {
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) read(part), write(part);
+    }
+};
 
 // Scores, or weights, of a tile's keys times the keys' scales.
 template <typename Its>
-__device__ __forceinline__ void scale_keys(typename Its::Scores& score, const float* scales, float unit) {
+__device__ __forceinline__ void scale_keys(typename Its::Scores& score, const float* scales) {
 #pragma unroll
     for (int n = 0; n < Its::KEYS / 8; ++n) {
         const float2 two = *reinterpret_cast<const float2*>(scales + 8 * n + 2 * (threadIdx.x % 4));
 #pragma unroll
         for (int m = 0; m < Its::TILES; ++m)
 #pragma unroll
-            for (int i = 0; i < 4; ++i) score[m][n][i] *= (i % 2 ? two.y : two.x) * unit;
+            for (int i = 0; i < 4; ++i) score[m][n][i] *= i % 2 ? two.y : two.x;
     }
 }
 
@@ -147,7 +180,7 @@ __device__ __forceinline__ void take_softmax(typename Its::Scores& score, Sums<I
             changes |= largest != sums.largest[m][half];
             correction[m][half] = power_of_two((sums.largest[m][half] - largest) * scale);
             sums.largest[m][half] = largest;
-            const float offset = -largest * scale;
+            const float offset = INT8 ? fmaf(-largest, scale, quantized::WEIGHT_BITS) : -largest * scale;
             float total = sums.total[m][half] * correction[m][half];
 #pragma unroll
             for (int n = 0; n < Its::KEYS / 8; ++n) {
@@ -167,12 +200,14 @@ __device__ __forceinline__ void take_softmax(typename Its::Scores& score, Sums<I
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] *= correction[m][i / 2];
 }
 
-// Adds the values that stand at a tile's keys, weighted.
+// Adds the values that stand at a tile's keys, weighted; `next` is the tile's behind it.
 template <typename T, typename Its>
-__device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::Scores& weight, unsigned values) {
+__device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::Scores& weight, unsigned values,
+                                           Expansion<T, Its>& next) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < Its::KEYS / 16; ++k) {
+        next.read(k);
         unsigned weights[Its::TILES][4];
 #pragma unroll
         for (int m = 0; m < Its::TILES; ++m)
@@ -191,6 +226,7 @@ __device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::
                 multiply<T>(sums.sum[m][2 * n + 1], weights[m], value[2], value[3]);
             }
         }
+        next.write(k);
     }
 }
 
@@ -277,6 +313,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     const unsigned queries = shared + Its::BYTES * warp_row;
     const float scale = static_cast<float>(arguments.scale) * 1.4426950408889634f;
     unsigned kept[Its::TILES][Its::STEPS][4];
+    Expansion<T, Its> next{INT8 ? quantized::number_bits(T()) : 0u, ring, true};
     Sums<Its> sums;
 #pragma unroll
     for (int m = 0; m < Its::TILES; ++m) {
@@ -288,18 +325,15 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] = 0.f;
     }
+    if constexpr (INT8) decode::wait_for_copies<0>(), next.complete();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
         decode::wait_for_copies<0>();
         __syncthreads();  // this tile is there, and the place of the one before is free
         if (tile + 1 < tiles) load_tile(tile + 1);
         const int first_key = tile * Its::KEYS;
-        if constexpr (INT8) {
-            char* const its_keys = memory + Its::BYTES * (Its::ROWS + tile % STAGES * 2 * Its::KEYS);
-            expand_rows<T, SIZE, Its::KEYS>(its_keys, 1.f);
-            expand_rows<T, SIZE, Its::KEYS>(its_keys + Its::BYTES * Its::KEYS, 1.f / quantized::VALUE_UNIT);
-            __syncthreads();
-        }
+        const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
+        next.rows = ring + (tile + 1) % STAGES * (2 * Its::BYTES * Its::KEYS), next.exists = tile + 1 < tiles;
         if constexpr (Its::KEEPS_QUERIES) {
             if (tile == 0)
 #pragma unroll
@@ -308,12 +342,14 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                     for (int k = 0; k < Its::STEPS; ++k)
                         load_matrices(kept[m][k], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
         }
-        if (!exists || first_key >= first_row + 16 * Its::TILES) continue;
-        const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
+        if (!exists || first_key >= first_row + 16 * Its::TILES) {
+            if constexpr (INT8) decode::wait_for_copies<0>(), next.complete();
+            continue;
+        }
         float score[Its::TILES][Its::KEYS / 8][4];
         compute_scores<T, Its>(score, kept, queries, keys);
         const float* scales = reinterpret_cast<const float*>(memory + SCALES) + tile % STAGES * 2 * Its::KEYS;
-        if constexpr (INT8) scale_keys<Its>(score, scales, 1.f);
+        if constexpr (INT8) scale_keys<Its>(score, scales);
         if (first_key + Its::KEYS - 1 > first_row) {
 #pragma unroll
             for (int m = 0; m < Its::TILES; ++m)
@@ -325,8 +361,8 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                             score[m][n][i] = __int_as_float(0xff800000);
         }
         take_softmax<Its>(score, sums, scale);
-        if constexpr (INT8) scale_keys<Its>(score, scales + Its::KEYS, quantized::VALUE_UNIT);
-        add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS);
+        if constexpr (INT8) scale_keys<Its>(score, scales + Its::KEYS), decode::wait_for_copies<0>();
+        add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS, next);
     }
     if (!exists) return;
     T* const context = reinterpret_cast<T*>(arguments.context) + (first_place + warp_row) * arguments.E + head * size;

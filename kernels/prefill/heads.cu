@@ -5,9 +5,11 @@
 
 namespace prefill {
 
+constexpr int PAIRS = 4;  // of elements that a lane has of the largest head
+
 // Grid: tokens of a sequence, sequences. Queries change in place; keys and values go to the caches, as integers where these
 // are INT8.
-template <typename T, bool INT8> __global__ void __launch_bounds__(256) prepare_heads(PrepareHeadsArguments arguments) {
+template <typename T, bool INT8> __global__ void __launch_bounds__(256, 6) prepare_heads(PrepareHeadsArguments arguments) {
     const int size = arguments.D, kv_heads = arguments.G, heads = arguments.W / size - 2 * kv_heads;
     const int half = arguments.rotary == nullptr ? 0 : arguments.R / 2, lane = threadIdx.x % 32;
     const int token = blockIdx.x, sequence = blockIdx.y, row = arguments.rows.start[sequence] + token;
@@ -52,25 +54,28 @@ template <typename T, bool INT8> __global__ void __launch_bounds__(256) prepare_
             first = decode::from_float<T>(rotates ? fmaf(low, cosine, -high * sine) : low);
             second = decode::from_float<T>(rotates ? fmaf(high, cosine, low * sine) : high);
         };
-        T first, second;
         if (!INT8 || is_query) {
-            for (int pair = lane; pair < size / 2; pair += 32) {
-                made(pair, first, second);
-                target[first_of(pair)] = first, target[second_of(pair)] = second;
-            }
+            for (int pair = lane; pair < size / 2; pair += 32)
+                made(pair, target[first_of(pair)], target[second_of(pair)]);
             continue;
         }
+        T first[PAIRS], second[PAIRS];
         unsigned bits = 0u;
-        for (int pair = lane; pair < size / 2; pair += 32) {
-            made(pair, first, second);
-            bits = max(bits, quantized::size_bits(make_float2(decode::to_float(first), decode::to_float(second))));
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            if (lane + 32 * i >= size / 2) continue;
+            made(lane + 32 * i, first[i], second[i]);
+            const float2 two = make_float2(decode::to_float(first[i]), decode::to_float(second[i]));
+            bits = max(bits, quantized::size_bits(two));
         }
-        const float scale = quantized::row_scale<32>(bits);
+        const float scale = quantized::row_scale<32>(bits), inverse = 1.f / scale;
         if (lane == 0) (is_value ? arguments.row_scales.value : arguments.row_scales.key)[cached] = scale;
-        for (int pair = lane; pair < size / 2; pair += 32) {
-            made(pair, first, second);
-            cache[cached * size + first_of(pair)] = quantized::row_integer(decode::to_float(first), scale);
-            cache[cached * size + second_of(pair)] = quantized::row_integer(decode::to_float(second), scale);
+#pragma unroll
+        for (int i = 0; i < PAIRS; ++i) {
+            const int pair = lane + 32 * i;
+            if (pair >= size / 2) continue;
+            cache[cached * size + first_of(pair)] = quantized::row_integer(decode::to_float(first[i]), scale, inverse);
+            cache[cached * size + second_of(pair)] = quantized::row_integer(decode::to_float(second[i]), scale, inverse);
         }
     }
 }

@@ -15,7 +15,7 @@ struct Dequantize {
 };
 static_assert(sizeof(Dequantize) == HOST_DEQUANTIZE_BYTES, "as the host's structure");
 
-constexpr int WARPS = HOST_WARPS, BLOCKS = HOST_BLOCKS;  // of a block of threads; of weights, of a warp, read at once
+constexpr int WARPS = HOST_WARPS;  // of a block of threads, each with a block of weights
 
 // Eight columns of a row from `column` on, each where it belongs, times its scale, rounded once more.
 template <typename T>
@@ -34,26 +34,21 @@ __device__ __forceinline__ void write_arranged(const Dequantize& arguments, T* r
 template <typename T, int SCALES, int MODE, bool ARRANGED>
 __global__ void __launch_bounds__(32 * WARPS) dequantize(const Dequantize arguments) {
     launch_next_kernel();
-    const int along = (arguments.columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS, all = (arguments.rows + 7) / 8 * along;
-    const int first = (blockIdx.x * WARPS + threadIdx.x / 32) * BLOCKS;
-    Lane<SCALES, MODE> lanes[BLOCKS];
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) {
-        const size_t block = min(first + i, all - 1);
-        lanes[i].read(GlobalBlock{arguments.weight + block * Format<SCALES, MODE>::BLOCK_BYTES});
-    }
-#pragma unroll
-    for (int i = 0; i < BLOCKS; ++i) {
-        const int row = (first + i) / along * 8 + own_row(), column = (first + i) % along * BLOCK_COLUMNS + own_quad() * 8;
+    const int along = (arguments.columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
+    const int block = blockIdx.x * WARPS + threadIdx.x / 32;
+    const int row = block / along * 8 + own_row(), column = block % along * BLOCK_COLUMNS + own_quad() * 8;
+    if (row < arguments.rows) {
         T* target = static_cast<T*>(arguments.values) + static_cast<size_t>(row) * arguments.columns;
+        Lane<SCALES, MODE> lane;
         Group<T, MODE> group;
+        lane.read(GlobalBlock{arguments.weight + static_cast<size_t>(block) * Format<SCALES, MODE>::BLOCK_BYTES});
 #pragma unroll
         for (int step = 0; step < BLOCK_STEPS; ++step) {
             unsigned four[4];
-            lanes[i].begin(group, step);
-            lanes[i].values(group, step, LOW, four);
+            lane.begin(group, step);
+            lane.values(group, step, LOW, four);
             const int place = column + step * 32;
-            if (row >= arguments.rows || place >= arguments.columns) continue;
+            if (place >= arguments.columns) continue;
             if constexpr (ARRANGED) write_arranged<T>(arguments, target, place, four);
             else *reinterpret_cast<uint4*>(target + place) = make_uint4(four[0], four[1], four[2], four[3]);
         }

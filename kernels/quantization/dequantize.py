@@ -12,8 +12,8 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 
-#: Warps of a block, and blocks of weights that a warp reads at once.
-_WARPS, _BLOCKS = 8, 2
+#: Warps of a block, each of which makes a block of weights dense.
+_WARPS = 8
 
 
 class _Dequantize(ctypes.Structure):
@@ -29,7 +29,7 @@ class _Dequantize(ctypes.Structure):
 def dequantize_kernel(dtype: str, scales: int, mode: int, arranged: bool = False) -> Kernel:
     """The kernel for weights of so many `DeviceLayout.scales` and a `DeviceLayout.mode`, in a compute dtype."""
     expression = f"decode::packed::dequantize<{CUDA_TYPES[dtype]}, {scales}, {mode}, {str(arranged).lower()}>"
-    macros = (("HOST_DEQUANTIZE_BYTES", ctypes.sizeof(_Dequantize)), ("HOST_WARPS", _WARPS), ("HOST_BLOCKS", _BLOCKS))
+    macros = (("HOST_DEQUANTIZE_BYTES", ctypes.sizeof(_Dequantize)), ("HOST_WARPS", _WARPS))
     name = f"dequantize-{dtype}-{scales}-{mode}{'-arranged' * arranged}"
     return Kernel(ModuleSource(name, ("quantization/dequantize.cu",), (expression,), (*MACROS, *macros)), expression)
 
@@ -50,4 +50,4 @@ def dequantize(module: KernelModule, weight: PackedMatrix, values: DeviceArray) 
     down, along = layout.blocks
     arguments = _Dequantize(*addresses(weight.data, values, *inputs), layout.rows, layout.columns)
     kernel = dequantize_kernel(weight.dtype, layout.scales, layout.mode, weight.inputs is not None)
-    return Launch(module, kernel, (-(-down * along // (_WARPS * _BLOCKS)), 1, 1), 32 * _WARPS, 0, (arguments,))
+    return Launch(module, kernel, (-(-down * along // _WARPS), 1, 1), 32 * _WARPS, 0, (arguments,))

@@ -18,7 +18,7 @@ import numpy as np
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat, rounded
+from edgellm.kernels.quantization.packed_weight import PackedWeight, ScaledWeight, WeightFormat, rounded
 
 #: Rows and columns of a block, columns of a step and of a lane in it.
 BLOCK_ROWS, BLOCK_COLUMNS, STEP, LANE_COLUMNS = 8, 128, 32, 8
@@ -127,7 +127,7 @@ class ArrangedInputs(NamedTuple):
     scales: OwnArray | None
 
     @classmethod
-    def of(cls, weight: PackedWeight) -> ArrangedInputs | None:
+    def of(cls, weight: ScaledWeight) -> ArrangedInputs | None:
         """What a weight says of its inputs, on the host; None where it takes them as they are."""
         order, scales = weight.order, weight.input_scales
         if order is None and scales is None:
@@ -171,7 +171,7 @@ def layout_refusal(format: WeightFormat, dtype: str) -> str | None:
     return None
 
 
-def device_layout(weight: PackedWeight, dtype: str | None = None) -> DeviceLayout:
+def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayout:
     """The layout of a weight for kernels of a compute dtype (None: the format's), which depends on its scales.
 
     Products are of 16 bits where these hold the scales and round products once, as `PackedWeight.values` does. Raises
@@ -184,8 +184,9 @@ def device_layout(weight: PackedWeight, dtype: str | None = None) -> DeviceLayou
         raise KernelError(reason)
     product = compute if format.dtype == "float32" else format.dtype
     factor = _FACTORS.get((format.codes, product), 1)
+    stored = scales if factor == 1 else scales * np.float64(factor)
     with np.errstate(over="ignore"):
-        exact = np.array_equal(rounded(scales * np.float32(factor), product), scales * np.float64(factor))
+        exact = np.array_equal(rounded(stored.astype(np.float32, copy=False), product), stored)
     if format.codes == "fp4" or not exact:
         product = "float32"
     small = (format.codes, product, format.zeros) == ("int4", "float16", False)
@@ -216,7 +217,7 @@ def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[De
     return layout, result
 
 
-def tail_bytes(weight: PackedWeight, layout: DeviceLayout) -> np.ndarray:
+def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     """What follows the codes of each block: uint8 [down, along, `block_bytes` - `code_bytes`]."""
     wide = layout.product == "float32"
     scales = _bits(weight.scales * np.float32(_factor(layout)), layout.product)
@@ -234,8 +235,8 @@ def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     words = data[..., : layout.code_bytes].copy().view(np.uint32)
     words = words.reshape(down, along, bits // 4, BLOCK_ROWS, STEP // LANE_COLUMNS, -1, bits // 4)
     words, low = words.transpose(0, 3, 1, 2, 5, 4, 6), (1 << bits - 1) - 1
-    codes = [_turned(words, -turn) & low | _turned(words, -highest) & low + 1 for turn, highest in turns]
-    codes = np.stack(codes, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)[: layout.rows, : layout.columns]
+    every = [_turned(words, -turn) & low | _turned(words, -highest) & low + 1 for turn, highest in turns]
+    codes = np.stack(every, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)[: layout.rows, : layout.columns]
     tails = data[..., layout.code_bytes :].copy().view(np.uint32 if wide else np.uint16)
     halves = 2 if layout.scales == 8 else 1
     tails = tails.reshape(down, along, BLOCK_ROWS, halves, layout.scales // halves, -1)
@@ -244,7 +245,7 @@ def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     chosen = tails[: layout.rows, firsts]
     scales, zeros = _values(chosen[..., 0], layout.product) / np.float32(_factor(layout)), None
     if format.zeros:
-        stored = (chosen[..., 1] & 0xFFFF).astype(np.uint16)
+        stored = chosen[..., 1].astype(np.uint16)  # of 32 bits, the lower half
         zeros = (-_values(stored, "float16" if wide else layout.product) - _zero_offset(layout)).astype(np.uint8)
     return PackedWeight(format, np.ascontiguousarray(codes), np.ascontiguousarray(scales), zeros)
 

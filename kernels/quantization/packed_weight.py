@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -58,6 +58,23 @@ class WeightFormat:
         groups = rows * self.groups(columns)
         scale = 1 if self.codes == "fp4" else 4 if self.dtype == "float32" else 2
         return rows * -(-columns * self.bits // 8) + groups * scale + (groups * self.bits // 8 if self.zeros else 0)
+
+
+class ScaledWeight(Protocol):
+    """What stands beside the codes of a weight, however these are stored: see `PackedWeight`."""
+
+    @property
+    def format(self) -> WeightFormat: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    @property
+    def scales(self) -> np.ndarray: ...
+    @property
+    def zeros(self) -> np.ndarray | None: ...
+    @property
+    def order(self) -> np.ndarray | None: ...
+    @property
+    def input_scales(self) -> np.ndarray | None: ...
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
-// KV rows of int8 with a float scale each, as `quantization/rows.py` defines them. In shared memory they are integers of T,
-// values divided by VALUE_UNIT so that weights times scales times it keep to the range of half precision.
+// KV rows of int8 with a float scale each, as `quantization/rows.py` defines them. Tensor cores multiply the integers.
 #pragma once
 #include "decode/common.cuh"
 
 namespace quantized {
 
-constexpr float VALUE_UNIT = 128.f;
+// Weights, and the totals that weighted sums are divided by, are 2 to this power times what they are with other rows: in
+// half precision, weights times scales would be subnormal.
+constexpr float WEIGHT_BITS = 7.f;
 
 // The larger of two absolute values, as bits: above infinity's for NaN.
 __device__ __forceinline__ unsigned size_bits(float2 x) {
@@ -20,16 +21,37 @@ template <int LANES> __device__ __forceinline__ float row_scale(unsigned bits) {
     return scale < 1.17549435e-38f ? 0.f : scale;
 }
 
-// An element of a row; zero where the scale is of no use.
-__device__ __forceinline__ int row_integer(float x, float scale) {
-    return scale > 0.f && scale < __int_as_float(0x7f800000) ? __float2int_rn(__fdiv_rn(x, scale)) : 0;
+// An element of a row; zero where the scale is of no use. `inverse`: 1 / scale, whose product with x decides but next to the
+// middle of two integers.
+__device__ __forceinline__ int row_integer(float x, float scale, float inverse) {
+    if (!(scale > 0.f && scale < __int_as_float(0x7f800000))) return 0;
+    const int integer = __float2int_rn(x * inverse);
+    const bool is_near = fabsf(fmaf(-static_cast<float>(integer), scale, x)) <= 0.499f * scale;
+    return is_near ? integer : __float2int_rn(__fdiv_rn(x, scale));
 }
 
-// Eight elements of a row as T, each times `unit`.
-template <typename T> __device__ __forceinline__ uint4 expanded(uint2 eight, float unit) {
-    auto number = [&](unsigned four, int i) { return static_cast<float>(static_cast<signed char>(four >> 8 * i)) * unit; };
-    auto two = [&](unsigned four, int i) { return decode::pack<T>(number(four, i), number(four, i + 1)); };
-    return make_uint4(two(eight.x, 0), two(eight.x, 2), two(eight.y, 0), two(eight.y, 2));
+// What the bytes of elements are joined with to become numbers of T, in a register: kept as a constant, it would be moved to
+// one before each use.
+__device__ __forceinline__ unsigned number_bits(__half) { return decode::in_register(0x64806480u); }
+__device__ __forceinline__ unsigned number_bits(__nv_bfloat16) { return decode::in_register(0x43004300u); }
+
+// Of four elements those number FIRST and FIRST + 2, as a pair of T: bytes become the last ones of numbers whose distance to
+// others they are, since instructions that convert integers take several times as long. `bits`: `number_bits` of T. In
+// half precision, the numbers are 1024 + 128 + x and 1152.
+template <int FIRST> __device__ __forceinline__ unsigned pair_of(unsigned four, unsigned bits, __half) {
+    const unsigned numbers = ((four >> 8 * FIRST) & 0x00ff00ffu) ^ bits;
+    unsigned pair;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(numbers), "r"(0x64806480u));
+    return pair;
+}
+
+// The same for bfloat16: 128 and the seven lower bits of x; 128, or 256 where x is negative.
+template <int FIRST> __device__ __forceinline__ unsigned pair_of(unsigned four, unsigned bits, __nv_bfloat16) {
+    const unsigned numbers = ((four >> 8 * FIRST) & 0x007f007fu) | bits;
+    const unsigned others = ((four >> 8 * FIRST) & 0x00800080u) | bits;
+    unsigned pair;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pair) : "r"(others), "r"(0xbf80bf80u), "r"(numbers));
+    return pair;
 }
 
 }  // namespace quantized

@@ -18,6 +18,8 @@ def compute_bits(values: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray
     if dtype == "float16":
         rounded = values.astype(np.float16)
         return rounded, rounded.astype(np.float32)
+    if dtype == "float32":
+        return values, values
     bits = bfloat16_bits(values)
     return bits, (bits.astype(np.uint32) << 16).view(np.float32)
 
@@ -48,8 +50,10 @@ def rescaled(weight: PackedWeight, dtype: str) -> PackedWeight:
 
 
 def packed_copy(gpu: Any, weight: PackedWeight, dtype: str | None = None) -> PackedMatrix:
-    """A weight in the layout of the kernels of a compute dtype (None: its own), in the memory of the GPU."""
+    """A weight in the kernels' layout, for those of a compute dtype (None: its own), in the memory of the GPU."""
     layout, data = to_device_layout(weight, dtype)
-    inputs = ArrangedInputs.of(weight)
-    own = inputs and ArrangedInputs(*(None if each is None else device_copy(gpu, each) for each in inputs))
-    return PackedMatrix(layout, device_copy(gpu, data), own)
+    arranged = ArrangedInputs.of(weight)
+    inputs = (
+        None if arranged is None else ArrangedInputs(*(None if x is None else device_copy(gpu, x) for x in arranged))
+    )
+    return PackedMatrix(layout, device_copy(gpu, data), inputs)

@@ -2,7 +2,7 @@
 
     python -m tools.bench.drafting_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 200] [--tokens 128]
                                             [--samplings greedy sampled] [--kinds tree ...] [--until-end]
-                                            [--kv-cache int8] [--processes 1] [--output RESULTS.json]
+                                            [--kv-cache int8] [--weights int4] [--processes 1] [--output RESULTS.json]
 
 The prompts are held-out conversations of the shipped model. Answers go on behind the end of the turn, where the model
 means nothing by its tokens and the likeliest are close, unless `--until-end` is given. Several processes take a share
@@ -38,6 +38,7 @@ from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference
 from tools.bench.draw_comparison import first_difference
 from tools.bench.held_out_prompts import held_out_conversations
 from tools.bench.provenance import provenance
+from tools.bench.quantized_model import WEIGHTS, base_of
 
 LIMITS = EngineLimits(
     max_batch=4, prefill_chunk=128, kv_capacity=1024, draft_top_k=10, draft_steps=6, verify_tree_size=64
@@ -191,10 +192,10 @@ def line(comparison: Comparison) -> str:
     )
 
 
-def build(model: Path, target: Path, backend: str, kv_cache: str = "compute") -> EngineDirectory:
-    """An engine directory of the model and its draft, with slots for batches."""
-    targets = [] if backend == "numpy" else None
-    build_engine_directory(model, target, replace(LIMITS, kv_cache=kv_cache), targets, draft=model / "draft")
+def build(model: Path, target: Path, backend: str, kv_cache: str, weights: str) -> EngineDirectory:
+    """An engine directory of the model with layers of `weights` and its draft, with slots for batches."""
+    targets, base = [] if backend == "numpy" else None, base_of(model, weights, target.parent)
+    build_engine_directory(base, target, replace(LIMITS, kv_cache=kv_cache), targets, draft=model / "draft")
     return EngineDirectory.open(target)
 
 
@@ -208,12 +209,14 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
+    parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of the base's layers")
     parser.add_argument("--until-end", action="store_true", help="stop answers at the end of the turn")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
     arguments = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
-        directory = build(arguments.model, Path(folder) / "engines", arguments.backend, arguments.kv_cache)
+        kinds = arguments.backend, arguments.kv_cache, arguments.weights
+        directory = build(arguments.model, Path(folder) / "engines", *kinds)
         prompts = held_out_prompts(directory, arguments.prompts)
         found = compare_shares(
             directory,
@@ -235,6 +238,7 @@ def main() -> None:
         result = provenance() | {
             "backend": arguments.backend,
             "kv_cache": arguments.kv_cache,
+            "weights": arguments.weights,
             "prompts": arguments.prompts,
             "tokens": arguments.tokens,
             "until_end": arguments.until_end,

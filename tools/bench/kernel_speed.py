@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKer
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.programs import model_program
+from edgellm.engines.model.states import PRESENT, decoder_states, state_edge
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.decode.attention import AttentionShape, attention_partials
+from edgellm.kernels.decode.attention import AttentionShape, attention_launch, attention_partials
 from edgellm.kernels.decode.contract import (
     MAX_ROWS,
     AttentionScratch,
@@ -53,7 +55,9 @@ from edgellm.kernels.launch import KernelModule, Launch
 
 LLAMA = DecoderConfig("llama", 128256, 2048, 8192, 16, 32, 8, 64, 131072, 1e-5, 5e5, 64, "float16", True)
 LAYERS = LLAMA.num_layers
-KV_ROWS, START = 1088, 530
+#: Rows of caches behind a context.
+MORE_ROWS = 96
+KV_CACHES = ("compute", "int8")
 REPEATS, SERIES = 10, 5
 EPSILON = LLAMA.rms_norm_eps
 
@@ -61,7 +65,7 @@ EPSILON = LLAMA.rms_norm_eps
 class Bench:
     """Memory, kernels and the stopwatch."""
 
-    def __init__(self) -> None:
+    def __init__(self, contexts: Sequence[int] = (530,)) -> None:
         self.device = CudaDevice()
         self.module = KernelModule(self.device.gpu, self.device.stream.handle)
         self.kernels = CudaDecodeKernels(self.module, "float16", LLAMA.head_dim)
@@ -69,7 +73,7 @@ class Bench:
         self.random = np.random.default_rng(0)
         noise = (self.random.standard_normal(1 << 22) * 0.02).astype(np.float16)
         self._noise = cache(lambda dtype, scale: (noise * scale).astype(dtype))  # half-precision products take long
-        self.results: dict[str, Any] = {}
+        self.contexts, self.results = contexts, dict[str, Any]()
 
     def array(self, shape: Sequence[int], dtype: str = "float16", scale: float = 1.0) -> DeviceArray:
         """Random values."""
@@ -172,30 +176,40 @@ def time_variants(bench: Bench, all_rows: Sequence[int]) -> None:
 
 
 def time_attention(bench: Bench, all_rows: Sequence[int]) -> None:
-    """One sequence of START tokens, whose new tokens are a chain; and the norm."""
-    size, heads, kv_heads = LLAMA.head_dim, LLAMA.num_heads, LLAMA.num_kv_heads
-    caches = [tuple(bench.array((1, kv_heads, KV_ROWS, size), scale=50) for _ in range(2)) for _ in range(LAYERS)]
-    start = bench.device.empty((1,), "int32")
-    bench.device.upload(start, np.array([START], np.int32))
+    """One sequence behind some contexts, whose new tokens are a chain, with rows of 16 and of 8 bits; and the norm."""
+    heads = LLAMA.num_heads, LLAMA.num_kv_heads, LLAMA.head_dim
+    for rows, context, kv_cache in product(all_rows, bench.contexts, KV_CACHES):
+        shape = AttentionShape(1, rows, *heads, context + MORE_ROWS, kv_cache == "int8")
+        inputs = attention_inputs(bench, shape, context)  # whose memory launches use
+        launches = [attention_launch(bench.module, *given) for given in inputs]
+        bench.report(f"attention, {context} {kv_cache}", rows, bench.microseconds(launches, "attention"))
     weight = bench.array((LLAMA.hidden_size,), scale=50)
     for rows in all_rows:
-        mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")
-        bench.device.upload(mask, np.arange(KV_ROWS) <= START + np.arange(rows)[None, None, :, None] % 7)
-        qkv = bench.array((rows, (heads + 2 * kv_heads) * size), "float32", 50)
-        rotations = bench.array((1, rows, size), scale=50)
-        context = bench.device.empty((rows, heads * size), "float16")
-        partials = attention_partials(AttentionShape(1, rows, heads, kv_heads, size, KV_ROWS))
-        partial = bench.device.empty((partials,), "float32")
-        counters = bench.device.zeros((rows, kv_heads), "uint32")
-        layer = AttentionWeights(None, None, EPSILON, 0.0, size**-0.5)
-        before, scratch = (rotations, start, mask if rows > 1 else None), AttentionScratch(partial, counters)
-        steps = [AttentionStep(*before, *cache) for cache in caches]
-        launches = [bench.kernels.attention(qkv, layer, step, scratch, context) for step in steps]
-        bench.report("attention", rows, bench.microseconds(launches, "attention"))
         hidden = bench.array((rows, LLAMA.hidden_size), "float32", 50)
         normed = bench.device.empty((rows, padded_columns(LLAMA.hidden_size)), "float16")
         norms = [bench.kernels.norm(NormedInput(hidden, weight, EPSILON), normed) for _ in range(LAYERS)]
         bench.report("norm", rows, bench.microseconds(norms, "norm"))
+
+
+def attention_inputs(bench: Bench, shape: AttentionShape, context: int) -> list[tuple[Any, ...]]:
+    """What `attention_launch` takes for layers of one sequence, together with more KV rows than the cache holds."""
+    rows, size, kv_heads, capacity = shape.tokens, shape.size, shape.kv_heads, shape.kv_rows
+    layers = min(64, max(LAYERS, (128 << 20) // (2 * kv_heads * context * size)))
+    caches = [[bench.array((1, kv_heads, capacity, size), scale=50) for _ in "kv"] for _ in range(layers)]
+    if shape.int8:
+        caches = [[bench.array((1, kv_heads, capacity, size), "int8", 1500) for _ in "kv"] for _ in range(layers)]
+        scales = bench.array((1, kv_heads, capacity, 1), "float32")
+    start, mask = bench.device.empty((1,), "int32"), bench.device.empty((1, 1, rows, capacity), "bool")
+    bench.device.upload(start, np.array([context], np.int32))
+    bench.device.upload(mask, np.arange(capacity) <= context + np.arange(rows)[None, None, :, None] % 7)
+    qkv = bench.array((rows, (shape.heads + 2 * kv_heads) * size), "float32", 50)
+    rotations = bench.array((1, rows, size), scale=50)
+    out = bench.device.empty((rows, shape.heads * size), "float16")
+    partial = bench.device.empty((attention_partials(shape),), "float32")
+    counters = bench.device.zeros((rows, kv_heads), "uint32")
+    layer, scratch = AttentionWeights(None, None, EPSILON, 0.0, size**-0.5), AttentionScratch(partial, counters)
+    before, behind = (rotations, start, mask if rows > 1 else None), (False, scales, scales) if shape.int8 else ()
+    return [(qkv, layer, AttentionStep(*before, *cache, *behind), scratch, out) for cache in caches]
 
 
 def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
@@ -203,16 +217,18 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
     arrays = {}
     for spec in decoder_weights(LLAMA):
         arrays[spec.name] = bench.array(spec.shape, scale=50 if len(spec.shape) == 1 else 1)
-    for layer in range(LAYERS):
-        for kind in "kv":
-            cache = bench.array((1, LLAMA.num_kv_heads, KV_ROWS, LLAMA.head_dim))
-            arrays[f"{kind}_cache_{layer}"] = arrays[f"present_{kind}_cache_{layer}"] = cache
     start = bench.device.empty((1,), "int32")
-    bench.device.upload(start, np.array([START], np.int32))
-    for rows in all_rows:
+    for rows, context, kv_cache in product(all_rows, bench.contexts, KV_CACHES):
+        capacity = context + MORE_ROWS
+        bench.device.upload(start, np.array([context], np.int32))
+        for name, (shape, dtype) in state_edge(decoder_states(LLAMA, kv_cache), 1, capacity).items():
+            scale = 1500 if dtype == "int8" else 1
+            arrays[name] = bench.array(shape, "float16" if dtype == "compute" else dtype, scale)
+            arrays[PRESENT + name] = arrays[name]
         for executor in (FewRows, ManyRows):
-            shape = EngineShape("decode" if rows == 1 else "verify", 1, rows, KV_ROWS, KV_ROWS, rows)
-            name = "step" if executor is FewRows else "tiled step"
+            phase = "decode" if rows == 1 else "verify"
+            shape = EngineShape(phase, 1, rows, capacity, capacity, rows, kv_cache=kv_cache)
+            name = f"{'step' if executor is FewRows else 'tiled step'}, {context} {kv_cache}"
             refusal = executor.refusal(model_program(LLAMA, shape), bench.module.shared_limit)
             if refusal is not None:
                 print(f"{name:32s} {rows:3d} rows run elsewhere, or on TensorRT: {refusal}", flush=True)
@@ -220,8 +236,8 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
             kernels = StepKernels(bench.kernels, bench.tiled, bench.tiled.gpu)
             engine = KernelEngine(kernels, executor, LLAMA, shape, "float16", bench.module.shared_limit)
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
-            mask = bench.device.empty((1, 1, rows, KV_ROWS), "bool")
-            bench.device.upload(mask, np.arange(KV_ROWS) <= START + np.arange(rows)[None, None, :, None] % 7)
+            mask = bench.device.empty((1, 1, rows, capacity), "bool")
+            bench.device.upload(mask, np.arange(capacity) <= context + np.arange(rows)[None, None, :, None] % 7)
             own = {
                 "inputs_embeds": bench.array((1, rows, LLAMA.hidden_size), scale=50),
                 "rope_rotary_cos_sin": bench.array((1, rows, LLAMA.rotary_dim), scale=50),
@@ -260,9 +276,10 @@ def main() -> None:
     usual = ["steps", "attention", "linear"]
     parser.add_argument("sections", nargs="*", type=one_of(*SECTIONS), default=usual)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[530], help="of attention and whole steps")
     parser.add_argument("--output", type=Path)
     arguments = parse(parser)
-    bench = Bench()
+    bench = Bench(arguments.contexts)
     print(bench.device.gpu.name, bench.module.multiprocessors, "multiprocessors")
     for section in arguments.sections:
         SECTIONS[section](bench, arguments.rows)

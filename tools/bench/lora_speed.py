@@ -28,7 +28,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import parse
 from gpu_timer import gpu_milliseconds
-from kernel_speed import KV_ROWS, LLAMA, START, Bench
+from kernel_speed import LLAMA, Bench
 from provenance import provenance, report
 from random_checkpoint import checkpoint_in
 
@@ -46,6 +46,8 @@ from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import DeviceArray
 
+#: Rows of the caches, and of the context before the new tokens.
+KV_ROWS, START = 1088, 530
 #: Of the decode step of several sequences.
 SEQUENCES = 4
 

@@ -157,6 +157,7 @@ def random_directory(
     if draft is not None:
         config = replace(config, feature_layers=draft.config.feature_layers)
     layouts = {}
+    limits = replace(limits, packed=weights == "int4")
     if weights == "int4":
         format = WeightFormat("int4", 128, False, dtype)
         layers = [spec for spec in decoder_weights(config) if len(spec.shape) == 2 and ".layers." in spec.name]

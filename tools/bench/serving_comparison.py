@@ -16,6 +16,7 @@ from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.comparison import teacher_forced_logits
 from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference, parameters
 from tools.bench.held_out_prompts import Messages, as_they_are
+from tools.bench.quantized_model import WEIGHTS, base_of
 from tools.bench.serving_ways import SLOTS, WAYS, Asked, answers, forget_rows
 
 LIMITS = EngineLimits(SLOTS, 128, 1024, draft_top_k=10, draft_steps=6, verify_tree_size=16)
@@ -49,14 +50,15 @@ class Served:
         return few and all(each.gap < each.allowed for each in self.differences)
 
 
-def build(model: Path, target: Path, backend: str, kv_cache: str = "compute") -> Path:
-    """An engine directory of a model, its draft and its adapters, with eight slots."""
+def build(model: Path, target: Path, backend: str, kv_cache: str = "compute", weights: str = WEIGHTS[0]) -> Path:
+    """An engine directory of a model with layers of `weights`, its draft and its adapters, with eight slots."""
     adapters = {path.name: path for path in sorted((model / "lora").glob("*"))}
     limits = replace(LIMITS, kv_cache=kv_cache)
     if adapters:
         limits = replace(limits, max_lora_rank=16, lora_slots=2)
     targets = [] if backend == "numpy" else None
-    build_engine_directory(model, target, limits, targets, draft=model / "draft", adapters=adapters)
+    base = base_of(model, weights, target.parent)
+    build_engine_directory(base, target, limits, targets, draft=model / "draft", adapters=adapters)
     return target
 
 

@@ -2,7 +2,8 @@
 
     python -m tools.bench.serving_equality [--model ENGINE_DIR] [--backend numpy] [--prompts 100] [--tokens 32]
                                            [--ways snapshot ...] [--draftings plain ...] [--samplings greedy ...]
-                                           [--processes 1] [--record RECORD.jsonl] [--output RESULTS.json]
+                                           [--kv-cache int8] [--weights int4] [--processes 1] [--record RECORD.jsonl]
+                                           [--output RESULTS.json]
 
 The model is built with eight slots, its draft and its adapters. Its held-out conversations take turns with the adapters
 and without one, so that each request switches. What is compared with is plain decoding of one request at a time, of
@@ -46,6 +47,7 @@ from tools.bench.as_device import enter, measured_as, parse
 from tools.bench.differences import SAMPLINGS, Difference
 from tools.bench.held_out_prompts import Messages, held_out_conversations
 from tools.bench.provenance import provenance
+from tools.bench.quantized_model import WEIGHTS
 from tools.bench.serving_comparison import DRAFTINGS, Served, build, compare_all, line, merged
 from tools.bench.serving_ways import SLOTS, WAYS, groups
 
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--draftings", nargs="+", choices=list(DRAFTINGS), default=list(DRAFTINGS))
     parser.add_argument("--samplings", nargs="+", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
+    parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of the base's layers")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--record", type=Path, help="by default it lies beside the results")
     parser.add_argument("--output", type=Path)
@@ -157,13 +160,18 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are made
     asked = held_out_conversations(arguments.prompts)
     shares = groups(asked, SLOTS if arguments.backend == "numpy" else max(1, len(asked)))
-    heading = {name: getattr(arguments, name) for name in ("backend", "prompts", "tokens", "measured_as", "kv_cache")}
+    heading = {
+        name: getattr(arguments, name)
+        for name in ("backend", "prompts", "tokens", "measured_as", "kv_cache", "weights")
+    }
     heading["model"] = hash_bytes((arguments.model / "edgellm.json").read_bytes())
     with tempfile.TemporaryDirectory() as folder:
         beside = Path(folder) / "record" if arguments.output is None else arguments.output.with_suffix(".jsonl")
         record = Record(arguments.record or beside, heading)
         record.begin()
-        directory = build(arguments.model, Path(folder) / "engines", arguments.backend, arguments.kv_cache)
+        directory = build(
+            arguments.model, Path(folder) / "engines", arguments.backend, arguments.kv_cache, arguments.weights
+        )
         call = partial(
             run_job,
             directory=directory,

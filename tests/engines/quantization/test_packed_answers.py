@@ -174,7 +174,7 @@ def test_the_memory_plan_counts_packed_weights(tiny_checkpoint: Path, tiny_draft
     draft, _ = write_packed(tiny_draft, tmp_path / "packed_draft", tmp_path / "twin_draft", None)
     build_engine_directory(model, tmp_path / "engines", EngineLimits(1, 32, 96, 4, 3, 12), [], "float16", draft=draft)
     directory = EngineDirectory.open(tmp_path / "engines")
-    layouts = model_layouts(directory.models, directory.folders, "float16")
+    layouts = model_layouts(directory.models, directory.checkpoints, "float16")
     found = packed_memory(directory.models, layouts, "float16")
     for name, part in (("weights", directory), ("draft weights", directory.draft)):
         with part.checkpoint() as checkpoint:

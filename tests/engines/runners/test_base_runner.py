@@ -185,8 +185,17 @@ def test_a_prompt_is_cut_into_the_cheapest_chunks(count: int, sizes: tuple[int, 
     assert sum(sizes[:-1]) < count <= sum(sizes)
 
 
+@pytest.mark.parametrize(
+    ("count", "sizes"),
+    [(16, (16,)), (17, (64,)), (65, (128,)), (130, (512,)), (560, (512, 64)), (600, (512, 128)), (1700, (2048,))],
+)
+def test_with_packed_weights_short_rests_are_not_worth_dequantizing(count: int, sizes: tuple[int, ...]) -> None:
+    assert EngineLimits(prefill_chunk=2048, packed=True).cheapest_chunks(count) == sizes
+
+
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("chunk", [16, 112, 512, 2048])
-def test_caches_have_room_for_the_padding_of_every_prompt(chunk: int) -> None:
-    limits = EngineLimits(prefill_chunk=chunk, kv_capacity=4096)
+def test_caches_have_room_for_the_padding_of_every_prompt(chunk: int, packed: bool) -> None:
+    limits = EngineLimits(prefill_chunk=chunk, kv_capacity=4096, packed=packed)
     padding = max(sum(limits.cheapest_chunks(count)) - count for count in range(1, chunk))
     assert limits.kv_capacity + padding < limits.kv_rows <= limits.kv_capacity + padding + 1

@@ -56,7 +56,7 @@ class Decoder:
     ) -> np.ndarray:
         """The context [T, heads * size] float32 of new tokens at row `start`."""
         gpu, tokens = self.gpu, len(qkv)
-        shape = AttentionShape(1, tokens, HEADS, KV_HEADS, self.size, ROWS)
+        shape = AttentionShape(1, tokens, HEADS, KV_HEADS, self.size, ROWS, True)
         partial = gpu.zeros((attention_partials(shape),), "float32")
         context = gpu.zeros((tokens, HEADS * self.size), self.dtype)
         kept = [device_copy(gpu, each) for each in (qkv, cos_sin, np.array([start], np.int32))]
@@ -159,3 +159,24 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(gpu, dtype: str, size: i
     np.testing.assert_array_equal(whole, cut)
     for name in CACHES:
         np.testing.assert_array_equal(rows[name], others[name])
+
+
+@DTYPES
+def test_elements_between_two_integers_go_to_the_even_one_in_every_phase(gpu, dtype: str) -> None:
+    tokens, start, size = 4, 9, 64
+    qkv, cos_sin = new_tokens(tokens, size, dtype)
+    qkv = np.round(qkv.reshape(tokens, -1, size) * 60) / 2
+    qkv[:, :, 0] = 127  # scales are 1
+    expected = qkv[:, HEADS:].reshape(tokens, 2, KV_HEADS, size).swapaxes(0, 2)
+    qkv, decoder = qkv.reshape(tokens, -1), Decoder(gpu, dtype, size)
+    decoder.step(start, qkv, cos_sin, tree_mask(tokens, start), rotates=False)
+    caches = {name: device_copy(gpu, array) for name, array in committed(size).items()}
+    prompt, at = device_copy(gpu, to_bits(qkv[None], dtype)), device_copy(gpu, np.array([start], np.int32))
+    rows = KeyValueRows(caches["k_cache"], caches["v_cache"], at)
+    CudaPrefill(gpu.kernel_module).prepare_heads(
+        prompt, None, None, rows, RowScales(caches["k_scale"], caches["v_scale"])
+    )()
+    for kept in (decoder.rows(), {name: gpu.download(array) for name, array in caches.items()}):
+        for number, kind in enumerate("kv"):
+            found = kept[f"{kind}_cache"][0, :, start : start + tokens]
+            np.testing.assert_array_equal(found, np.rint(expected[:, number].clip(-127, 127)))

@@ -1,0 +1,88 @@
+"""The kernels of few rows over weights of 4 bits: how they work, and the shared memory of their blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
+from edgellm.kernels.decode.contract import SLICES, STEP, padded_columns, slice_steps
+from edgellm.kernels.decode.tilings import Capacity, slices_end_every
+from edgellm.kernels.launch import Kernel
+from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout
+
+#: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
+MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
+#: Of `stage_normalized`, in bytes.
+_NORM_SUMS = 8 * (SLICES + 1) * 4
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """How blocks of 16 warps work.
+
+    `sharing` (16, 8 or 4) share K of a tile of `weight_tiles` times 16 weight rows; each has room for `depth` blocks of
+    weights of it in shared memory; 0: they come straight into registers. Sums of `at_once` tiles are added at once.
+    `blocks` are on a multiprocessor, where `resident` have registers. `one`: a row of activations alone. `late`: the
+    next kernel starts when all weights are under way.
+    """
+
+    one: bool
+    sharing: int
+    weight_tiles: int
+    depth: int
+    at_once: int
+    blocks: int
+    resident: int = 2
+    late: bool = False
+
+    def shared_bytes(self, block_bytes: int, columns: int, batch: int, normed: bool) -> int:
+        """Of a block. `block_bytes`: of `DeviceLayout`."""
+        rows = 1 if self.one else 8
+        weights = SLICES * self.depth * 2 * self.weight_tiles * block_bytes
+        sums = 2 * SLICES * self.at_once * rows * (16 * self.weight_tiles + 4) * 4
+        staged = SLICES * slice_steps(columns) * 64
+        return weights + sums + staged * batch + (_NORM_SUMS + staged if normed else 0)
+
+    def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over a matrix's tiles."""
+        return min(-(-rows // (2 * self.weight_tiles * BLOCK_ROWS)), self.blocks * gpu.multiprocessors), 1, 1
+
+
+def packed_rows_kernel(
+    name: str, dtype: str, way: PackedRows, layout: DeviceLayout, macros: tuple[tuple[str, int | str], ...]
+) -> Kernel:
+    """A kernel of packed_rows.cu; `macros` are those of the kernels of few rows."""
+    sizes = way.sharing, way.weight_tiles, way.depth, way.late, way.at_once, slices_end_every(layout.columns)
+    whole = layout.rows % (2 * way.weight_tiles * BLOCK_ROWS) == 0 and layout.columns == padded_columns(layout.columns)
+    brief = way.sharing == SLICES and slice_steps(layout.columns) * STEP == BLOCK_COLUMNS
+    last = layout.scales, layout.mode, way.resident
+    chosen = ", ".join(str(each).lower() for each in (way.one, whole, brief, *sizes, *last))
+    own = (
+        ("HOST_ONE_ROW_BYTES", PackedRows(True, 8, 2, 3, 4, 1).shared_bytes(576, 3 * 512, 1, True)),
+        ("HOST_ROWS_BYTES", PackedRows(False, 4, 1, 2, 4, 1).shared_bytes(528, 3 * 512, 5, True)),
+    )
+    expression = f"decode::packed::{name}<{CUDA_TYPES[dtype]}, {chosen}>"
+    return decode_kernel("packed_rows.cu", expression, (*macros, *own))
+
+
+def packed_rows(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> PackedRows | None:
+    """How a layer is computed fastest; None where blocks have not the memory, and for too many rows."""
+    ways = packed_rows_ways(batch, layout, gpu, normed)
+    return ways[0] if ways else None
+
+
+def packed_rows_ways(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> list[PackedRows]:
+    """All that have room, the fastest first."""
+    if batch > MAX_PACKED_ROWS:
+        return []
+    sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
+    one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
+    found = []
+    for weight_tiles, depth, blocks, resident in ((1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 2, 2), (1, 4, 1, 2), (2, 2, 1, 2)):
+        most = 8 // weight_tiles if one else 2
+        tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
+        at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))
+        way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident)
+        if way.shared_bytes(layout.block_bytes, layout.columns, batch, normed) <= gpu.shared_limit:
+            found.append(way)
+    return found

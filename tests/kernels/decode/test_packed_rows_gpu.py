@@ -1,0 +1,86 @@
+"""Packed linear layers of few rows on the GPU, bit for bit those over the dequantized weights, in every way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gpu_device import device_copy
+from packed_weights import compute_bits, random_packed
+
+from edgellm.kernels.decode import linear as launches
+from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
+from edgellm.kernels.decode.geometries import norm_linear_shared_bytes
+from edgellm.kernels.decode.linear import CudaDecodeKernels
+from edgellm.kernels.decode.packed_rows import packed_rows_ways
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
+from edgellm.kernels.launch import Launch
+from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
+
+pytestmark = pytest.mark.gpu
+
+
+def _layer(gpu, width: int, columns: int, group: int | None, zeros: bool, dtype: str):
+    """A packed layer with a bias, and the same dequantized."""
+    weight = random_packed(width, columns, group, zeros, dtype)
+    layout, data = to_device_layout(weight)
+    bias = _random(gpu, dtype, width)
+    dense = device_copy(gpu, compute_bits(weight.values(), dtype)[0])
+    return LinearWeights(PackedMatrix(layout, device_copy(gpu, data)), bias), LinearWeights(dense, bias)
+
+
+def _random(gpu, dtype: str, *shape: int):
+    values = np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+    return device_copy(gpu, values if dtype == "float32" else compute_bits(values, dtype)[0])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("width", "columns", "group", "zeros", "dtype"),
+    [
+        (336, 520, 32, True, "float16"),
+        (2400, 2048, 128, False, "float16"),
+        (336, 1024, 64, False, "bfloat16"),
+        (336, 2560, None, False, "float16"),
+        (336, 3072, 128, True, "bfloat16"),
+        (336, 4096, 128, False, "float16"),
+    ],
+)
+def test_every_way_gives_the_bits_of_the_dequantized_weight(
+    gpu, rows: int, width: int, columns: int, group: int | None, zeros: bool, dtype: str, monkeypatch
+) -> None:
+    kernels, tiled = CudaDecodeKernels(gpu.kernel_module, dtype, 64), CudaTiledKernels(gpu.kernel_module, dtype)
+    packed, dense = _layer(gpu, width, columns, group, zeros, dtype)
+    x, hidden = _random(gpu, dtype, rows, columns), _random(gpu, "float32", rows, columns)
+    residual, norm_weight = _random(gpu, "float32", rows, width), _random(gpu, dtype, columns)
+    normed = NormedInput(hidden, norm_weight, 1e-5, 1.0)
+    sums, gates = gpu.empty((rows, width), "float32"), gpu.empty((rows, width // 2), dtype)
+    kept, before = gpu.empty((rows, columns), dtype), gpu.empty((rows, width), dtype)
+
+    def as_it_is(linear: LinearWeights) -> Launch:
+        if linear is dense:
+            return tiled.gate_up(x, linear, "silu", gates)
+        return kernels.norm_gate_up(NormedInput(x, None), linear, "silu", gates)
+
+    def computed(linear: LinearWeights) -> list[np.ndarray]:
+        found = []
+        for launch, outputs in (
+            (kernels.norm_linear([normed], linear, sums, 0.5, Kept(kept)), (sums, kept)),
+            (kernels.norm_gate_up(normed, linear, "silu", gates), (gates,)),
+            (as_it_is(linear), (gates,)),
+            (kernels.linear_residual(x, linear, residual, sums, 2.0, Kept(before)), (sums, before)),
+        ):
+            for output in outputs:
+                gpu.upload(output, np.ones_like(gpu.download(output)))
+            launch()
+            found += [gpu.download(output).view(np.uint8) for output in outputs]
+        return found
+
+    capacity, layout = capacity_of(gpu.kernel_module), packed.weight.layout
+    ways = packed_rows_ways(rows, layout, capacity, normed=True)
+    if not ways or norm_linear_shared_bytes(rows, [columns], capacity.shared_limit, True) > capacity.shared_limit:
+        pytest.skip("blocks have too little shared memory")
+    expected = computed(dense)
+    for way in ways:
+        monkeypatch.setattr(launches, "packed_rows", lambda *_, way=way: way)
+        for found, wanted in zip(computed(packed), expected, strict=True):
+            np.testing.assert_array_equal(found, wanted, err_msg=str(way))
