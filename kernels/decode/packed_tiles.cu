@@ -217,7 +217,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     wait_for_warps<G>();
     const unsigned mask = linear.batch > 0 ? LOW : 0;  // for the compiler no constant, of which it would make many copies
     unsigned slot = weights.ring, place = activations.memory;
-    Held<G> held;
+    HeldTiles<G> held;
     uint4 rows[2][G::TOGETHER];  // what is multiplied, and what is read meanwhile
     held.read(slot);
     read_rows<G>(rows[0], place, 0);

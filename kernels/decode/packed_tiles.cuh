@@ -1,14 +1,18 @@
 // How weights and activations of packed_tiles.cu come into shared memory: weights each warp's own, activations for the
 // warps of a team.
 #pragma once
-#include "decode/packed_copies.cuh"
+#include "decode/many_rows.cuh"
+#include "decode/packed_codes.cuh"
 
 namespace decode {
 namespace packed {
 
+constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
+
 // A warp's tile: WEIGHT_TILES of 16 weight rows, TOKEN_TILES of 8 rows of activations. ROW_WARPS make a team, K_WARPS
 // teams share K. DEPTH blocks of a warp's weights find room. Activations come in a ring of STAGES of CHUNK steps for each
-// team; of 0: they are copied once, for all tiles, and stay. STEPS of a slice. The others as `Geometry` has them.
+// team; of 0: they are copied once, for all tiles, and stay. STEPS of a slice. SCALES, MODE: of the Format.
+// PAIRED: the second 8 rows of 16 are the ups of the first 8.
 template <int TOKEN_TILES_, int WEIGHT_TILES_, int ROW_WARPS_, int K_WARPS_, int DEPTH_, int STAGES_, int CHUNK_,
           int STEPS_, int SCALES_, int MODE_, bool PAIRED>
 struct TileGeometry : Format<SCALES_, MODE_> {
@@ -57,6 +61,16 @@ template <typename G> __device__ __forceinline__ void wait_for_warps() {
     else if constexpr (G::K_WARPS == 1) __syncthreads();
     else wait_for_team<32 * G::ROW_WARPS>(own_warp() / G::ROW_WARPS);
 }
+
+// What a lane has of a block of each of a warp's tiles of 8 rows.
+template <typename G> struct HeldTiles {
+    Lane<G::SCALES, G::MODE> tiles[G::TILES];
+
+    __device__ __forceinline__ void read(unsigned slot) {
+#pragma unroll
+        for (int i = 0; i < G::TILES; ++i) tiles[i].read(SharedBlock{slot + i * G::BLOCK_BYTES});
+    }
+};
 
 // The weights of a warp, of the block's tiles, as one stream of blocks.
 template <typename G> struct TileWeights {
