@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from packed_checkpoints import write_packed
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from edgellm import LLM, Request, SamplingParams
+from edgellm.commands.app import create_app
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -115,6 +117,10 @@ def test_a_model_that_was_quantized_here_agrees_with_numpy(symmetric: bool, tmp_
     directory = EngineDirectory.open(tmp_path / "engines")
     prompt = Tokenizer.from_directory(directory.path).encode_chat([{"role": "user", "content": QUESTIONS[1]}])
     assert_agrees_with_numpy(directory, (prompt * 4)[:150], 24)
+    for command in (["doctor"], ["generate", QUESTIONS[0], "--max-tokens", "8"]):
+        result = CliRunner().invoke(create_app(), [*command, "--model", str(directory.path)])
+        assert result.exit_code == 0, result.output
+        print(result.output)
 
 
 @pytest.mark.parametrize("name", ["awq_group32", "awq_whole_rows", "gptq_v2_zeros", "ct_w4_group32_zeros"])
