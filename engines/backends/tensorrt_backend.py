@@ -139,6 +139,7 @@ class TensorRTBackend(CudaDevice):
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
         found = weights | PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, advance)
         if packed:
+            advance(total - done)  # layouts are planned for the most
             seconds = time.perf_counter() - started
             logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
         self._load_kernels(found)
