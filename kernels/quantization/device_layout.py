@@ -239,7 +239,8 @@ def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     scales = _bits(weight.scales * np.float32(_factor(layout)), layout.product)
     parts = [_placed(scales, layout)]
     if weight.zeros is not None:
-        zeros = _bits(-(weight.zeros.astype(np.float32) + _zero_offset(layout)), "float16" if wide else layout.product)
+        points = np.arange(1 << layout.format.bits, dtype=np.float32) + _zero_offset(layout)
+        zeros = _bits(-points, "float16" if wide else layout.product)[weight.zeros]
         parts.append(_placed(zeros.astype(np.uint32) * 0x10001 if wide else zeros, layout))
     return np.stack(parts, axis=-1).view(np.uint8).reshape(*layout.blocks, -1)
 
@@ -297,10 +298,14 @@ def _zero_offset(layout: DeviceLayout) -> int:
 def _placed(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
     """Of groups [N, groups], as blocks have them: [down, along, rows, scales]."""
     down, along = layout.blocks
-    rows = np.zeros((down * BLOCK_ROWS, values.shape[1]), values.dtype)
-    rows[: layout.rows] = values
+    rows, groups = values, layout.groups()
+    if layout.rows % BLOCK_ROWS:
+        rows = np.zeros((down * BLOCK_ROWS, values.shape[1]), values.dtype)
+        rows[: layout.rows] = values
     order = np.arange(8).reshape(4, 2).T.reshape(-1) if layout.scales == 8 else slice(None)
-    return rows[:, layout.groups()[:, order]].reshape(down, BLOCK_ROWS, along, layout.scales).swapaxes(1, 2)
+    once = groups.size == values.shape[1]  # each group stands in one place: nothing is gathered
+    placed = rows.reshape(-1, *groups.shape)[..., order] if once else rows[:, groups[:, order]]
+    return placed.reshape(down, BLOCK_ROWS, along, layout.scales).swapaxes(1, 2)
 
 
 def _turned(words: np.ndarray, bits: int) -> np.ndarray:

@@ -195,6 +195,14 @@ def test_a_packed_layer_that_does_not_say_how_its_inputs_are_arranged_is_refused
         _ = LinearWeights(PackedMatrix(layout, data)).arranged
 
 
+@pytest.mark.parametrize(("phase", "tokens"), [("propose", 24), ("accept", 23)])
+def test_a_step_of_a_draft_of_more_rows_than_a_launch_takes_runs_in_passes(phase: str, tokens: int) -> None:
+    config, shape = EAGLE3, draft_shape(phase, 3, tokens, 96)
+    arrays = random_draft(config, shape, [29, 0, 11])
+    assert_equal(config, shape, launched(ManyRows, config, shape, arrays), computed(config, shape, arrays))
+    assert len(numpy_kernel_engine(config, shape, ManyRows)._passes) == 2
+
+
 @pytest.mark.parametrize(
     ("changes", "shape", "dtype", "reason"),
     [
