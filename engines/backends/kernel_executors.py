@@ -54,10 +54,10 @@ from edgellm.kernels.decode.geometries import (
     norm_linear_shared_bytes,
     norm_shared_bytes,
 )
-from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS
+from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_clocks, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
-from edgellm.kernels.quantization.device_layout import ArrangedInputs
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 _PACKED = "packed"
@@ -103,6 +103,8 @@ class FewRows:
 
     @classmethod
     def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
+        if (layout := packed_layout(step, program)) is not None:
+            return packed_refusal(step_rows(step, program), layout, limit)
         if (needed := cls._shared_bytes(step, program, limit)) <= limit:
             return None
         return f"{step_rows(step, program)} rows need {needed} bytes of shared memory, a block of the GPU has {limit}"
@@ -127,9 +129,13 @@ class FewRows:
 
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
-        inside = isinstance(step, NormLinear) and cls.norms_inside(step)
+        inside, rows = isinstance(step, NormLinear) and cls.norms_inside(step), step_rows(step, program)
         width, columns = step.linear.weight.shape
-        clocks = few_rows_clocks(step_rows(step, program), width, columns, inside, gpu)
+        if (layout := packed_layout(step, program)) is not None:
+            inside = inside and rows <= MAX_NORMED_ROWS
+            clocks = packed_clocks(rows, layout, gpu)
+        else:
+            clocks = few_rows_clocks(rows, width, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     @staticmethod
@@ -338,7 +344,10 @@ def _many_clocks(step: NormLinear | LinearResidual, program: Program, gpu: Capac
     """An estimate for a layer by the kernels of many rows, with the norms before it."""
     gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
     width, columns = step.linear.weight.shape
-    clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
+    if (layout := packed_layout(step, program)) is not None:
+        clocks = packed_clocks(step_rows(step, program), layout, gpu)
+    else:
+        clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
     return clocks + _norm_count(step) * NORM_CLOCKS
 
 
@@ -349,6 +358,11 @@ def _ranks(program: Program) -> int:
 def _norm_count(step: NormLinear | LinearResidual) -> int:
     """Launches that bring the inputs of a layer together, where it does not norm them itself."""
     return sum(max(1, len(given.norms)) for given in step.inputs) if isinstance(step, NormLinear) else 0
+
+
+def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
+    """How a step's weight is packed, if it is."""
+    return program.packed.get(step.linear.weight.name) if isinstance(step, NormLinear | LinearResidual) else None
 
 
 def step_rows(step: Step, program: Program) -> int:

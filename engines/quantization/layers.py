@@ -8,14 +8,18 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, overflow_error
 from edgellm.engines.checkpoints.tensors import STORAGE, convert
-from edgellm.engines.checkpoints.weights import part_places
+from edgellm.engines.checkpoints.weights import load_numpy_weights, part_places
+from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program
+from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program, single_weight
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.scaling import foldings, scale_norm, search_scales
 from edgellm.engines.quantization.statistics import InputStatistics
 from edgellm.engines.quantization.written_layout import StoredTensor, packed_tensors
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+#: Of an EAGLE head, weights of two dimensions that are no linear layer's, or stay as published.
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def linears(program: Program) -> list[Linear]:
@@ -80,6 +84,36 @@ def layer_tensors(
                 if overflowed:
                     raise overflow_error(info, info.dtype, overflowed)
                 tensors[info.name] = StoredTensor(info.dtype, np.asarray(values, STORAGE[info.dtype]))
+    return tensors
+
+
+def head_tensors(
+    checkpoint: Checkpoint, format: WeightFormat, arithmetic: Arithmetic, progress: Callable[[str, int, int], None]
+) -> dict[str, dict[str, StoredTensor]]:
+    """Of an EAGLE head what each linear layer is stored as, by the names of their weights. Raises CheckpointError for
+    groups that do not divide a row."""
+    shapes = {
+        name: info.shape
+        for name, info in checkpoint.tensors.items()
+        if name.endswith(".weight") and len(info.shape) == 2 and not name.endswith(_TABLES)
+    }
+    wrong = [
+        f"{name.removesuffix('.weight')} ({columns})"
+        for name, (_, columns) in shapes.items()
+        if columns % (format.group or 1)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"Groups of {format.group} do not divide the columns of {', '.join(wrong)}. Take a smaller --group-size, "
+            "or --bits 8, which has no groups"
+        )
+    tensors: dict[str, dict[str, StoredTensor]] = {}
+    for name, shape in shapes.items():
+        progress("layers", len(tensors), len(shapes))
+        weight = load_numpy_weights(checkpoint, [single_weight(name, *shape)])[name]
+        module = checkpoint.info(name).name.removesuffix(".weight")
+        tensors[name] = packed_tensors(module, arithmetic.quantize_rows(weight, format))
+    progress("layers", len(shapes), len(shapes))
     return tensors
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,7 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantization.feedback import quantize_in_turn
-from edgellm.engines.quantization.layers import layer_tensors, linears, scale_layer
+from edgellm.engines.quantization.layers import head_tensors, layer_tensors, linears, scale_layer
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
 from edgellm.engines.quantization.written_layout import StoredTensor, quantization_config, write_tensors
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
@@ -92,19 +92,24 @@ def quantize_checkpoint(
     progress: Progress | None = None,
     arithmetic: Arithmetic = NUMPY,
 ) -> QuantizationReport:
-    """Quantize the linear layers of the language model in the directory `source` into the new directory `target`.
+    """Quantize the linear layers of the language model, or the EAGLE head, in the directory `source` into the new
+    directory `target`.
 
-    `texts` are the token ids of calibration texts; only "rtn" needs none. Embeddings, head, norms and vision encoder
-    stay as published, but norms that scales are folded into. The target appears when it is complete; what was done of
-    an interrupted run is kept in a hidden folder beside it and gone on with, or with `restart` thrown away. With
-    `force` an existing checkpoint is replaced. `arithmetic` computes. Raises CheckpointError and UnsupportedModelError.
+    `texts` are the token ids of calibration texts; only "rtn" needs none, and EAGLE heads take that alone. Embeddings,
+    head, norms and vision encoder stay as published, but norms that scales are folded into. The target appears when it
+    is complete; what was done of an interrupted run is kept in a hidden folder beside it and gone on with, or with
+    `restart` thrown away. With `force` an existing checkpoint is replaced. `arithmetic` computes. Raises
+    CheckpointError and UnsupportedModelError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
     source, target = Path(source), Path(target)
-    _check_options(options, texts)
     refuse_quantized(source)
     _check_places(source, target, force)
     with Checkpoint.open(source) as checkpoint:
+        if is_eagle_head(checkpoint):
+            report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
+            return replace(report, seconds=time.perf_counter() - started)
+        _check_options(options, texts)
         config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
         checkpoint.check(decoder_weights(config))
         _check_groups(config, options)
@@ -129,6 +134,11 @@ def quantize_checkpoint(
     return report
 
 
+def is_eagle_head(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is an EAGLE head's, not a language model's."""
+    return any(f"{prefix}fc.weight" in checkpoint.tensors for prefix in ("", "model."))
+
+
 def refuse_quantized(source: Path) -> None:
     """CheckpointError for a directory whose `config.json` says that its weights are quantized already."""
     path = source / "config.json"
@@ -146,6 +156,42 @@ def refuse_quantized(source: Path) -> None:
                     + "; expected float16, bfloat16 or float32. Build from it as it is (edgellm build), or quantize "
                     "the model's unquantized checkpoint"
                 )
+
+
+def _quantize_head(
+    checkpoint: Checkpoint,
+    target: Path,
+    options: QuantizationOptions,
+    force: bool,
+    progress: Progress,
+    arithmetic: Arithmetic,
+) -> QuantizationReport:
+    """An EAGLE head, which cannot be run without its base: its linear layers, each by itself."""
+    if options.method != "rtn":
+        raise CheckpointError(
+            f"{checkpoint.path} is an EAGLE head, whose inputs come from its base: the method {options.method!r} "
+            "has no texts for it. Take --method rtn"
+        )
+    _check_options(options, ())
+    format = options.format(checkpoint.dtype or "float16")
+    packed = head_tensors(checkpoint, format, arithmetic, progress)
+    others = {
+        info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
+        for name, info in checkpoint.tensors.items()
+        if name not in packed
+    }
+    tensors = others | {name: tensor for stored in packed.values() for name, tensor in stored.items()}
+    try:
+        with StagedDirectory(target) as staged:
+            copied = _copy_others(checkpoint.path, staged.path)
+            write_tensors(staged.path / SINGLE_FILE, tensors)
+            values = checkpoint.config | {"quantization_config": quantization_config(format, ["lm_head"])}
+            (staged.path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            staged.commit(force)
+    except OSError as error:
+        raise CheckpointError(f"{target} was not written: {error.strerror or error}") from error
+    size = sum(tensor.elements.nbytes for tensor in tensors.values())
+    return QuantizationReport(target, options, len(packed), 0, _total_bytes(checkpoint), size, 0, copied)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
 QUESTIONS = ("What is your name?", "Where is the red cup?", "Can you fly to the moon?")
 DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=4, verify_tree_size=24, adaptive=False)
-LIMITS = EngineLimits(3, 64, 512, 4, 4, 24, max_lora_rank=8, lora_slots=2)
+LIMITS = EngineLimits(3, 64, 512, 4, 4, 24, max_lora_rank=8, lora_slots=2, image_rows=(81,))
 ADAPTERS = ("pirate", None, "json")
 
 
@@ -39,15 +39,19 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     adapters = {name: SHIPPED_MODEL / "lora" / name for name in ("json", "pirate")}
     targets = folder / "packed_engines", folder / "twin_engines"
     for model, draft, target in zip(models, drafts, targets, strict=True):
-        build_engine_directory(model, target, LIMITS, None, "float16", draft=draft, adapters=adapters)
+        parts = {"draft": draft, "adapters": adapters, "vision": SHIPPED_MODEL / "vision"}
+        build_engine_directory(model, target, LIMITS, None, "float16", **parts)
     return targets
 
 
-def answers(directory: Path, drafting: DraftingConfig | None, adapters: tuple[str | None, ...]) -> list[object]:
-    """A batch of three, greedy and drawn; then a question behind a system prompt's snapshot."""
+def answers(
+    directory: Path, drafting: DraftingConfig | None, adapters: tuple[str | None, ...], kv_cache: str = "compute"
+) -> list[object]:
+    """A batch of three, greedy and drawn; a question behind a system prompt's snapshot; one about an image."""
     system = (SHIPPED_MODEL / "system_prompt.txt").read_text()
     chats = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in QUESTIONS]
-    with LLM(directory, backend="tensorrt", drafting=drafting) as llm:
+    shown = [{"type": "image", "image": str(SHIPPED_MODEL / "scenes" / "toys.png")}, {"type": "text", "text": "What?"}]
+    with LLM(directory, backend="tensorrt", drafting=drafting, kv_cache=kv_cache) as llm:
         asked = []
         for number, (chat, name) in enumerate(zip(chats, adapters, strict=True)):
             params = SamplingParams(temperature=0.9 * (number % 2), top_k=20, seed=number, max_tokens=32)
@@ -56,7 +60,8 @@ def answers(directory: Path, drafting: DraftingConfig | None, adapters: tuple[st
         kept = llm.cache_system_prompt(system)
         again = llm.chat(chats[1], SamplingParams(max_tokens=24))
         assert again.usage.reused_tokens >= kept.tokens - 1
-        return [response.token_ids for response in (*batch, again)]
+        seen = llm.chat([{"role": "user", "content": shown}], SamplingParams(max_tokens=24))
+        return [response.token_ids for response in (*batch, again, seen)]
 
 
 @pytest.mark.parametrize("adapters", [(None, None, None), ADAPTERS], ids=["plain", "adapters"])
@@ -66,6 +71,12 @@ def test_answers_are_those_of_the_dense_twin(twins: tuple[Path, Path], adapters:
     assert len(set(plain[:3])) == 3
     assert answers(packed, None, adapters) == plain
     assert answers(packed, DRAFTING, adapters) == plain
+
+
+def test_answers_with_kv_rows_of_8_bits_are_those_of_the_dense_twin(twins: tuple[Path, Path]) -> None:
+    packed, twin = twins
+    plain = answers(twin, None, (None, None, None), "int8")
+    assert answers(packed, DRAFTING, (None, None, None), "int8") == plain
 
 
 def test_logits_are_the_dense_twins_bit_by_bit(twins: tuple[Path, Path]) -> None:
