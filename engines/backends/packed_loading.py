@@ -72,7 +72,7 @@ class PackedLoader:
             return None
         arrays = [None if each is None else self._device.empty(each.shape, each.dtype.name) for each in inputs]
         for values, array in zip(inputs, arrays, strict=True):
-            if array is not None:
+            if values is not None and array is not None:
                 self._device.upload(array, values)
         return ArrangedInputs(*arrays)
 
