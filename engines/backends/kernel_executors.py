@@ -57,7 +57,7 @@ from edgellm.kernels.decode.geometries import (
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_clocks, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
-from edgellm.kernels.quantization.device_layout import ArrangedInputs
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout
 
 
 class StepKernels(NamedTuple):
