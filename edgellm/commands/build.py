@@ -26,10 +26,12 @@ from edgellm.commands.descriptions import (
 )
 from edgellm.commands.options import one_engine_directory
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
-from edgellm.engines.building.checks import choose_limits
+from edgellm.engines.building.checks import EMBEDDINGS, choose_limits
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.directories.engine_directory import DTYPES
+from edgellm.engines.model.config import HEADS
+from edgellm.engines.model.decoder import head_format
 
 MEBIBYTE = 1 << 20
 _DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
@@ -111,6 +113,22 @@ def build(
             help="copy the weights, or link to those of the checkpoint.",
         ),
     ] = "copy",
+    head: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel="Weights",
+            metavar="|".join(HEADS),
+            help="Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
+        ),
+    ] = HEADS[0],
+    embedding: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel="Weights",
+            metavar="|".join(EMBEDDINGS),
+            help="Where tokens are looked up whose table was the head: in the published one, or in the packed head.",
+        ),
+    ] = EMBEDDINGS[0],
     force: Annotated[
         bool,
         typer.Option(
@@ -258,6 +276,8 @@ def build(
                 adapters,
                 vision,
                 all_plans,
+                head,
+                embedding,
             )
     for line in report_lines(report):
         typer.echo(line)
@@ -291,9 +311,13 @@ def report_lines(report: BuildReport) -> Iterator[str]:
         yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"
     if report.weight_bytes:
         yield f"  {'weights (linked)' if report.weights == 'link' else 'weights':<42}{_mebibytes(report.weight_bytes)}"
+    if report.head_bytes:
+        format = head_format(config.head, config.hidden_size, report.dtype)
+        looked_up = ", tokens are looked up in it" if config.embeds_by_head else ""
+        yield f"  {f'head ({format})':<42}{_mebibytes(report.head_bytes)}{looked_up}"
     plan_bytes = sum(plan.size for plan in report.plans)
     kept = 0 if report.weights == "link" else report.weight_bytes
-    yield f"  {'total on disk':<42}{_mebibytes(kept + plan_bytes + report.published_bytes)}"
+    yield f"  {'total on disk':<42}{_mebibytes(kept + plan_bytes + report.published_bytes + report.head_bytes)}"
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items() if seconds >= 0.05)
     yield f"  {'time':<42}{report.total_seconds:9.1f} s" + (f"    ({stages})" if stages else "")
     yield f"  {'peak host memory':<42}{_mebibytes(report.peak_host_bytes)}"

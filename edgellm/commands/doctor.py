@@ -60,7 +60,7 @@ def doctor(
     facts |= {"model": model, "kv_cache": _kv_cache(directory)}
     facts |= {"plans": _plans(directory), "draft": _draft(directory)}
     described = directory.models, directory.limits, directory.dtype
-    packed = directory.packed_models()
+    packed = directory.packed_names
     facts["executors"] = [] if gpu is None else executor_facts(*described, gpu.compute_capability, packed)
     say(
         f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})",

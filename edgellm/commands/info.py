@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,9 @@ from edgellm.commands.descriptions import (
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
+from edgellm.engines.directories.digests import FileDigest
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.directories.plan_files import (
@@ -39,8 +41,8 @@ from edgellm.engines.directories.plan_files import (
 from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
-from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
+from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
 from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
@@ -80,7 +82,8 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     specs, draft, vision = decoder_weights(config), directory.draft, directory.vision
     differences = directory.differences(verify, hash_weights=False)
     packed = {} if differences else _packed_facts(directory)
-    layouts, refusal = _gpu_layouts(directory) if packed else ({}, None)
+    has_packed = not differences and directory.packed_names
+    layouts, refusal = _gpu_layouts(directory) if has_packed else ({}, None)
     computed = directory.dtype if refusal is None else "float32"  # in which NumPy runs what GPUs do not
     vision_bytes = None
     if vision is not None:
@@ -95,7 +98,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "path": str(directory.path),
         "created_with": directory.created_with,
         "config": asdict(config),
-        "parameters": sum(math.prod(spec.shape) for spec in specs),
+        "parameters": sum(math.prod(spec.shape) for spec in decoder_weights(as_published(config))),
         "dtype": directory.dtype,
         "attention": directory.attention,
         "limits": plain_values(limits),
@@ -104,6 +107,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "plans": platforms,
         "packed": packed,
         "gpu_refusal": refusal,
+        "heads": _head_facts(directory),
         "memory": plan_memory(
             config,
             limits,
@@ -154,6 +158,24 @@ def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
         stored = {words: {"weights": count, "bytes": size} for words, (count, size) in parts.items()}
         facts[model] = {"method": quantization.method, "stored": stored, "notes": list(quantization.notes)}
     return facts
+
+
+def _head_facts(directory: EngineDirectory) -> dict[str, Any]:
+    """Of each packed head, by its model: its format, the bytes of its file, and whether tokens are looked up in it."""
+    parts: dict[str, tuple[DecoderConfig | DraftConfig, Mapping[str, FileDigest]]]
+    parts = {"base": (directory.config, directory.files)}
+    if directory.draft is not None:
+        parts["draft"] = (directory.draft.config, directory.draft.files)
+    return {
+        model: {
+            "head": config.head,
+            "format": str(head_format(config.head, config.hidden_size, directory.dtype)),
+            "bytes": files[HEAD_FILE].size,
+            "embeds": model == "base" and directory.config.embeds_by_head,
+        }
+        for model, (config, files) in parts.items()
+        if HEAD_FILE in files
+    }
 
 
 def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]:
@@ -242,6 +264,10 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             yield _row("adapter", f"{name}: rank {adapter['rank']}, {adapter['bytes'] / MEBIBYTE:,.1f} MiB")
         yield _row("" if facts["lora"] else "adapters", lora_limits_in_words(limits))
     yield _row("weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {sum(weights.values()) / MEBIBYTE:,.1f} MiB")
+    for model, head in facts["heads"].items():
+        own = "of the draft, " if model == "draft" else ""
+        looked_up = ", tokens are looked up in it" if head["embeds"] else ""
+        yield _row("head", f"{own}packed: {head['format']}, {head['bytes'] / MEBIBYTE:,.1f} MiB{looked_up}")
     for capability, found in facts["executors"].items():
         for number, text in enumerate(executors_in_words(found)):
             yield _row("" if number else capability, text)

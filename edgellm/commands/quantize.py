@@ -16,6 +16,7 @@ from edgellm.commands.build import ProgressDisplay
 from edgellm.commands.console import ended_by_signals, write_note
 from edgellm.commands.options import one_of
 from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.engines.quantization.arithmetic import ARITHMETICS, open_arithmetic
@@ -24,6 +25,7 @@ from edgellm.engines.quantization.quantizer import (
     METHODS,
     QuantizationOptions,
     QuantizationReport,
+    is_eagle_head,
     quantize_checkpoint,
     refuse_quantized,
 )
@@ -53,9 +55,13 @@ def quantize(
         bool, typer.Option("--asymmetric", help="Give each scale a zero point: better, and a little larger.")
     ] = False,
     method: Annotated[
-        str,
-        typer.Option(metavar="|".join(METHODS), help="awq scales columns by the activations; rtn rounds to nearest."),
-    ] = METHODS[0],
+        str | None,
+        typer.Option(
+            metavar="|".join(METHODS),
+            help="awq scales columns by the activations; gptq lets columns make up for the errors of others, too; rtn "
+            "rounds to nearest [default: awq; an EAGLE head: rtn].",
+        ),
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(
@@ -83,10 +89,12 @@ def quantize(
     """
     if group_size is None and bits == 4:
         group_size = 128
-    options = QuantizationOptions(bits, group_size, not asymmetric, method)
     refuse_quantized(checkpoint)
+    with Checkpoint.open(checkpoint) as opened:
+        is_head = is_eagle_head(opened)
+    options = QuantizationOptions(bits, group_size, not asymmetric, method or ("rtn" if is_head else METHODS[0]))
     texts: list[list[int]] = []
-    if calibration is not None or method != "rtn":
+    if not is_head and (calibration is not None or options.method != "rtn"):
         config = read_decoder_config(checkpoint)
         entries = default_texts() if calibration is None else load_texts(calibration)
         texts = token_pieces(Tokenizer.from_directory(checkpoint, config.vocab_size), entries)

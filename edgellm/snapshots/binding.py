@@ -6,11 +6,13 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.directories.digests import FileDigest, hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.engine_parts import is_weight_file
+from edgellm.engines.directories.engine_parts import EngineDraft, is_weight_file
 from edgellm.engines.directories.strict_formats import ADDED_LATER, canonical_json, plain_values
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import HEADS, DecoderConfig
+from edgellm.engines.model.decoder import as_published, head_weight_name
 
 #: Stands in a binding for an adapter, a draft or images that are not there.
 NONE = "none"
@@ -83,13 +85,13 @@ def snapshot_binding(
     """
     draft = directory.draft if with_draft else None
     configs = [directory.config] + ([draft.config.decoder] if draft else [])
+    # No row depends on a packed head, unless tokens are looked up in it.
+    config = directory.config if directory.config.embeds_by_head else as_published(directory.config)
     return SnapshotBinding(
-        weights=_files_digest(directory.files),
-        config=_config_digest(directory.config),
+        weights=_files_digest(directory.files, with_head=config.embeds_by_head),
+        config=_config_digest(config),
         adapter=adapter,
-        draft=NONE
-        if draft is None
-        else hash_bytes(canonical_json([_files_digest(draft.files), plain_values(draft.config)])),
+        draft=NONE if draft is None else _draft_digest(draft, config),
         images=images_digest(image_digests, encoder_digest(directory)),
         dtype=dtype,
         layout=LAYOUT,
@@ -122,14 +124,22 @@ def binding_key(binding: SnapshotBinding, token_ids: bytes) -> str:
     return digest.hexdigest()[:32]
 
 
-def _files_digest(files: Mapping[str, FileDigest]) -> str:
-    weights = {name: file.sha256 for name, file in files.items() if is_weight_file(name)}
+def _files_digest(files: Mapping[str, FileDigest], with_head: bool = False) -> str:
+    weights = {
+        name: file.sha256 for name, file in files.items() if is_weight_file(name) and (with_head or name != HEAD_FILE)
+    }
     return hash_bytes(canonical_json(weights))
 
 
 def _config_digest(config: DecoderConfig) -> str:
     """Without the features that are taken for a draft: they change no row, and the draft's digest has them."""
     return hash_bytes(canonical_json(plain_values(replace(config, feature_layers=()))))
+
+
+def _draft_digest(draft: EngineDraft, config: DecoderConfig) -> str:
+    """Without packed heads: none of its rows depends on them."""
+    own = replace(draft.config, head=HEADS[0], base_head=head_weight_name(as_published(config)))
+    return hash_bytes(canonical_json([_files_digest(draft.files), plain_values(own)]))
 
 
 def _is_scaled_by_context(config: DecoderConfig) -> bool:

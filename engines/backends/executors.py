@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows, most_rows, passes
+from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows
+from edgellm.engines.backends.kernel_steps import most_rows, passes
 from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes
@@ -14,6 +15,7 @@ from edgellm.kernels.decode.tilings import Capacity, fastest
 from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.prefill.contract import prefill_refusal
 from edgellm.kernels.prefill.launcher import attention_bytes
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: The shared memory that a block may have, in bytes, by compute capability.
 SHARED_MEMORY = {
@@ -24,12 +26,18 @@ SHARED_MEMORY = {
 
 
 def kernel_executor(
-    config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int, capacity: Capacity | None = None
+    config: ModelConfig,
+    shape: EngineShape,
+    dtype: str,
+    shared_limit: int,
+    capacity: Capacity | None = None,
+    packed: Mapping[str, DeviceLayout] | None = None,
 ) -> tuple[Executor | None, str]:
     """The fastest executor by hand-written kernels for a shape where blocks may have `shared_limit` bytes of shared
     memory, and why no faster one; or None, and the first step of the program that none can run, with the reason.
 
-    `capacity` says which is the fastest: by itself an H200 whose blocks have that limit.
+    `capacity` says which is the fastest: by itself an H200 whose blocks have that limit. `packed` are the weights that
+    are read packed, by name.
 
     A step of more rows than one launch takes runs in passes, each of some of its sequences.
     """
@@ -41,7 +49,7 @@ def kernel_executor(
     rows = part.batch * part.tokens
     if rows > ManyRows.most_rows and part.segment is None:  # else it may select some of them
         return None, f"kernels take up to {ManyRows.most_rows} rows, not {rows}"
-    program = model_program(config, part)
+    program = replace(model_program(config, part), packed=packed or {})
     capacity = capacity or Capacity(shared_limit=shared_limit)
     possible: list[Executor] = [FewRows, ManyRows] if most_rows(program) <= FewRows.most_rows else [ManyRows]
     few_first = fastest(possible, lambda executor, gpu: executor.clocks(program, gpu), capacity) is FewRows

@@ -139,6 +139,7 @@ class TensorRTBackend(CudaDevice):
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
         found = weights | PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, advance)
         if packed:
+            advance(total - done)  # layouts are planned for the most
             seconds = time.perf_counter() - started
             logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
         self._load_kernels(found)
@@ -188,7 +189,8 @@ class TensorRTBackend(CudaDevice):
 
     def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module))
+        packed = self._packed_of(shape.model, model_program(config, shape)) if self._packed else None
+        executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module), packed)
         if executor is None:
             if shape.segment is None:
                 name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
@@ -206,12 +208,16 @@ class TensorRTBackend(CudaDevice):
             kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
-        return SplitEngine(kernels, program, engines, dtype, self._packed_of(shape.model, program))
+        return SplitEngine(kernels, program, engines, dtype, set(self._packed_of(shape.model, program)))
 
-    def _packed_of(self, model: str, program: Program) -> set[str]:
-        """The names of a program's packed weights; those that no checkpoint of a draft fills are the base's."""
-        specs = program.weights.values()
-        return {spec.name for spec in specs if spec.name in self._packed.get(model if spec.parts else "base", {})}
+    def _packed_of(self, model: str, program: Program) -> dict[str, DeviceLayout]:
+        """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""
+        found = {}
+        for spec in program.weights.values():
+            layouts = self._packed.get(model if spec.parts else "base", {})
+            if spec.name in layouts:
+                found[spec.name] = layouts[spec.name]
+        return found
 
     def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
         """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""

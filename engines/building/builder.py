@@ -12,6 +12,7 @@ from pathlib import Path
 
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.building.checks import (
+    EMBEDDINGS,
     check_disk_space,
     check_image_rows,
     check_limits,
@@ -19,6 +20,7 @@ from edgellm.engines.building.checks import (
     check_settings,
     choose_limits,
     choose_platforms,
+    leaves_out_embedding,
     plan_bytes_bound,
 )
 from edgellm.engines.building.inputs import (
@@ -30,6 +32,8 @@ from edgellm.engines.building.inputs import (
     read_decoder_config,
     read_inputs,
     read_vision_config,
+    with_packed_heads,
+    write_heads,
 )
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -58,13 +62,15 @@ from edgellm.engines.directories.staged_directory import StagedDirectory
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import BuildError, CheckpointError, EngineError
 from edgellm.engines.lora.adapter import ADAPTER_FILES
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import HEADS, DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
-from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts
+from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 
-#: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many)
-#: and "finish".
+#: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
+#: "head" (rows) and "finish".
 Progress = Callable[[str, int, int], None]
 
 
@@ -97,6 +103,8 @@ def build_engine_directory(
     adapters: Mapping[str, str | Path] | None = None,
     vision: str | Path | None = None,
     all_plans: bool = False,
+    head: str = HEADS[0],
+    embedding: str = EMBEDDINGS[0],
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
@@ -104,6 +112,8 @@ def build_engine_directory(
     where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, `adapters` are
     the directories of LoRA adapters by name; `limits` must have room for them. `vision` is the directory of a vision
     encoder that was published apart; one in the checkpoint itself is left out where `limits` have no vision engines.
+    `head` is one of `HEADS`; a draft's own head becomes the same. `embedding` is one of `EMBEDDINGS`: where tokens are
+    looked up of a model whose embedding table was its head.
     Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. With
     `force` an existing engine directory is replaced, once the new one is complete.
     Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
@@ -122,22 +132,28 @@ def build_engine_directory(
     check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)
     dtype = dtype or _engine_dtype(config)
-    check_settings(dtype, attention, weights)
+    check_settings(dtype, attention, weights, head, embedding)
     platforms, note = choose_platforms(targets)
     inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, encoder, vision)
     places = {"base": source, "draft": Path(draft or source), "vision": vision or source}
     checkpoints = {model: partial(Checkpoint.open, place) for model, place in places.items()}
+
+    planned = partial(_planned_bytes, inputs, head, limits, dtype, checkpoints)
+    embeds = leaves_out_embedding(config, head, embedding, planned)
+    inputs = with_packed_heads(inputs, head, embeds, (source, None if draft is None else Path(draft)), dtype)
     packed, refusal = _packed_layouts(inputs.models, checkpoints, dtype)
     if refusal is not None and platforms:
         if targets:
             raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
         platforms, note = (), f"No plans are built: {refusal}."
     limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
-    report = BuildReport(target, config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
+    report = BuildReport(target, inputs.config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
+    report.head_bytes = inputs.head_bytes
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
     job = _Job(target, inputs, dtype, attention, limits, plans, weights, force)
     copied = inputs.weight_bytes if weights == "copy" else 0
+    copied += inputs.head_bytes
     check_disk_space(target.absolute().parent, copied + plan_bytes_bound(config, _shapes_of(plans), encoder))
     report.notes += [note] if note else []
     if config.image_token_id is None and _has_vision_part(source):
@@ -316,7 +332,8 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
         try:
             _write_plans(job, staged.path / "plans", report, transfer, progress)
             report.seconds["plans"] = time.perf_counter() - started
-            digests = transfer.result()
+            heads = write_heads(job.inputs.heads, staged.path, partial(progress, "head"))
+            digests = transfer.result() | heads
         finally:
             transfer.cancel()
         report.seconds["weights"] = transfer.seconds
@@ -340,6 +357,21 @@ def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTr
                 write_plan(plan_path(plans, plan.shape, platform), plan.data, manifest)
                 report.add_plan(platform, plan)
                 progress("plans", len(report.plans), count)
+
+
+def _planned_bytes(
+    inputs: BuildInputs,
+    head: str,
+    limits: EngineLimits,
+    dtype: str,
+    checkpoints: Mapping[str, Callable[[], Checkpoint]],
+) -> int:
+    """What a model with a packed head plans on a GPU, its embedding table kept."""
+    config = replace(inputs.config, head=head)
+    models = inputs.models | {"base": config}
+    packed, _ = _packed_layouts(models, checkpoints, dtype)
+    known = packed_memory(models, packed, dtype)
+    return plan_memory(config, limits, decoder_weights(config), dtype, known, draft=inputs.draft).total
 
 
 def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora.adapter import LARGEST_RANK
 from edgellm.engines.model.config import (
     DRAFT_RANGES,
+    HEADS,
     KV_CACHES,
     LARGEST_BATCH,
     LARGEST_CONTEXT,
@@ -29,8 +30,13 @@ from edgellm.engines.model.config import (
 )
 from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.kernels.gpu import find_gpu
 
 WEIGHT_MODES = ("copy", "link")
+#: Where tokens are looked up whose table was the head: as memory allows, in the published table, in the packed head.
+EMBEDDINGS = ("auto", *HEADS[:1], "head")
+#: Of a GPU's memory, what a model may plan before a table is left out: the rest is for engines, and other programs.
+_PLANNED_SHARE = 0.8
 PREFILL_CHUNK_STEP = 16
 DEFAULT_PREFILL_CHUNK = 2048
 DEFAULT_KV_CAPACITY = 4096
@@ -191,15 +197,35 @@ def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> No
         raise BuildError(f"--lora-slots is {slots}: expected a whole number from 1 to {LARGEST_LORA_SLOTS}")
 
 
-def check_settings(dtype: str, attention: str, weights: str = "copy") -> None:
-    """Raise BuildError for an unknown dtype, attention setting or way of taking the weights."""
+def check_settings(
+    dtype: str, attention: str, weights: str = "copy", head: str = HEADS[0], embedding: str = EMBEDDINGS[0]
+) -> None:
+    """Raise BuildError for an unknown dtype, attention setting, way of taking the weights, head or embedding."""
     for option, value, choices in (
         ("--dtype", dtype, DTYPES),
         ("--attention", attention, ATTENTION_SETTINGS),
         ("--weights", weights, WEIGHT_MODES),
+        ("--head", head, HEADS),
+        ("--embedding", embedding, EMBEDDINGS),
     ):
         if value not in choices:
             raise BuildError(f"{option} is {value!r}: expected one of {', '.join(choices)}")
+
+
+def leaves_out_embedding(config: DecoderConfig, head: str, embedding: str, planned: Callable[[], int]) -> bool:
+    """Whether tokens are looked up in the packed `head`, so that there is no embedding table: as `embedding` says, one
+    of `EMBEDDINGS`; "auto" where a GPU is here that has too little memory for the bytes that are `planned`.
+
+    Raises BuildError where it is asked for and the two are not one table, or the head is not packed.
+    """
+    can = config.tie_word_embeddings and head != HEADS[0]
+    if embedding == "head" and not can:
+        reason = "the head is as published" if config.tie_word_embeddings else "the embedding is not the head's table"
+        raise BuildError(f"--embedding is head, but {reason}: leave it out")
+    gpu = find_gpu()
+    if embedding != "auto" or not can or gpu is None:
+        return embedding == "head"
+    return planned() > _PLANNED_SHARE * gpu.total_memory
 
 
 def check_places(source: Path, target: Path, force: bool) -> None:

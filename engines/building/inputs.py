@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from edgellm.engines.building.checks import check_tokenizer
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
-from edgellm.engines.directories.digests import BLOCK_BYTES, FileDigest, current_digest
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE
+from edgellm.engines.directories.digests import BLOCK_BYTES, FileDigest, current_digest, hash_file
 from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, WEIGHT_INDEX, published_file_names
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -24,19 +26,30 @@ from edgellm.engines.directories.engine_parts import (
     is_weight_file,
 )
 from edgellm.engines.directories.small_files import check_ordinary, open_ordinary, size_limit, too_large
-from edgellm.engines.errors import AdapterError, CheckpointError
+from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
-from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, DraftConfig
+from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE
+from edgellm.engines.quantization.heads import write_head
 from edgellm.engines.quantization.layout import Quantization
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 _DRAFT_PREFIX, _LORA_PREFIX, _VISION_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER}/", f"{VISION_FOLDER}/"
+
+
+class PublishedHead(NamedTuple):
+    """A head [rows, columns] that is to be packed: the tensor `name` of a checkpoint, and in which format."""
+
+    checkpoint: Path
+    name: str
+    shape: tuple[int, int]
+    format: WeightFormat
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,7 @@ class BuildInputs:
 
     `adapter_ranks` are the largest ranks of LoRA adapters, by their names. The `vision` encoder is in the model's own
     files, or was published apart and has files in a folder of its own. `packed` says by "base", "draft" and "vision"
-    what packs the weights of those that have packed ones.
+    what packs the weights of those that have packed ones. `heads` are packed and written, by their files' names.
     """
 
     config: DecoderConfig
@@ -55,6 +68,7 @@ class BuildInputs:
     adapter_ranks: Mapping[str, int]
     vision: VisionConfig | None = None
     packed: Mapping[str, Quantization] = field(default_factory=dict)
+    heads: Mapping[str, PublishedHead] = field(default_factory=dict)
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -64,8 +78,13 @@ class BuildInputs:
 
     @property
     def weight_bytes(self) -> int:
-        """Size of all weight files."""
+        """Size of all weight files that are brought along."""
         return sum(path.stat().st_size for path in self.weights.values())
+
+    @property
+    def head_bytes(self) -> int:
+        """Size of the packed heads."""
+        return sum(head.format.nbytes(*head.shape) for head in self.heads.values())
 
     def draft_description(self, files: Mapping[str, FileDigest]) -> tuple[DraftConfig, dict[str, FileDigest]] | None:
         """What `description_bytes` takes of the draft; `files` are the digests of all files by name."""
@@ -183,6 +202,59 @@ def read_inputs(
     ranks = {name: each.rank for name, each in adapters.items()}
     found = {model: quantization for model, quantization in packed.items() if quantization is not None}
     return BuildInputs(config, draft, weights, published, ranks, vision, found)
+
+
+def with_packed_heads(
+    inputs: BuildInputs, head: str, embeds_by_head: bool, sources: tuple[Path, Path | None], dtype: str
+) -> BuildInputs:
+    """The same with the model's head, and the draft's own where it is dense, as `head` says, one of `HEADS`.
+
+    `sources` are the checkpoints of base and draft. Raises BuildError where the head is packed as published, or has
+    rows that it cannot have in 4 bits.
+    """
+    if head == HEADS[0]:
+        return inputs
+    config, draft, (source, draft_source) = inputs.config, inputs.draft, sources
+    shape = (config.vocab_size, config.hidden_size)
+    try:
+        format = head_format(head, config.hidden_size, dtype)
+    except ValueError as error:
+        raise BuildError(f"--head is {head}, but {error}: take --head int8") from None
+    assert format is not None
+    heads, name = {}, head_weight_name(config)
+    with Checkpoint.open(source) as checkpoint:
+        published = checkpoint.weight_format(name, shape)
+    if published is not None:
+        raise BuildError(f"--head is {head}, but {source} has a packed head already ({published}): leave --head out")
+    heads[HEAD_FILE] = PublishedHead(source, name, shape, format)
+    config = replace(config, head=head, embeds_by_head=embeds_by_head)
+    if draft is not None and draft_source is not None:
+        draft = replace(draft, base_head=head_weight_name(config), base_embedding=embedding_name(config))
+        shape = (draft.draft_vocab_size, draft.hidden_size)
+        with Checkpoint.open(draft_source) as checkpoint:
+            is_dense = checkpoint.layout(DRAFT_HEAD, shape) is None
+        if draft.has_head and is_dense:
+            heads[f"{_DRAFT_PREFIX}{HEAD_FILE}"] = PublishedHead(draft_source, DRAFT_HEAD, shape, format)
+            draft = replace(draft, head=head)
+    return replace(inputs, config=config, draft=draft, heads=heads)
+
+
+def write_heads(
+    heads: Mapping[str, PublishedHead], folder: Path, progress: Callable[[int, int], None]
+) -> dict[str, FileDigest]:
+    """Pack heads into files of a folder, by their names; gives the digests. `progress` gets rows done and in all.
+    Raises OSError and CheckpointError."""
+    done, total = 0, sum(head.shape[0] for head in heads.values())
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        done += rows
+        progress(done, total)
+
+    for name, head in heads.items():
+        with Checkpoint.open(head.checkpoint) as checkpoint:
+            write_head(folder / name, checkpoint, head.name, head.format, advance)
+    return {name: hash_file(folder / name) for name in heads}
 
 
 def own_files(files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:

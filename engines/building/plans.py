@@ -57,7 +57,8 @@ class BuiltPlan:
 @dataclass
 class BuildReport:
     """What was built. Sizes in bytes, of all models and adapters together; `seconds` by stage (weights and plans side
-    by side). `adapters` are the ranks of the LoRA adapters by name, `targets` the compute capabilities built for.
+    by side). `adapters` are the ranks of the LoRA adapters by name, `targets` the compute capabilities built for;
+    `head_bytes` are those of packed heads.
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
     upper bound, as they share libraries. `notes` are what a user should know.
@@ -80,6 +81,7 @@ class BuildReport:
     adapters: dict[str, int] = field(default_factory=dict)
     vision: VisionConfig | None = None
     targets: list[str] = field(default_factory=list)
+    head_bytes: int = 0
 
     def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
         """Note a plan that was built."""

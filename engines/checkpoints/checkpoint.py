@@ -21,10 +21,11 @@ from edgellm.engines.checkpoints.tensors import (
     published_names,
     value_and_place,
 )
-from edgellm.engines.checkpoints.weight_files import SINGLE_FILE, foreign_model, open_weight_files
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, foreign_model, open_weight_files
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.quantization.compressed_tensors import PackQuantized
 from edgellm.engines.quantization.config import read_quantization
 from edgellm.engines.quantization.layout import (
     PACKED_ENDINGS,
@@ -55,7 +56,8 @@ class Checkpoint:
 
     `config` and `generation_config` (None where the file is missing) are as published; `tensors` by name, those of a
     multimodal model's language model by the names that it has alone; `files` the weight files in order of their names.
-    `quantization` says which linear layers are packed, and how; None: none is.
+    `quantization` says which linear layers are packed, and how; None: none is. `head` is the format, but for its dtype,
+    of a head in a file of its own (`HEAD_FILE`, in the layout pack-quantized), which stands for the published one.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Checkpoint:
         generation_config: dict[str, Any] | None,
         files: list[SafetensorsFile],
         quantization: Quantization | None = None,
+        head: WeightFormat | None = None,
     ) -> None:
         self.path = path
         self.config = config
@@ -73,11 +76,12 @@ class Checkpoint:
         self._files = {file.path: file for file in files}
         self.tensors: dict[str, TensorInfo] = {name: info for file in files for name, info in file.tensors.items()}
         self._is_multimodal = is_multimodal(config)
+        self._head = None if head is None else PackQuantized(head.bits, head.group, head.zeros)
         if self._is_multimodal:
             self.tensors = _unwrapped(self.tensors)
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
+    def open(cls, path: str | Path, head: WeightFormat | None = None) -> Checkpoint:
         """Open and check a directory; CheckpointError names the file and what is wrong with it."""
         path = Path(path)
         foreign = foreign_model(path)
@@ -90,7 +94,8 @@ class Checkpoint:
         quantization = read_quantization(path, config)
         generation = path / "generation_config.json"
         generation_config = JSONObject.read(generation, CheckpointError).values if generation.exists() else None
-        return cls(path, config, generation_config, open_weight_files(path), quantization)
+        files = open_weight_files(path) + ([] if head is None else [SafetensorsFile(path / HEAD_FILE)])
+        return cls(path, config, generation_config, files, quantization, head)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -161,6 +166,8 @@ class Checkpoint:
 
     def layout(self, name: str, shape: Sequence[int]) -> Layout | None:
         """How the weight is packed; None for one that is stored as it is."""
+        if self._head is not None and name == _HEAD:
+            return self._head
         if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
             return None
         module = name.removesuffix(_WEIGHT)

@@ -14,6 +14,8 @@ from edgellm.kernels.user_paths import printable
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+#: In an engine directory the head, where it was packed when the directory was built.
+HEAD_FILE = "head.safetensors"
 
 #: In bytes; what Linux allows.
 _LONGEST_FILE_NAME = 255

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import foreign_model
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, foreign_model
 from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -21,6 +21,7 @@ from edgellm.engines.directories.engine_parts import (
     EngineDraft,
     EngineVision,
     check_agreement,
+    check_head,
     choice,
     is_template_name,
     is_weight_file,
@@ -32,7 +33,8 @@ from edgellm.engines.directories.engine_parts import (
 from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import EngineDirectoryError
-from edgellm.engines.model.config import KV_CACHES, DecoderConfig, DraftConfig, EngineLimits
+from edgellm.engines.model.config import HEADS, KV_CACHES, DecoderConfig, DraftConfig, EngineLimits
+from edgellm.engines.model.decoder import head_format
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
@@ -161,7 +163,7 @@ class EngineDirectory:
 
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
-        return Checkpoint.open(self.path)
+        return Checkpoint.open(self.path, head_format(self.config.head, self.config.hidden_size, self.dtype))
 
     def packed_models(self) -> dict[str, Quantization]:
         """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
@@ -173,6 +175,13 @@ class EngineDirectory:
             folders["vision"] = self.vision.path
         found = {model: folder_quantization(folder) for model, folder in folders.items()}
         return {model: quantization for model, quantization in found.items() if quantization is not None}
+
+    @property
+    def packed_names(self) -> set[str]:
+        """Which of `models` have packed weights, as published or by the build; a draft may share the base's head.
+        Raises CheckpointError."""
+        built = {"base", "draft"} & self.models.keys() if self.config.head != HEADS[0] else set()
+        return built | self.packed_models().keys()
 
     @property
     def checkpoints(self) -> dict[str, Callable[[], Checkpoint]]:
@@ -338,6 +347,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         raise values.error(
             "'vision' and 'limits' disagree on whether there is a vision encoder, or 'image_rows' do not rise"
         )
+    files = parse_files(values.object("files"))
+    check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
     check_agreement(values, config, draft, None if vision is None else vision.config)
     adapters = parse_adapters(path / LORA_FOLDER, values.object(_LORA_KEY)) if _LORA_KEY in values.values else {}
     if bool(limits.lora_slots) != bool(limits.max_lora_rank) or any(
@@ -350,7 +361,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         dtype=choice(values, "dtype", DTYPES),
         attention=choice(values, "attention", ATTENTION_SETTINGS),
         limits=limits,
-        files=parse_files(values.object("files")),
+        files=files,
         adapters=adapters,
         created_with=values.get("created_with", "str"),
         description_sha256=hash_bytes(data),

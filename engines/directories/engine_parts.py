@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.directories.digests import FileDigest
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
-from edgellm.engines.model.config import FEATURE_NORMS, GATE_ACTIVATIONS, GENERATIONS, DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
+from edgellm.engines.model.config import FEATURE_NORMS, GATE_ACTIVATIONS, GENERATIONS, HEADS, DecoderConfig, DraftConfig
+from edgellm.engines.model.decoder import embedding_name, head_format, head_weight_name
 from edgellm.engines.model.vision import ACTIVATIONS, LARGEST_IMAGE_SIDE, VISION_FAMILIES, VisionConfig
 
 #: Where the draft head lies in an engine directory.
@@ -44,7 +45,8 @@ class EngineDraft:
 
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
-        return Checkpoint.open(self.path)
+        decoder = self.config.decoder
+        return Checkpoint.open(self.path, head_format(self.config.head, decoder.hidden_size, decoder.dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +87,11 @@ def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig)
     for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
         choice(values.object("config"), key, choices)
-    return EngineDraft(folder, config, parse_files(values.object("files")))
+    files = parse_files(values.object("files"))
+    check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
+    if config.head != HEADS[0] and not config.has_head:
+        raise values.error(f"'head' is {config.head!r}, but 'has_head' is false: it shares the model's")
+    return EngineDraft(folder, config, files)
 
 
 def parse_adapters(folder: Path, values: JSONObject) -> dict[str, EngineAdapter]:
@@ -118,6 +124,22 @@ def parse_vision(path: Path, values: JSONObject) -> EngineVision:
     return EngineVision(path / VISION_FOLDER, config, parse_files(values.object("files")))
 
 
+def check_head(config: JSONObject, head: str, columns: int, has_file: bool) -> None:
+    """Raise the error of a description whose `head` is none that there is, or has rows that it cannot have, or that
+    does not agree with its files."""
+    if head not in HEADS:
+        raise config.error(f"'head' is {head!r:.80}, expected one of {', '.join(HEADS)}")
+    try:
+        format = head_format(head, columns, "float32")
+    except ValueError as error:
+        raise config.error(f"'head' is {head!r}, but {error}") from None
+    if (format is not None) != has_file:
+        raise config.error(f"'head' is {head!r}, but {'the' if has_file else 'no'} file {HEAD_FILE} is described")
+    tied, embeds = config.values.get("tie_word_embeddings"), config.values.get("embeds_by_head")
+    if embeds and not (tied and has_file):
+        raise config.error("'embeds_by_head' is true, expected a packed head and 'tie_word_embeddings' true")
+
+
 def check_agreement(
     values: JSONObject, config: DecoderConfig, draft: EngineDraft | None, vision: VisionConfig | None
 ) -> None:
@@ -131,7 +153,7 @@ def check_agreement(
                 raise own.error(
                     f"{key!r} of its decoder is {getattr(decoder, key)}, that of the model {getattr(config, key)}"
                 )
-        for key, name in (("base_embedding", EMBEDDING), ("base_head", head_weight_name(config))):
+        for key, name in (("base_embedding", embedding_name(config)), ("base_head", head_weight_name(config))):
             if getattr(draft.config, key) != name:
                 raise own.error(f"{key!r} is {getattr(draft.config, key)!r:.80}, expected {name!r}")
         if draft.config.draft_vocab_size > config.vocab_size:

@@ -26,6 +26,8 @@ DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_siz
 
 #: What the rows of the base's KV caches may be: of the dtype that engines compute in, or of 8 bits with a scale each.
 KV_CACHES = ("compute", "int8")
+#: What a model's head may be: as it was published, or packed when the engine directory was built.
+HEADS = ("as-published", "int8", "int4")
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 #: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
@@ -57,7 +59,8 @@ class DecoderConfig:
     `residual_scale`, scores of attention by `attention_scale` (None: head_dim ** -0.5), logits by `logits_scale`.
     `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
     `qkv_proj`, gate and up as `gate_up_proj`. Layers may look back on `sliding_window` tokens alone, their own included
-    (None: on all); a directory is built for no longer context.
+    (None: on all); a directory is built for no longer context. A packed `head`, one of `HEADS`, is a weight of its own;
+    with `embeds_by_head` tokens are looked up there.
     """
 
     family: str
@@ -96,6 +99,8 @@ class DecoderConfig:
     nope_layers: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     fused_projections: bool = field(default=False, metadata=ADDED_LATER)
     sliding_window: int | None = field(default=None, metadata=ADDED_LATER)
+    head: str = field(default=HEADS[0], metadata=ADDED_LATER)
+    embeds_by_head: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def query_size(self) -> int:
@@ -357,7 +362,7 @@ class DraftConfig:
     `base_embedding` embeds tokens, without `has_head` the base's `base_head` gives the logits. `norm_before_residual`:
     the residual stream is the normed feature. `feed_back_normed`: a propose step takes the hidden state after the
     final norm, not the one before it. `image_embeddings`: at an image's tokens it takes the base's image rows as
-    embeddings, else the embedding of the image token.
+    embeddings, else the embedding of the image token. `head` is one of `HEADS`: what its own head is, where it has one.
     """
 
     generation: str
@@ -375,6 +380,7 @@ class DraftConfig:
     norm_before_residual: bool
     feed_back_normed: bool
     image_embeddings: bool = field(default=True, metadata=ADDED_LATER)
+    head: str = field(default=HEADS[0], metadata=ADDED_LATER)
 
     @property
     def hidden_size(self) -> int:

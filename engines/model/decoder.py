@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from edgellm.engines.model.config import DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.model.config import HEADS, DecoderConfig, EngineShape, WeightSpec
 from edgellm.engines.model.program import (
     Add,
     Attention,
@@ -21,8 +22,12 @@ from edgellm.engines.model.program import (
     token_inputs,
 )
 from edgellm.engines.model.states import Edge
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
-EMBEDDING = "model.embed_tokens.weight"
+#: Columns of a packed head of 4 bits that may share a scale, best first: fewer are better, and take more memory.
+HEAD_GROUPS = (128, 64, 32)
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class LayerWeights:
@@ -140,12 +145,39 @@ def _tap(taps: tuple[int, ...], layer: int, raw: bool = False) -> Keep | None:
 
 
 def head_weight_name(config: DecoderConfig) -> str:
-    """The weight that turns hidden states into logits: the embedding table itself where the two are tied."""
-    return EMBEDDING if config.tie_word_embeddings else "lm_head.weight"
+    """The weight that turns hidden states into logits: the embedding table itself where the two are tied, unless the
+    head is packed."""
+    return EMBEDDING if config.tie_word_embeddings and config.head == HEADS[0] else HEAD
+
+
+def embedding_name(config: DecoderConfig) -> str:
+    """The weight whose rows embed tokens."""
+    return HEAD if config.embeds_by_head else EMBEDDING
 
 
 def decoder_weights(config: DecoderConfig) -> list[WeightSpec]:
     """Every weight of the decoder: the embedding, then those of its program in order of use."""
-    table = single_weight(EMBEDDING, config.vocab_size, config.hidden_size)
+    table = single_weight(embedding_name(config), config.vocab_size, config.hidden_size)
     program = decoder_program(config, EngineShape("decode", 1, 1, 1, 1))
-    return list(({EMBEDDING: table} | program.weights).values())
+    return list(({table.name: table} | program.weights).values())
+
+
+def head_format(head: str, columns: int, dtype: str) -> WeightFormat | None:
+    """That of a head that is one of `HEADS`, with rows of so many columns, of a model that computes in `dtype`.
+
+    int8: a scale for each row; int4: for each 128, 64 or 32 columns, the most that divide a row. None for one as
+    published. Raises ValueError where none of these divides.
+    """
+    if head == HEADS[0]:
+        return None
+    if head == "int8":
+        return WeightFormat("int8", None, False, dtype)
+    group = next((size for size in HEAD_GROUPS if columns % size == 0), None)
+    if group is None:
+        raise ValueError(f"rows of {columns} columns are no whole groups of {', '.join(map(str, HEAD_GROUPS))}")
+    return WeightFormat("int4", group, False, dtype)
+
+
+def as_published(config: DecoderConfig) -> DecoderConfig:
+    """The same without a packed head."""
+    return replace(config, head=HEADS[0], embeds_by_head=False)

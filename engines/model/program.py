@@ -9,13 +9,14 @@ Axis letters: B sequences, T tokens of each, H hidden size, n heads, D head size
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 
 from edgellm.engines.lora.config import SCALES, AdaptedProjection, adapted_projections
 from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.states import PRESENT, Edge, KVRows, state_edge
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,8 @@ class Program:
     """One engine: what it takes, its steps in their order, and what it gives out.
 
     `inputs` and `outputs` are those besides weights, states and adapters. With `wide_residual` the residual stream is
-    in float32 whatever the compute dtype is.
+    in float32 whatever the compute dtype is. `packed` are those of its weights that kernels read packed, where that is
+    known.
     """
 
     shape: EngineShape
@@ -228,6 +230,7 @@ class Program:
     steps: tuple[Step, ...]
     outputs: Edge
     wide_residual: bool = False
+    packed: Mapping[str, DeviceLayout] = field(default_factory=dict, repr=False)
 
     @cached_property
     def weights(self) -> dict[str, WeightSpec]:

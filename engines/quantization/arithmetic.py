@@ -18,7 +18,8 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 
 #: What computes; "auto": a GPU where there is one.
 ARITHMETICS = ("auto", "numpy", "cuda")
-_Item, _Found = TypeVar("_Item"), TypeVar("_Found")
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 class Arithmetic:
@@ -44,9 +45,9 @@ class Arithmetic:
     def forget(self) -> None:
         """The arrays that were given may change from now on."""
 
-    def observation(self, columns: int, group: int | None) -> Observation:
+    def observation(self, columns: int, group: int | None, wants_moments: bool = False) -> Observation:
         """For what a linear layer of so many columns takes."""
-        return Observation(columns, group)
+        return Observation(columns, group, wants_moments)
 
     def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
         """What the function gives for each item, side by side where that can be."""
@@ -109,8 +110,10 @@ class CudaArithmetic(Arithmetic):
         self._device.synchronize()
         self._resident.clear()
 
-    def observation(self, columns: int, group: int | None) -> Observation:
-        return Observation(columns, group) if group is None else _DeviceObservation(columns, group, self)
+    def observation(self, columns: int, group: int | None, wants_moments: bool = False) -> Observation:
+        if group is None or wants_moments:
+            return Observation(columns, group, wants_moments)
+        return _DeviceObservation(columns, group, self)
 
     def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
         return list(map(function, items))
@@ -152,7 +155,7 @@ class _DeviceObservation(Observation):
         self._device_products = arithmetic.zeros((columns // group, group, group))
         self._device_magnitude = arithmetic.zeros((columns,))
 
-    def _add_moments(self, inputs: np.ndarray) -> None:
+    def _add_products(self, inputs: np.ndarray) -> None:
         self._arithmetic.add_moments(inputs, self._device_products, self._device_magnitude)
 
     def statistics(self) -> Any:

@@ -38,10 +38,12 @@ class CalibrationRows:
         texts: Sequence[Sequence[int]],
         group: int | None,
         arithmetic: Arithmetic = NUMPY,
+        wants_moments: bool = False,
     ) -> None:
-        """`group` is how many columns of a weight share a scale."""
+        """`group` is how many columns of a weight share a scale; `wants_moments`: see `InputStatistics`."""
         table, dtype = checkpoint.raw(EMBEDDING), checkpoint.info(EMBEDDING).dtype
-        self._config, self._group, self._arithmetic = config, group, arithmetic
+        self._config, self._arithmetic = config, arithmetic
+        self._observed = group, wants_moments
         self._rotary = rotary_table(config, max(map(len, texts)), config.max_position_embeddings)
         self.texts: list[np.ndarray] = []
         for text in texts:
@@ -64,7 +66,7 @@ class CalibrationRows:
         def observe(weight: np.ndarray, inputs: np.ndarray) -> None:
             own, name = chosen[(chosen >= start) & (chosen < start + len(inputs))], names[id(weight)]
             if name not in observed:
-                observed[name] = self._arithmetic.observation(weight.shape[1], self._group)
+                observed[name] = self._arithmetic.observation(weight.shape[1], *self._observed)
             observed[name].add(inputs, own - start)
 
         for number, rows in enumerate(self.texts):

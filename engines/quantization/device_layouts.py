@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.config import DraftConfig, WeightSpec
+from edgellm.engines.model.decoder import HEAD, head_format
 from edgellm.engines.model.programs import ModelConfig, model_weights
+from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.quantization.device_layout import DeviceLayout, layout_refusal
 
@@ -31,7 +33,7 @@ def model_layouts(
     found: dict[str, Mapping[str, DeviceLayout]] = {}
     for model, config in models.items():
         with checkpoints[model]() as checkpoint:
-            layouts = packed_layouts(checkpoint, model_weights(config), dtype)
+            layouts = packed_layouts(checkpoint, model_weights(config), dtype) | _head_layout(config, dtype)
         if layouts and model == "vision":
             where = f"vision encoder ({next(iter(layouts))}): there they are dense"
             raise EngineError(f"{checkpoint.path}: {_REFUSED.format(where)}")
@@ -62,6 +64,15 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
         multiplied = "float32" if format.codes == "fp8" or format.dtype == "float32" else None
         found[spec.name] = DeviceLayout(format, rows, columns, dtype=dtype, multiplied=multiplied)
     return found
+
+
+def _head_layout(config: ModelConfig, dtype: str) -> dict[str, DeviceLayout]:
+    """That of a head which is packed when a directory is built."""
+    if isinstance(config, VisionConfig):
+        return {}
+    format = head_format(config.head, config.hidden_size, dtype)
+    rows = config.draft_vocab_size if isinstance(config, DraftConfig) else config.vocab_size
+    return {} if format is None else {HEAD: DeviceLayout(format, rows, config.hidden_size)}
 
 
 def packed_memory(models: Mapping[str, ModelConfig], packed: PackedLayouts, dtype: str) -> dict[str, int]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, overflow_error
 from edgellm.engines.checkpoints.tensors import STORAGE, convert
-from edgellm.engines.checkpoints.weights import part_places
+from edgellm.engines.checkpoints.weights import load_numpy_weights, part_places
+from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program
+from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program, single_weight
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.scaling import foldings, scale_norm, search_scales
 from edgellm.engines.quantization.statistics import InputStatistics
 from edgellm.engines.quantization.written_layout import StoredTensor, packed_tensors
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+#: Of an EAGLE head, weights of two dimensions that are no linear layer's, or stay as published.
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
 
 
 def linears(program: Program) -> list[Linear]:
@@ -30,11 +34,11 @@ def scale_layer(
     format: WeightFormat,
     dtypes: Mapping[str, str],
     arithmetic: Arithmetic = NUMPY,
-) -> dict[str, np.ndarray]:
+) -> dict[str, InputStatistics]:
     """Scale what the layer's linear layers take, where that can be folded, as leaves the least error.
 
     `weights`, float32 by name, are changed in place; the layer's output stays the same. `dtypes` are those that norms
-    are written in. Gives the factors for `quantize_rows` of each linear layer by its name.
+    are written in. Gives what each linear layer takes then, by its name.
     """
     places = foldings(program.steps)
     chosen = {
@@ -53,27 +57,25 @@ def scale_layer(
             if place.linear.bias is not None:
                 weights[place.linear.bias.name][rows] /= scales
         weights[f"{name}.weight"] *= chosen[name]
-    return {name: each.scaled_factors(chosen[name]) if name in chosen else each.factors for name, each in seen.items()}
+    return {name: each.scaled(chosen[name]) if name in chosen else each for name, each in seen.items()}
 
 
 def layer_tensors(
     checkpoint: Checkpoint,
     program: Program,
     weights: Mapping[str, np.ndarray],
-    factors: Mapping[str, np.ndarray],
-    format: WeightFormat,
-    arithmetic: Arithmetic = NUMPY,
+    quantize: Callable[[str, np.ndarray], PackedWeight],
 ) -> dict[str, StoredTensor]:
-    """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, norms
-    and biases in their own dtype."""
+    """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, as
+    `quantize` makes it of the linear layer's name and weight, norms and biases in their own dtype."""
     packed = {linear.weight.name: linear for linear in linears(program)}
     tensors: dict[str, StoredTensor] = {}
     for spec in program.weights.values():
         if spec.name in packed:
-            whole = arithmetic.quantize_rows(weights[spec.name], format, factors.get(packed[spec.name].name))
+            whole = quantize(packed[spec.name].name, weights[spec.name])
             for name, part in _parts(spec):
                 zeros = None if whole.zeros is None else whole.zeros[part]
-                own = PackedWeight(format, whole.codes[part], whole.scales[part], zeros)
+                own = PackedWeight(whole.format, whole.codes[part], whole.scales[part], zeros)
                 tensors |= packed_tensors(checkpoint.info(name).name.removesuffix(".weight"), own)
         else:
             for name, part in _parts(spec):
@@ -82,6 +84,36 @@ def layer_tensors(
                 if overflowed:
                     raise overflow_error(info, info.dtype, overflowed)
                 tensors[info.name] = StoredTensor(info.dtype, np.asarray(values, STORAGE[info.dtype]))
+    return tensors
+
+
+def head_tensors(
+    checkpoint: Checkpoint, format: WeightFormat, arithmetic: Arithmetic, progress: Callable[[str, int, int], None]
+) -> dict[str, dict[str, StoredTensor]]:
+    """Of an EAGLE head what each linear layer is stored as, by the names of their weights. Raises CheckpointError for
+    groups that do not divide a row."""
+    shapes = {
+        name: info.shape
+        for name, info in checkpoint.tensors.items()
+        if name.endswith(".weight") and len(info.shape) == 2 and not name.endswith(_TABLES)
+    }
+    wrong = [
+        f"{name.removesuffix('.weight')} ({columns})"
+        for name, (_, columns) in shapes.items()
+        if columns % (format.group or 1)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"Groups of {format.group} do not divide the columns of {', '.join(wrong)}. Take a smaller --group-size, "
+            "or --bits 8, which has no groups"
+        )
+    tensors: dict[str, dict[str, StoredTensor]] = {}
+    for name, shape in shapes.items():
+        progress("layers", len(tensors), len(shapes))
+        weight = load_numpy_weights(checkpoint, [single_weight(name, *shape)])[name]
+        module = checkpoint.info(name).name.removesuffix(".weight")
+        tensors[name] = packed_tensors(module, arithmetic.quantize_rows(weight, format))
+    progress("layers", len(shapes), len(shapes))
     return tensors
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -31,15 +31,16 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
-from edgellm.engines.quantization.layers import layer_tensors, linears, scale_layer
+from edgellm.engines.quantization.feedback import quantize_in_turn
+from edgellm.engines.quantization.layers import head_tensors, layer_tensors, linears, scale_layer
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
 from edgellm.engines.quantization.written_layout import StoredTensor, quantization_config, write_tensors
-from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
 Progress = Callable[[str, int, int], None]
 
-METHODS = ("awq", "rtn")
+METHODS = ("awq", "gptq", "rtn")
 GROUP_SIZES = (32, 64, 128)
 #: How many tokens of a calibration text are taken.
 LONGEST_TEXT = 512
@@ -52,7 +53,8 @@ _COPY_AGAIN = "Copy it from the checkpoint's source"
 @dataclass(frozen=True)
 class QuantizationOptions:
     """How weights are quantized: 4 bits in groups of 32, 64 or 128 columns, or 8 bits with a scale for each row
-    (`group_size` None); `method` "awq" scales columns by the activations before, "rtn" does not."""
+    (`group_size` None); `method` "awq" scales columns by the activations before, "rtn" does not; "gptq" does
+    and rounds columns in turn."""
 
     bits: int = 4
     group_size: int | None = 128
@@ -90,19 +92,24 @@ def quantize_checkpoint(
     progress: Progress | None = None,
     arithmetic: Arithmetic = NUMPY,
 ) -> QuantizationReport:
-    """Quantize the linear layers of the language model in the directory `source` into the new directory `target`.
+    """Quantize the linear layers of the language model, or the EAGLE head, in the directory `source` into the new
+    directory `target`.
 
-    `texts` are the token ids of calibration texts; only "rtn" needs none. Embeddings, head, norms and vision encoder
-    stay as published, but norms that scales are folded into. The target appears when it is complete; what was done of
-    an interrupted run is kept in a hidden folder beside it and gone on with, or with `restart` thrown away. With
-    `force` an existing checkpoint is replaced. `arithmetic` computes. Raises CheckpointError and UnsupportedModelError.
+    `texts` are the token ids of calibration texts; only "rtn" needs none, and EAGLE heads take that alone. Embeddings,
+    head, norms and vision encoder stay as published, but norms that scales are folded into. The target appears when it
+    is complete; what was done of an interrupted run is kept in a hidden folder beside it and gone on with, or with
+    `restart` thrown away. With `force` an existing checkpoint is replaced. `arithmetic` computes. Raises
+    CheckpointError and UnsupportedModelError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
     source, target = Path(source), Path(target)
-    _check_options(options, texts)
     refuse_quantized(source)
     _check_places(source, target, force)
     with Checkpoint.open(source) as checkpoint:
+        if is_eagle_head(checkpoint):
+            report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
+            return replace(report, seconds=time.perf_counter() - started)
+        _check_options(options, texts)
         config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
         checkpoint.check(decoder_weights(config))
         _check_groups(config, options)
@@ -127,6 +134,11 @@ def quantize_checkpoint(
     return report
 
 
+def is_eagle_head(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is an EAGLE head's, not a language model's."""
+    return any(f"{prefix}fc.weight" in checkpoint.tensors for prefix in ("", "model."))
+
+
 def refuse_quantized(source: Path) -> None:
     """CheckpointError for a directory whose `config.json` says that its weights are quantized already."""
     path = source / "config.json"
@@ -146,6 +158,42 @@ def refuse_quantized(source: Path) -> None:
                 )
 
 
+def _quantize_head(
+    checkpoint: Checkpoint,
+    target: Path,
+    options: QuantizationOptions,
+    force: bool,
+    progress: Progress,
+    arithmetic: Arithmetic,
+) -> QuantizationReport:
+    """An EAGLE head, which cannot be run without its base: its linear layers, each by itself."""
+    if options.method != "rtn":
+        raise CheckpointError(
+            f"{checkpoint.path} is an EAGLE head, whose inputs come from its base: the method {options.method!r} "
+            "has no texts for it. Take --method rtn"
+        )
+    _check_options(options, ())
+    format = options.format(checkpoint.dtype or "float16")
+    packed = head_tensors(checkpoint, format, arithmetic, progress)
+    others = {
+        info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
+        for name, info in checkpoint.tensors.items()
+        if name not in packed
+    }
+    tensors = others | {name: tensor for stored in packed.values() for name, tensor in stored.items()}
+    try:
+        with StagedDirectory(target) as staged:
+            copied = _copy_others(checkpoint.path, staged.path)
+            write_tensors(staged.path / SINGLE_FILE, tensors)
+            values = checkpoint.config | {"quantization_config": quantization_config(format, ["lm_head"])}
+            (staged.path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            staged.commit(force)
+    except OSError as error:
+        raise CheckpointError(f"{target} was not written: {error.strerror or error}") from error
+    size = sum(tensor.elements.nbytes for tensor in tensors.values())
+    return QuantizationReport(target, options, len(packed), 0, _total_bytes(checkpoint), size, 0, copied)
+
+
 @dataclass(frozen=True)
 class _Layers:
     """Those of a checkpoint, one after the other."""
@@ -163,7 +211,8 @@ class _Layers:
         progress("layers", done, count)
         if texts and due:
             group = self.options.group_size
-            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic)
+            in_turn = self.options.method == "gptq"
+            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic, in_turn)
         for index in range(due[-1] + 1) if due else ():
             if index in due:
                 work.write(index, self._tensors(index, rows))
@@ -180,11 +229,15 @@ class _Layers:
         seen = {} if rows is None else rows.observe_layer(index, weights)
         dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
         format = self.options.format(checkpoint.dtype or self.config.dtype)
-        if self.options.method == "awq":
-            factors = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
-        else:
-            factors = {name: each.factors for name, each in seen.items()}
-        return layer_tensors(checkpoint, program, weights, factors, format, self.arithmetic)
+        if self.options.method != "rtn":
+            seen = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
+
+        def quantize(name: str, weight: np.ndarray) -> PackedWeight:
+            if self.options.method == "gptq":
+                return quantize_in_turn(weight, format, seen.pop(name), self.arithmetic)
+            return self.arithmetic.quantize_rows(weight, format, seen[name].factors if seen else None)
+
+        return layer_tensors(checkpoint, program, weights, quantize)
 
 
 def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:
@@ -286,9 +339,9 @@ def _check_options(options: QuantizationOptions, texts: Sequence[Sequence[int]])
     if options.bits == 8 and options.group_size is not None:
         raise CheckpointError("Weights of 8 bits have one scale for each row: leave the group size out")
     if options.method not in METHODS:
-        raise CheckpointError(f"The method is {options.method!r}: expected {' or '.join(METHODS)}")
-    if options.method == "awq" and not any(len(text) for text in texts):
-        raise CheckpointError("The method awq needs calibration texts, and there are none")
+        raise CheckpointError(f"The method is {options.method!r}: expected {', '.join(METHODS[:-1])} or {METHODS[-1]}")
+    if options.method != "rtn" and not any(len(text) for text in texts):
+        raise CheckpointError(f"The method {options.method} needs calibration texts, and there are none")
 
 
 def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:

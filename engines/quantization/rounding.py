@@ -12,11 +12,13 @@ from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
-#: Of the scale that clips nothing, the shares that are tried.
+#: Shares of the full scale, which the largest weight of a group asks for.
 Clipping = Sequence[float]
-CLIPPING: Clipping = tuple(1 - step / 64 for step in range(37))
+#: Those that are tried. Above 1 there is room for a zero point that is rounded, and for a grid that fits the columns
+#: with the largest inputs.
+CLIPPING: Clipping = tuple(1.25 - step / 64 for step in range(42))
 #: Fewer, for where much else is tried at the same time.
-COARSE_CLIPPING = (1.0, 0.93, 0.86, 0.79, 0.72)
+COARSE_CLIPPING = (1.07, 1.0, 0.93, 0.86, 0.79, 0.72)
 #: How far beside the nearest a zero point is tried.
 _ZERO_STEPS = (0, -1, 1)
 #: Elements of a weight that are computed with at a time: a few arrays of so many stay in a processor's cache.
@@ -32,10 +34,10 @@ def quantize_rows(
 ) -> PackedWeight:
     """The weight float32 [N, K] in an integer `format`, each group of columns of a row by itself.
 
-    Without zero points a code q stands for (q - 2^(b-1)) s; the largest scale is s = max|w| / (2^(b-1) - 1), and as the
+    Without zero points a code q stands for (q - 2^(b-1)) s; the full scale is s = max|w| / (2^(b-1) - 1), and as the
     codes reach one step further to one side, its negative is tried too. With them a code stands for (q - z) s; the
-    largest scale is (max(w, 0) - min(w, 0)) / (2^b - 1), and z = -min(w, 0) / s rounded, or one beside it. Codes are
-    w / s rounded to nearest, ties to even, and clipped. Of the scales that are a share from `clipping` of the largest,
+    full scale is (max(w, 0) - min(w, 0)) / (2^b - 1), and z = -min(w, 0) / s rounded, or one beside it. Codes are
+    w / s rounded to nearest, ties to even, and clipped. Of the scales that are a share from `clipping` of the full one,
     rounded to the format's dtype, each group gets that of the least squared error (as Nagel et al. 2021 set ranges);
     the first of equals.
 
@@ -134,7 +136,7 @@ def _search_zeros(
 
 
 def _scales(largest: np.ndarray, share: float, dtype: str) -> np.ndarray:
-    """A share of the largest scales, rounded, none of them 0: a group of zeros has the scale 1."""
+    """A share of the full scales, rounded, none of them 0: a group of zeros has the scale 1."""
     scales = np.maximum(rounded(largest * np.float32(share), dtype), np.float32(_SMALLEST[dtype]))
     scales[largest == 0] = 1
     return scales

@@ -20,7 +20,7 @@ from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: Exponents of the activations that are tried.
 _EXPONENTS = tuple(step / 10 for step in range(11))
-#: Errors are computed for so many rows of a weight: they decide about one number.
+#: Errors are computed for so many rows of a weight.
 _SAMPLED_ROWS = 256
 #: Activations and weights are taken to be no smaller than this share of their mean; scales stay within the factor.
 _SMALLEST_SHARE, _LARGEST_SCALE = 1e-3, 64.0
@@ -68,10 +68,15 @@ def search_scales(
     Tried are mean|x_k|^a and mean|x_k|^a / mean|w_k|^(1 - a) for a from 0 to 1 (equation 5 of Lin et al. 2023, and its
     published program), divided by the root of the product of the largest and the smallest; with a = 0 the former are 1.
     """
-    sampled = weights[np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)]
+    sampled = sampled_rows(weights)
     candidates = list(_candidates(seen.magnitude, np.abs(weights).mean(0)))
     errors = arithmetic.each(lambda scales: output_error(sampled, scales, seen, format, arithmetic), candidates)
     return candidates[int(np.argmin(errors))]
+
+
+def sampled_rows(weights: np.ndarray) -> np.ndarray:
+    """Rows of a weight that stand for all, where errors decide about one number."""
+    return weights[np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)]
 
 
 def output_error(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 #: Of the mean square, what is added to each: a few rows then do not decide about directions that they lack.
 _DAMPING = 0.01
+#: Elements whose products with each other are summed up: the memory that moments take grows with their number.
+_SPAN = 2048
 
 
 @dataclass
@@ -16,12 +18,24 @@ class InputStatistics:
 
     `magnitude` float32 [K] is the mean of |x|, `sample` float32 [S, K] some of the rows. `factors` are what
     `quantize_rows` takes: of each group of columns a matrix F with F F^T the mean of x x^T, float32 [groups, size,
-    size]; where a whole row is one group, the roots of the mean squares, float32 [K].
+    size]; where a whole row is one group, the roots of the mean squares, float32 [K]. `moments`, where they were asked
+    for, are the means of x x^T over the rows that are not in the sample, float32 [S, S] for at most `_SPAN` elements of
+    x each, one span behind the other.
     """
 
     magnitude: np.ndarray
     factors: np.ndarray
     sample: np.ndarray
+    moments: list[np.ndarray] = field(default_factory=list)
+
+    def scaled(self, scales: np.ndarray) -> InputStatistics:
+        """That of inputs which are divided by `scales` [K]; `moments` are changed in place."""
+        start = 0
+        for each in self.moments:
+            own = scales[start : start + len(each)]
+            np.divide(each, own * own[:, None], out=each)
+            start += len(each)
+        return InputStatistics(self.magnitude / scales, self.scaled_factors(scales), self.sample / scales, self.moments)
 
     def scaled_factors(self, scales: np.ndarray) -> np.ndarray:
         """`factors` for inputs that are divided by `scales` [K]."""
@@ -31,8 +45,10 @@ class InputStatistics:
 class Observation:
     """Sums over the rows that a linear layer took so far."""
 
-    def __init__(self, columns: int, group: int | None) -> None:
-        self._count = 0
+    def __init__(self, columns: int, group: int | None, wants_moments: bool = False) -> None:
+        self._count = self._outside = 0
+        starts = range(0, columns, _SPAN) if wants_moments else ()
+        self._moments = [np.zeros((min(_SPAN, columns - start),) * 2, np.float32) for start in starts]
         self._magnitude = np.zeros(columns)
         self._products = np.zeros(columns if group is None else (columns // group, group, group))
         self._sample: list[np.ndarray] = []
@@ -40,10 +56,16 @@ class Observation:
     def add(self, inputs: np.ndarray, chosen: np.ndarray) -> None:
         """Rows float32 [M, K], of which the `chosen` are kept."""
         self._count += len(inputs)
-        self._add_moments(inputs)
+        self._add_products(inputs)
         self._sample.append(inputs[chosen])
+        if self._moments:
+            others = np.delete(inputs, chosen, 0)
+            self._outside += len(others)
+            for number, moments in enumerate(self._moments):
+                own = others[:, number * _SPAN : (number + 1) * _SPAN]
+                np.add(moments, own.T @ own, out=moments)
 
-    def _add_moments(self, inputs: np.ndarray) -> None:
+    def _add_products(self, inputs: np.ndarray) -> None:
         self._magnitude += np.abs(inputs).sum(0, np.float64)
         if self._products.ndim == 1:
             self._products += np.einsum("mk,mk->k", inputs, inputs, dtype=np.float64)
@@ -62,4 +84,5 @@ class Observation:
             values, vectors = np.linalg.eigh(products)
             factors = vectors * np.sqrt(np.maximum(values, 0))[:, None, :]
         magnitude, sample = (self._magnitude / self._count).astype(np.float32), np.concatenate(self._sample)
-        return InputStatistics(magnitude, factors.astype(np.float32), sample)
+        moments = [each / np.float32(max(1, self._outside)) for each in self._moments]
+        return InputStatistics(magnitude, factors.astype(np.float32), sample, moments)

@@ -20,7 +20,7 @@ from edgellm.kernels.atomic_write import write_atomically
 
 _JOB_FILE = "job.json"
 #: Raise this when other tensors are written for the same options: what an earlier release began is not gone on with.
-_JOB_VERSION = 1
+_JOB_VERSION = 2
 
 
 class WorkFolder:

@@ -21,7 +21,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdaptedRunner, AdapterSlots, require_adapters
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
-from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
@@ -105,7 +105,7 @@ class BaseEngineRunner(AdaptedRunner):
         self.weights = backend.load_weights(checkpoint, specs, progress)
         rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
         self.offsets = backend.zeros((limits.max_batch,), "int32")
-        self._tables = ModelTables(self.weights[EMBEDDING], rotary, self.offsets)
+        self._tables = ModelTables(self.weights[embedding_name(config)], rotary, self.offsets)
         layers, start = decoder_states(config, limits.kv_cache), backend.zeros((limits.max_batch,), "int32")
         #: The KV rows of the slots; those of idle ones may be exchanged and copied.
         self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, start)
@@ -331,7 +331,7 @@ class BaseEngineRunner(AdaptedRunner):
 
     def engine_weights(self) -> dict[str, Array]:
         """All weights but an embedding table that only the lookup kernel reads."""
-        if self.config.tie_word_embeddings:
+        if head_weight_name(self.config) == EMBEDDING:
             return self.weights
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
 

@@ -91,8 +91,17 @@ class LinearWeights(NamedTuple):
 
     @property
     def arranged(self) -> ArrangedInputs | None:
-        """How a packed weight's activations are arranged for the kernels; the twins do so where they multiply."""
-        return self.weight.inputs if isinstance(self.weight, PackedMatrix) else None
+        """How a packed weight's activations are arranged before it is multiplied; None: they are not.
+
+        Raises KernelError for a weight that does not say so though its format does.
+        """
+        if not isinstance(self.weight, PackedMatrix):
+            return None
+        format, inputs = self.weight.layout.format, self.weight.inputs
+        order, scales = inputs or (None, None)
+        if (format.permuted and order is None) or (format.scaled and scales is None):
+            raise KernelError(f"a weight of {format} does not say how its inputs are arranged (`ArrangedInputs`)")
+        return inputs
 
     @property
     def ranks(self) -> int:

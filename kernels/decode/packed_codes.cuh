@@ -15,23 +15,26 @@ namespace packed {
 
 // A format is one number, MODE. SCALING: nothing is known of the scales; those of float16, of symmetric int4, are finite
 // times 2^18; or each has a zero point behind it. CODES. ROUNDED: the dtype that a product is rounded to before it is
-// rounded to T. WIDE: scales are of float32, else of that dtype.
+// rounded to T. KIND: scales are of that dtype, of float32, or 8-bit floats behind two factors of the row.
 constexpr int ANY = 0, SMALL = 1, ZEROS = 2;
 constexpr int INT4 = 0, INT8 = 1, FP8 = 2, FP4 = 3;
 constexpr int TO_T = 0, TO_HALF = 1, TO_BFLOAT16 = 2;
+constexpr int NARROW = 0, WIDE = 1, FACTORED = 2;
 
 constexpr int BLOCK_STEPS = 4, BLOCK_COLUMNS = 32 * BLOCK_STEPS;
 
 // SCALES of a row in a block. Those of groups of 16 columns stand in the order of columns 0 to 15 of each step, then 16 to 31: a
 // lane needs half of them.
 template <int SCALES, int MODE> struct Format {
-    static constexpr int SCALING = MODE % 4, CODES = MODE / 4 % 4;
-    static constexpr bool WIDE = MODE / 64 != 0;
+    static constexpr int SCALING = MODE % 4, CODES = MODE / 4 % 4, KIND = MODE / 64;
     static constexpr int WORDS = CODES == INT8 || CODES == FP8 ? 2 : 1;  // of a lane, a step
     static constexpr int CODE_BYTES = 512 * WORDS;
-    static constexpr int SCALE_BYTES = (WIDE ? 4 : 2) * SCALES * (SCALING == ZEROS ? 2 : 1);  // of a row
-    static constexpr int LANE_SCALES = SCALES == 8 ? 4 : SCALES, LANE_BYTES = SCALE_BYTES / SCALES * LANE_SCALES;
+    static constexpr int SCALE_BYTES =  // of a row
+        KIND == FACTORED ? 8 + SCALES : (KIND == WIDE ? 4 : 2) * SCALES * (SCALING == ZEROS ? 2 : 1);
+    static constexpr int LANE_SCALES = SCALES == 8 ? 4 : SCALES;
+    static constexpr int LANE_BYTES = KIND == FACTORED ? SCALE_BYTES : SCALE_BYTES / SCALES * LANE_SCALES;
     static constexpr int BLOCK_BYTES = CODE_BYTES + 8 * SCALE_BYTES;
+    static_assert(KIND != FACTORED || (SCALES == 8 && SCALING == ANY), "such are 4-bit floats in groups of 16");
 };
 
 // a b + c of two values each, rounded once.
@@ -230,7 +233,7 @@ template <typename T> struct Converted<T, T> {
 
 // The weights of a row's group: `set` takes the i-th scale of those that a lane has, `values` makes a step's words four pairs
 // of columns.
-template <typename T, int MODE, bool WIDE = (MODE / 64 != 0)> struct Group {
+template <typename T, int MODE, bool IS_NARROW = MODE / 64 == NARROW> struct Group {
     using Inner = typename Rounding<MODE / 16 % 4, T>::Type;
     Product<Inner, MODE / 4 % 4, MODE % 4> product;
     __device__ __forceinline__ void set(const unsigned* stored, int i) { product.set(stored, i); }
@@ -241,14 +244,20 @@ template <typename T, int MODE, bool WIDE = (MODE / 64 != 0)> struct Group {
     }
 };
 
-// Scales of float32: products are of float32, too. A zero point follows its scale as two of float16.
-template <typename T, int MODE> struct Group<T, MODE, true> {
+// Scales of float32: products are of float32, too. A zero point follows its scale as two of float16. Or the factors of a row,
+// then the scales of the lane's groups: a byte is 2^-8 of its value where float16 has its last bits of exponent.
+template <typename T, int MODE> struct Group<T, MODE, false> {
     using Inner = typename Rounding<MODE / 16 % 4, T>::Type;
     static constexpr int SCALING = MODE % 4, PARTS = SCALING == ZEROS ? 2 : 1;
     Exact<MODE / 4 % 4, SCALING> codes;
     float scale;
     __device__ __forceinline__ void set(const unsigned* stored, int i) {
-        scale = __uint_as_float(stored[i * PARTS]);
+        if constexpr (MODE / 64 == FACTORED) {
+            const float value = unpack<__half>(bytes_of(stored[2], 0, 0x4404u | i << 4) >> 1).x;
+            scale = __fmaf_rn(value, __uint_as_float(stored[0]), value * __uint_as_float(stored[1]));
+        } else {
+            scale = __uint_as_float(stored[i * PARTS]);
+        }
         codes.set(SCALING == ZEROS ? stored[i * PARTS + PARTS - 1] : 0);
     }
     __device__ __forceinline__ void values(const unsigned* words, unsigned mask, unsigned (&four)[4]) const {
@@ -284,6 +293,7 @@ template <int SCALES, int MODE> struct Lane {
                 block.read(place + word * 4, four);
                 scales[word] = four.x, scales[word + 1] = four.y, scales[word + 2] = four.z, scales[word + 3] = four.w;
             }
+            if (Own::KIND == FACTORED && own_quad() >= 2) scales[2] = scales[3];
         } else if constexpr (Own::LANE_BYTES == 8) {
             uint2 two;
             block.read(place, two);

@@ -1,17 +1,28 @@
-"""The kernels of few rows over weights of 4 bits: how they work, and the shared memory of their blocks."""
+"""The kernels of few rows over packed weights: how they work, and the shared memory of their blocks."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import SLICES, STEP, padded_columns, slice_steps
+from edgellm.kernels.decode.packed_linear import packed_tilings
+from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, packed_tiles
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
+from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout
 
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
+#: Weight tiles, depth, blocks on a multiprocessor and how many find room, the fastest first, of GPUs whose kernels
+#: overlap and of others.
+_OVERLAPPING = (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2)
+_ALONE = (2, 2, 2, 2), (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 1, 2)
+#: Clocks in which a layer begins and ends; instructions of a warp for eight weights of each lane; bytes that a
+#: multiprocessor takes from memory in a clock.
+_EDGES, _WORD, _STREAMED = 3700, 17, 36
 #: Of `stage_normalized`, in bytes.
 _NORM_SUMS = 8 * (SLICES + 1) * 4
 
@@ -65,6 +76,29 @@ def packed_rows_kernel(
     return decode_kernel("packed_rows.cu", expression, (*macros, *own))
 
 
+def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str | None:
+    """Why no kernel computes a packed layer of so many rows where blocks have so much shared memory, if none does."""
+    gpu = Capacity(shared_limit=shared_limit)
+    if packed_rows(batch, layout, gpu, normed=False) is not None:
+        return None
+    try:
+        packed_tilings(batch, layout, gpu) if batch < LEAST_ROWS else packed_tiles(batch, layout, gpu)
+    except KernelError as error:
+        return str(error)
+    return None
+
+
+def packed_clocks(batch: int, layout: DeviceLayout, gpu: Capacity) -> float:
+    """An estimate of a GPU's clocks for a packed layer of so many rows; infinite if no kernel computes it."""
+    if packed_refusal(batch, layout, gpu.shared_limit) is not None:
+        return math.inf
+    if batch >= LEAST_ROWS:
+        return packed_tiles(batch, layout, gpu)[0].clocks(batch, layout.rows, layout.columns, gpu)
+    streamed = math.prod(layout.shape) / min(gpu.speeds[0], _STREAMED * gpu.multiprocessors)
+    issued = layout.rows * layout.columns / (8 * 32) * _WORD / (4 * gpu.multiprocessors)
+    return _EDGES + 0.8 * max(streamed, issued) + 0.2 * (streamed + issued)
+
+
 def packed_rows(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bool) -> PackedRows | None:
     """How a layer is computed fastest; None where blocks have not the memory, and for too many rows."""
     ways = packed_rows_ways(batch, layout, gpu, normed)
@@ -78,7 +112,7 @@ def packed_rows_ways(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bo
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
     one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
     found = []
-    for weight_tiles, depth, blocks, resident in ((1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 2, 2), (1, 4, 1, 2), (2, 2, 1, 2)):
+    for weight_tiles, depth, blocks, resident in _OVERLAPPING if gpu.has_clusters else _ALONE:
         most = 8 // weight_tiles if one else 2
         tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
         at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))

@@ -4,7 +4,8 @@ A block is 8 rows times 128 columns: 512 bytes of codes of 4 bits, 16 for each l
 bits, 16 for each lane of columns 0 to 63, then of the others; then what belongs to the groups of the 8 rows. Lane i has
 of row i / 4 columns 8 (i % 4) to + 7 of each step of 32 columns, a word of eight codes a step, or two of four. Where in
 its word a code stands, `TURNS` says, and decode/packed_codes.cuh why. Of each row and group in a block follows the
-scale, and where there are zero points, behind each scale what takes the zero point off: of 16 bits, or of 32.
+scale, and where there are zero points, behind each scale what takes the zero point off: of 16 bits, or of 32. Or the
+row's two factors of float32, then its scales as 8-bit floats (`scale_factors`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.packed_weight import PackedWeight, ScaledWeight, WeightFormat, rounded
+from edgellm.kernels.quantization.scale_factors import ScaleFactors, scale_factors
 
 #: Rows and columns of a block, columns of a step and of a lane in it.
 BLOCK_ROWS, BLOCK_COLUMNS, STEP, LANE_COLUMNS = 8, 128, 32, 8
@@ -45,6 +47,8 @@ _FACTORS = {
     ("fp8", "float32"): 2.0**8,
     ("fp4", "float32"): 2.0**14,
 }
+#: What the factors of scales of 8 bits are stored times, because these become so much less.
+_BYTE_FACTOR = 2.0**8
 #: The compute dtypes, as the kernels number them from 1 on.
 _COMPUTED = ("float16", "bfloat16")
 
@@ -55,8 +59,9 @@ class DeviceLayout:
 
     Its format; whether its scales are `small` (of float16, of symmetric int4, and finite times 2^18), which saves
     instructions and changes no bit; the compute `dtype` of the kernels (None: the format's); the dtype that codes are
-    `multiplied` in, in which scales are exact (None: the format's, or float32 for 4-bit floats). A weight's value is
-    that of `PackedWeight.values`, rounded to the compute dtype.
+    `multiplied` in, in which scales are exact (None: the format's, or float32 for 4-bit floats); whether scales are
+    `factored` as `ScaleFactors` (None: those of 4-bit floats in groups of 16 are). A weight's value is that of
+    `PackedWeight.values`, rounded to the compute dtype.
     """
 
     format: WeightFormat
@@ -65,6 +70,7 @@ class DeviceLayout:
     small: bool = False
     dtype: str | None = None
     multiplied: str | None = None
+    factored: bool | None = None
 
     @property
     def compute(self) -> str:
@@ -87,10 +93,16 @@ class DeviceLayout:
         return BLOCK_ROWS * BLOCK_COLUMNS * self.format.bits // 8
 
     @property
+    def has_factors(self) -> bool:
+        """Whether scales are `ScaleFactors`."""
+        is_usual = (self.format.codes, self.format.group) == ("fp4", 16)
+        return is_usual if self.factored is None else self.factored
+
+    @property
     def block_bytes(self) -> int:
         """Of codes, scales and zero points."""
-        size = 4 if self.product == "float32" else 2
-        return self.code_bytes + BLOCK_ROWS * size * self.scales * (2 if self.format.zeros else 1)
+        size = (4 if self.product == "float32" else 2) * self.scales * (2 if self.format.zeros else 1)
+        return self.code_bytes + BLOCK_ROWS * (8 + self.scales if self.has_factors else size)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -108,7 +120,8 @@ class DeviceLayout:
         scaling, wide = 2 if self.format.zeros else int(self.small), self.product == "float32"
         between = self.format.dtype if wide else self.product
         rounded_to = 0 if between in (self.compute, "float32") else 1 + _COMPUTED.index(between)
-        return scaling + 4 * list(TURNS).index(self.format.codes) + 16 * rounded_to + 64 * wide
+        kind = 2 if self.has_factors else int(wide)
+        return scaling + 4 * list(TURNS).index(self.format.codes) + 16 * rounded_to + 64 * kind
 
     def groups(self) -> np.ndarray:
         """The group of each scale of a row, in the order of columns: int [blocks, scales]."""
@@ -191,7 +204,8 @@ def device_layout(weight: ScaledWeight, dtype: str | None = None) -> DeviceLayou
         product = "float32"
     small = (format.codes, product, format.zeros) == ("int4", "float16", False)
     small = small and bool(np.abs(scales).max(initial=0) <= SMALL_SCALE)
-    return DeviceLayout(format, *weight.shape, small, compute, product)
+    factored = (format.codes, format.group) == ("fp4", 16) and scale_factors(scales) is not None
+    return DeviceLayout(format, *weight.shape, small, compute, product, factored)
 
 
 def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[DeviceLayout, np.ndarray]:
@@ -220,12 +234,25 @@ def to_device_layout(weight: PackedWeight, dtype: str | None = None) -> tuple[De
 def tail_bytes(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
     """What follows the codes of each block: uint8 [down, along, `block_bytes` - `code_bytes`]."""
     wide = layout.product == "float32"
+    if layout.has_factors:
+        return _factored_tails(weight, layout)
     scales = _bits(weight.scales * np.float32(_factor(layout)), layout.product)
     parts = [_placed(scales, layout)]
     if weight.zeros is not None:
-        zeros = _bits(-(weight.zeros.astype(np.float32) + _zero_offset(layout)), "float16" if wide else layout.product)
+        points = np.arange(1 << layout.format.bits, dtype=np.float32) + _zero_offset(layout)
+        zeros = _bits(-points, "float16" if wide else layout.product)[weight.zeros]
         parts.append(_placed(zeros.astype(np.uint32) * 0x10001 if wide else zeros, layout))
     return np.stack(parts, axis=-1).view(np.uint8).reshape(*layout.blocks, -1)
+
+
+def _factored_tails(weight: ScaledWeight, layout: DeviceLayout) -> np.ndarray:
+    found = scale_factors(weight.scales)
+    assert found is not None  # as when the layout was made
+    (down, along), large = layout.blocks, np.float32(_factor(layout) * _BYTE_FACTOR)
+    factors = np.zeros((down * BLOCK_ROWS, 2), np.float32)
+    factors[: layout.rows] = np.stack(found[1:], axis=-1) * large
+    of_blocks = np.broadcast_to(factors.view(np.uint8).reshape(down, 1, BLOCK_ROWS, 8), (down, along, BLOCK_ROWS, 8))
+    return np.concatenate((of_blocks, _placed(found.codes, layout)), axis=-1).reshape(down, along, -1)
 
 
 def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
@@ -237,13 +264,23 @@ def from_device_layout(layout: DeviceLayout, data: np.ndarray) -> PackedWeight:
     words, low = words.transpose(0, 3, 1, 2, 5, 4, 6), (1 << bits - 1) - 1
     every = [_turned(words, -turn) & low | _turned(words, -highest) & low + 1 for turn, highest in turns]
     codes = np.stack(every, axis=-1).astype(np.uint8).reshape(down * BLOCK_ROWS, -1)[: layout.rows, : layout.columns]
-    tails = data[..., layout.code_bytes :].copy().view(np.uint32 if wide else np.uint16)
+    tails = data[..., layout.code_bytes :].copy()
+    if layout.has_factors:
+        tails = tails.reshape(down, along, BLOCK_ROWS, -1)
+        factors, tails = tails[..., :8].copy().view(np.float32)[:, 0].reshape(-1, 2), tails[..., 8:].copy()
+    else:
+        tails = tails.view(np.uint32 if wide else np.uint16)
     halves = 2 if layout.scales == 8 else 1
     tails = tails.reshape(down, along, BLOCK_ROWS, halves, layout.scales // halves, -1)
     tails = tails.transpose(0, 2, 1, 4, 3, 5).reshape(down * BLOCK_ROWS, along * layout.scales, -1)
     _, firsts = np.unique(layout.groups().reshape(-1), return_index=True)
     chosen = tails[: layout.rows, firsts]
-    scales, zeros = _values(chosen[..., 0], layout.product) / np.float32(_factor(layout)), None
+    if layout.has_factors:
+        own = factors[: layout.rows] / np.float32(_factor(layout) * _BYTE_FACTOR)
+        scales = ScaleFactors(chosen[..., 0], own[:, 0], own[:, 1]).scales()
+    else:
+        scales = _values(chosen[..., 0], layout.product) / np.float32(_factor(layout))
+    zeros = None
     if format.zeros:
         stored = chosen[..., 1].astype(np.uint16)  # of 32 bits, the lower half
         zeros = (-_values(stored, "float16" if wide else layout.product) - _zero_offset(layout)).astype(np.uint8)
@@ -261,10 +298,14 @@ def _zero_offset(layout: DeviceLayout) -> int:
 def _placed(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
     """Of groups [N, groups], as blocks have them: [down, along, rows, scales]."""
     down, along = layout.blocks
-    rows = np.zeros((down * BLOCK_ROWS, values.shape[1]), values.dtype)
-    rows[: layout.rows] = values
+    rows, groups = values, layout.groups()
+    if layout.rows % BLOCK_ROWS:
+        rows = np.zeros((down * BLOCK_ROWS, values.shape[1]), values.dtype)
+        rows[: layout.rows] = values
     order = np.arange(8).reshape(4, 2).T.reshape(-1) if layout.scales == 8 else slice(None)
-    return rows[:, layout.groups()[:, order]].reshape(down, BLOCK_ROWS, along, layout.scales).swapaxes(1, 2)
+    once = groups.size == values.shape[1]  # each group stands in one place: nothing is gathered
+    placed = rows.reshape(-1, *groups.shape)[..., order] if once else rows[:, groups[:, order]]
+    return placed.reshape(down, BLOCK_ROWS, along, layout.scales).swapaxes(1, 2)
 
 
 def _turned(words: np.ndarray, bits: int) -> np.ndarray:

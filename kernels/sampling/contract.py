@@ -52,7 +52,10 @@ class SamplingRows(NamedTuple):
 
 
 class ModelTables(NamedTuple):
-    """What a model's steps look rows up in, and each sequence's difference of position and KV row."""
+    """What a model's steps look rows up in, and each sequence's difference of position and KV row.
+
+    On the GPU `embedding` may be a `PackedMatrix`, whose columns come in eights.
+    """
 
     embedding: Annotated[OwnArray, "VH compute"]
     rotary: Annotated[OwnArray, "PR float32"]

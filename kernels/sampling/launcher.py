@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import cuda_header
+from edgellm.kernels.decode.arguments import MACROS
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
+from edgellm.kernels.quantization.device_layout import PackedMatrix
 from edgellm.kernels.sampling.contract import (
     IN_PROMPT,
     ModelTables,
@@ -46,10 +50,37 @@ DRAWING = _source(
 )
 
 
+class EmbeddingTable(NamedTuple):
+    """What kernels know of a packed embedding table when they are compiled: see decode/packed_codes.cuh."""
+
+    scales: int
+    mode: int
+
+    @property
+    def macros(self) -> tuple[tuple[str, int | str], ...]:
+        """What a source is compiled with."""
+        return (("EMBEDDING_SCALES", self.scales), ("EMBEDDING_MODE", self.mode), *MACROS)
+
+
+def split_tables(tables: ModelTables) -> tuple[ModelTables, EmbeddingTable | None]:
+    """Tables as contracts check them, and how the embedding is packed: None if it is not."""
+    packed = tables.embedding
+    if not isinstance(packed, PackedMatrix):
+        return tables, None
+    if packed.shape[1] % 8:
+        raise KernelError(f"a packed embedding has {packed.shape[1]} columns; expected a multiple of 8")
+    table = DeviceArray(packed.pointer, packed.shape, packed.dtype, packed.data)
+    return tables._replace(embedding=table), EmbeddingTable(packed.layout.scales, packed.layout.mode)
+
+
 @lru_cache
-def step_source(dtype: str) -> ModuleSource:
-    """What a plain greedy step of a model of `dtype` needs."""
-    return _source(f"step_{dtype}", ("sampling/step.cu",), f"prepare_step<{CUDA_TYPES[dtype]}>", "argmax")
+def step_source(dtype: str, embedding: EmbeddingTable | None = None) -> ModuleSource:
+    """What a plain greedy step of a model of `dtype` needs, which may have a packed embedding."""
+    kernel = f"prepare_step<{CUDA_TYPES[dtype]}>"
+    if embedding is None:
+        return _source(f"step_{dtype}", ("sampling/step.cu",), kernel, "argmax")
+    source = _source(f"step_{dtype}_{embedding.scales}_{embedding.mode}", ("sampling/step.cu",), kernel)
+    return replace(source, macros=source.macros + embedding.macros)
 
 
 @lru_cache
@@ -84,10 +115,11 @@ class CudaSampling(Launcher):
 
     def prepare_step(self, tables: ModelTables, token_ids: DeviceArray, inputs: StepInputs) -> None:
         """Embeddings, rotary rows and mask; it lets the next kernel overlap it. See the contract."""
+        tables, embedding = split_tables(tables)
         sizes = self._check("prepare_step", tables, token_ids, inputs)
         packed = self._check.pack("prepare_step", sizes, tables, token_ids, inputs)
         dtype = tables.embedding.dtype
-        kernel = Kernel(step_source(dtype), f"prepare_step<{CUDA_TYPES[dtype]}>")
+        kernel = Kernel(step_source(dtype, embedding), f"prepare_step<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (sizes["T"], sizes["B"], 2), _COPY_THREADS, (packed,))
 
     def argmax(self, logits: DeviceArray, tokens: DeviceArray, state: SequenceState | None = None) -> None:

@@ -12,8 +12,8 @@ __global__ void prepare_step(PrepareStepArguments a) {
     launch_next_kernel();
     size_t token = (size_t)blockIdx.y * gridDim.x + blockIdx.x;
     if (blockIdx.z == 0) {
-        size_t row_bytes = a.H * sizeof(Compute);
-        look_up(a.tables.embedding, a.token_ids[token], a.inputs.inputs_embeds + token * row_bytes, a.V, row_bytes);
+        char* target = a.inputs.inputs_embeds + token * a.H * sizeof(Compute);
+        look_up<Compute>(a.tables.embedding, a.token_ids[token], target, a.V, a.H);
         return;
     }
     long long row = (long long)a.inputs.kvcache_start_index[blockIdx.y] + blockIdx.x;

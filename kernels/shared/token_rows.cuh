@@ -4,6 +4,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#ifdef EMBEDDING_MODE  // of a packed table, with EMBEDDING_SCALES: see packed_codes.cuh
+#include "decode/packed_codes.cuh"
+#endif
 #include "shared/groups.cuh"
 
 template <class T>
@@ -22,12 +25,54 @@ __device__ inline void copy_bytes(
     }
 }
 
-// The row of a token id; zeros for an unknown id.
+#ifdef EMBEDDING_MODE
+// A lane's reads of a packed block are for its own row: here they are for another one.
+struct BlockOfRow {
+    using Own = decode::packed::Format<EMBEDDING_SCALES, EMBEDDING_MODE>;
+    const char* begin;
+    int rows_on;
+    template <typename Bytes> __device__ void read(int place, Bytes& bytes) const {
+        const int row_bytes = place < Own::CODE_BYTES ? 4 * 16 : Own::SCALE_BYTES;
+        bytes = __ldg(reinterpret_cast<const Bytes*>(begin + place + rows_on * row_bytes));
+    }
+};
+
+// A row of a packed table, as device_layout.py says, its columns in eights: every four threads have 128 of them.
+template <class Compute>
+__device__ inline void unpack_row(
+    const char* table, unsigned row, Compute* target, unsigned columns, unsigned thread, unsigned threads) {
+    using namespace decode::packed;
+    const unsigned blocks = (columns + BLOCK_COLUMNS - 1) / BLOCK_COLUMNS;
+    const char* begin = table + size_t(row / 8) * blocks * BlockOfRow::Own::BLOCK_BYTES;
+#pragma unroll 1
+    for (unsigned i = thread; i < 4 * blocks; i += threads) {
+        Lane<EMBEDDING_SCALES, EMBEDDING_MODE> lane;
+        lane.read(BlockOfRow{begin + size_t(i / 4) * BlockOfRow::Own::BLOCK_BYTES, int(row % 8) - own_row()});
+        decode::packed::Group<Compute, EMBEDDING_MODE> group;
+#pragma unroll
+        for (int step = 0; step < BLOCK_STEPS; ++step) {
+            unsigned four[4], column = i / 4 * BLOCK_COLUMNS + step * 32 + own_quad() * 8;
+            lane.begin(group, step);
+            lane.values(group, step, LOW, four);
+            if (column < columns) *reinterpret_cast<uint4*>(target + column) = make_uint4(four[0], four[1], four[2], four[3]);
+        }
+    }
+}
+#endif
+
+// The row of a token id, H elements; zeros for an unknown id. Threads are those of a block from its first one on.
+template <class Compute>
 __device__ inline void look_up(
-    const char* table, int token_id, char* target, unsigned vocabulary, size_t row_bytes, unsigned thread = threadIdx.x,
-    unsigned threads = blockDim.x) {
-    bool known = token_id >= 0 && unsigned(token_id) < vocabulary;
-    copy_bytes(target, known ? table + size_t(token_id) * row_bytes : nullptr, row_bytes, thread, threads);
+    const char* table, int token_id, char* target, unsigned vocabulary, unsigned columns, unsigned threads = blockDim.x) {
+    const bool known = token_id >= 0 && unsigned(token_id) < vocabulary;
+    const size_t row_bytes = columns * sizeof(Compute);
+#ifdef EMBEDDING_MODE
+    if (known) {
+        unpack_row(table, token_id, reinterpret_cast<Compute*>(target), columns, threadIdx.x, threads);
+        return;
+    }
+#endif
+    copy_bytes(target, known ? table + size_t(token_id) * row_bytes : nullptr, row_bytes, threadIdx.x, threads);
 }
 
 // Four mask bytes from `key` on: 1 up to the last visible key, 0 after it.

@@ -14,6 +14,7 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule
 from edgellm.kernels.launcher import CUDA_TYPES, Launcher
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.launcher import EmbeddingTable, split_tables
 from edgellm.kernels.tree.contract import (
     MAXIMUM_DRAFT_VOCABULARY,
     MAXIMUM_TOP_K,
@@ -39,20 +40,22 @@ _KEPT_CANDIDATES, _KEPT_BYTES = 2048, 12
 
 
 @lru_cache
-def tree_source(dtype: str) -> ModuleSource:
-    """What drafting needs for a model of `dtype`."""
+def tree_source(dtype: str, embedding: EmbeddingTable | None = None) -> ModuleSource:
+    """What drafting needs for a model of `dtype`, which may have a packed embedding."""
     compute = CUDA_TYPES[dtype]
     verifications = (f"draft_verification<{compute}, {kept}>" for kept in ("true", "false"))
+    expansion = ("tree/expand.cu",) if embedding is None else ()
     return ModuleSource(
-        f"tree_{dtype}",
-        ("tree/expand.cu", "tree/proposal.cu", "tree/verification.cu"),
-        ("draft_expand", f"draft_proposal<{compute}>", *verifications),
+        f"tree_{dtype}" + ("" if embedding is None else f"_{embedding.scales}_{embedding.mode}"),
+        (*expansion, "tree/proposal.cu", "tree/verification.cu"),
+        (*("draft_expand" for _ in expansion), f"draft_proposal<{compute}>", *verifications),
         (
             ("CHUNK", CHUNK),
             ("EXPAND_THREADS", _EXPAND_THREADS),
             ("TREE_THREADS", _THREADS),
             ("MAXIMUM_TOP_K", MAXIMUM_TOP_K),
             ("MAXIMUM_TREE_TOKENS", MAXIMUM_TREE_TOKENS),
+            *(() if embedding is None else embedding.macros),
         ),
         (("tree/arguments.cuh", cuda_header(TreeKernels)),),
     )
@@ -98,6 +101,7 @@ class CudaTree(Launcher):
         expansion: Expansion | None,
     ) -> None:
         """What the draft model reads in the propose step of a level; see the contract."""
+        tables, embedding = split_tables(tables)
         arguments = (level, committed, tables, candidates, hidden, inputs, expansion)
         sizes = self._check("prepare_proposal", *arguments)
         top_k, rows = sizes["K"], 1 if level.number == 1 else sizes["K"]
@@ -105,7 +109,7 @@ class CudaTree(Launcher):
         shared_bytes = (_KEY_BYTES + 4) * rows * top_k + list_bytes + 4 * (rows + (level.number - 1) * top_k)
         packed = self._check.pack("prepare_proposal", sizes, *arguments)
         dtype = tables.embedding.dtype
-        kernel = Kernel(tree_source(dtype), f"draft_proposal<{CUDA_TYPES[dtype]}>")
+        kernel = Kernel(tree_source(dtype, embedding), f"draft_proposal<{CUDA_TYPES[dtype]}>")
         self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes, early=True)
 
     def prepare_verification(
@@ -119,6 +123,7 @@ class CudaTree(Launcher):
         expansion: Expansion | None,
     ) -> None:
         """The tree to verify and what the base model reads of it; see the contract."""
+        tables, embedding = split_tables(tables)
         arguments = (level, state, tables, candidates, tree, inputs, expansion)
         sizes = self._check("prepare_verification", *arguments)
         top_k, count = sizes["K"], candidate_count(level.number, sizes["K"])
@@ -129,7 +134,7 @@ class CudaTree(Launcher):
         packed = self._check.pack("prepare_verification", sizes, *arguments)
         dtype = tables.embedding.dtype
         name = f"draft_verification<{CUDA_TYPES[dtype]}, {'true' if keeps else 'false'}>"
-        kernel, grid = Kernel(tree_source(dtype), name), (sizes["T"], sizes["B"])
+        kernel, grid = Kernel(tree_source(dtype, embedding), name), (sizes["T"], sizes["B"])
         self._launch(kernel, grid, _THREADS, (packed, mergers), shared_bytes, early=True)
 
 

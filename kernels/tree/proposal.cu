@@ -117,8 +117,8 @@ __global__ void __launch_bounds__(TREE_THREADS) draft_proposal(PrepareProposalAr
     }
     constexpr unsigned HALF = TREE_THREADS / 2;
     if (threadIdx.x < HALF) {
-        size_t row_bytes = a.H * sizeof(Compute);
-        look_up(a.tables.embedding, token, a.inputs.inputs_embeds + place * row_bytes, a.V, row_bytes, threadIdx.x, HALF);
+        char* target = a.inputs.inputs_embeds + place * a.H * sizeof(Compute);
+        look_up<Compute>(a.tables.embedding, token, target, a.V, a.H, HALF);
     } else {
         size_t row_bytes = a.G * sizeof(Compute);
         const char* hidden = a.hidden.put_out + (sequence * a.n + parent_slot) * row_bytes;

@@ -236,8 +236,7 @@ __global__ void __launch_bounds__(TREE_THREADS) draft_verification(PrepareVerifi
     for (unsigned i = threadIdx.x; i < tokens; i += TREE_THREADS) {
         if (on_path[i]) see(mask_row, keys, (long long)length + i);
     }
-    size_t row_bytes = a.H * sizeof(Compute);
-    look_up(a.tables.embedding, node.token, a.inputs.inputs_embeds + at * row_bytes, a.V, row_bytes);
+    look_up<Compute>(a.tables.embedding, node.token, a.inputs.inputs_embeds + at * a.H * sizeof(Compute), a.V, a.H);
     write_node(a.tree, tokens, node, __ldcg(a.state.positions + sequence), on_path);
     long long position = (long long)length + node.depth + __ldcg(a.tables.position_offsets + sequence);
     Compute* rotary_row = reinterpret_cast<Compute*>(a.inputs.rope_rotary_cos_sin) + at * a.R;

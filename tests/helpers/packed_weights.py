@@ -10,7 +10,7 @@ from gpu_device import device_copy
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
-from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat, rounded
+from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat, code_values, rounded
 
 
 def compute_bits(values: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -49,11 +49,17 @@ def rescaled(weight: PackedWeight, dtype: str) -> PackedWeight:
     return replace(weight, scales=rounded(weight.scales * np.float32(1.2345678), dtype))
 
 
+def with_factors(weight: PackedWeight, numbers: tuple[float, ...], divides: bool) -> PackedWeight:
+    """A weight whose scales are 8-bit floats times, or divided by, one number of float32 for as many rows each."""
+    random, values = np.random.default_rng(1), code_values("fp8")[:127]
+    scales = values[random.integers(0, 127, weight.scales.shape)]
+    wholes = np.repeat(np.float32(numbers), -(-len(scales) // len(numbers)))[: len(scales), None]
+    return replace(weight, scales=scales / wholes if divides else scales * wholes)
+
+
 def packed_copy(gpu: Any, weight: PackedWeight, dtype: str | None = None) -> PackedMatrix:
-    """A weight in the kernels' layout, for those of a compute dtype (None: its own), in the memory of the GPU."""
+    """A weight in the layout of the kernels of a compute dtype (None: its own), in the memory of the GPU."""
     layout, data = to_device_layout(weight, dtype)
-    arranged = ArrangedInputs.of(weight)
-    inputs = (
-        None if arranged is None else ArrangedInputs(*(None if x is None else device_copy(gpu, x) for x in arranged))
-    )
-    return PackedMatrix(layout, device_copy(gpu, data), inputs)
+    inputs = ArrangedInputs.of(weight)
+    own = inputs and ArrangedInputs(*(None if each is None else device_copy(gpu, each) for each in inputs))
+    return PackedMatrix(layout, device_copy(gpu, data), own)

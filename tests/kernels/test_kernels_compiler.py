@@ -20,7 +20,7 @@ from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
 from edgellm.kernels.prefill.launcher import heads_kernel
-from edgellm.kernels.sampling.launcher import DRAWING, finite_source, step_source
+from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
@@ -87,7 +87,9 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     shapes = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
     prefill = [heads_kernel(dtype).source, *(prefill_attention(dtype, *shape).source for shape in shapes)]
     prefill += [heads_kernel(dtype, True).source, prefill_attention(dtype, 128, 2, True).source]
-    return drawing + prefill + [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
+    packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
+    every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
+    return drawing + prefill + packed + every
 
 
 def every_source() -> list[ModuleSource]:

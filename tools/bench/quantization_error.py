@@ -5,14 +5,15 @@ Usage: python -m tools.bench.quantization_error [--model DIR] [--bits 4] [--grou
 The shipped model by default, on conversations of its evaluation. For each linear layer with weight W and the held-out
 inputs x that it has in the dense model: |x (W' - W)^T| / |x W^T|, and for each layer of the model the same of what it
 adds to the residual stream; means over all of them, for plain rounding to nearest (as compressed-tensors has it: a
-scale of 2 max|w| / (2^b - 1), with zero points (max - min) / (2^b - 1)), for the search of the clipping, and with
-scaled columns.
+scale of 2 max|w| / (2^b - 1), with zero points (max - min) / (2^b - 1)), for the search of the clipping, with scaled
+columns, and with these rounded in turn.
 """
 
 import argparse
 import random
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +23,14 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.program import Program
+from edgellm.engines.quantization.arithmetic import NUMPY
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantization.feedback import quantize_in_turn
 from edgellm.engines.quantization.layers import linears, scale_layer
-from edgellm.engines.quantization.rounding import CLIPPING, quantize_rows
+from edgellm.engines.quantization.rounding import quantize_rows, rounded
 from edgellm.engines.quantization.scaling import foldings, search_scales
-from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
+from edgellm.engines.quantization.statistics import InputStatistics
+from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat
 from edgellm.text.tokenizer import Tokenizer
 from tools.demo_model.evaluate import evaluation_items
 
@@ -50,7 +54,7 @@ def main() -> None:
             config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
             format = WeightFormat(codes, group, zeros, checkpoint.dtype or "float16")
             texts, held_out = token_pieces(tokenizer, entries), held_out_texts(tokenizer)
-            calibration = CalibrationRows(config, checkpoint, texts, group)
+            calibration = CalibrationRows(config, checkpoint, texts, group, NUMPY, True)
             unseen = CalibrationRows(config, checkpoint, held_out, group)
             errors: dict[tuple[str, str], list[float]] = defaultdict(list)
             for index in range(config.num_layers):
@@ -84,54 +88,62 @@ def compare_layer(
     before = list(unseen.texts)
     seen, inputs = calibration.observe_layer(index, weights), unseen.observe_layer(index, weights)
     after = list(unseen.texts)
-    plain = (1.0,) if format.zeros else (((1 << format.bits - 1) - 1) * 2 / ((1 << format.bits) - 1),)
-    for linear in linears(program):
-        weight, statistics = weights[linear.weight.name], seen[linear.name]
-        ones = np.ones(weight.shape[1], np.float32)
-        scales = search_scales(weight, statistics, format) if linear.name in foldings(program.steps) else ones
-        ways = {
-            "plain": (ones, None, plain),
-            "clipping": (ones, statistics.factors, CLIPPING),
-            "awq": (scales, statistics.scaled_factors(scales), CLIPPING),
-        }
-        outputs = np.linalg.norm(inputs[linear.name].sample @ weight.T)
-        for way, (own, factors, clipping) in ways.items():
-            values = quantize_rows(weight * own, format, factors, clipping).values() / own
-            error = float(np.linalg.norm(inputs[linear.name].sample @ (values - weight).T) / outputs)
+    added = [out - start for start, out in zip(before, after, strict=True)]
+    for way, (scales, quantize) in WAYS.items():
+        for linear in linears(program):
+            weight, own = weights[linear.weight.name], deepcopy(seen[linear.name])
+            factors = np.ones(weight.shape[1], np.float32)
+            if scales and linear.name in foldings(program.steps):
+                factors = search_scales(weight, own, format)
+                own = own.scaled(factors)
+            difference = quantize(weight * factors, format, own) / factors - weight
+            taken = inputs[linear.name].sample
+            error = float(np.linalg.norm(taken @ difference.T) / np.linalg.norm(taken @ weight.T))
             for kind in ("all linears", linear.name.rpartition(".")[2]):
                 errors[kind, way].append(error)
-    added = [out - start for start, out in zip(before, after, strict=True)]
-    dtypes = dict.fromkeys(weights, "float32")
-    for way in ("plain", "clipping", "awq"):
-        own = {name: weight.copy() for name, weight in weights.items()}
-        factors = {name: each.factors for name, each in seen.items()}
-        if way == "awq":
-            factors = scale_layer(program, own, seen, format, dtypes)
-        taken = ({}, plain) if way == "plain" else (factors, CLIPPING)
-        quantized = quantized_layer(program, own, taken[0], format, taken[1])
+        changed, given = {name: weight.copy() for name, weight in weights.items()}, deepcopy(seen)
+        if scales:
+            given = scale_layer(program, changed, given, format, dict.fromkeys(weights, "float32"))
+        for linear in linears(program):
+            changed[linear.weight.name] = quantize(changed[linear.weight.name], format, given[linear.name])
         unseen.texts = list(before)
-        unseen.pass_layer(index, quantized)
-        difference = [found - out for found, out in zip(list(unseen.texts), after, strict=True)]
-        sizes = [np.linalg.norm(np.concatenate(each)) for each in (difference, added)]
+        unseen.pass_layer(index, changed)
+        outputs = [found - out for found, out in zip(list(unseen.texts), after, strict=True)]
+        sizes = [np.linalg.norm(np.concatenate(each)) for each in (outputs, added)]
         errors["whole layers", way].append(float(sizes[0] / sizes[1]))
     unseen.texts = after
 
 
-def quantized_layer(
-    program: Program,
-    weights: Mapping[str, np.ndarray],
-    factors: Mapping[str, np.ndarray],
-    format: WeightFormat,
-    clipping: tuple[float, ...],
-) -> dict[str, np.ndarray]:
-    """The layer's weights, those of linear layers as they are quantized."""
-    return dict(weights) | {
-        linear.weight.name: quantize_rows(
-            weights[linear.weight.name], format, factors.get(linear.name), clipping
-        ).values()
-        for linear in linears(program)
-    }
+def plainly_rounded(weights: np.ndarray, format: WeightFormat) -> np.ndarray:
+    """Float32 [N, K], each weight to the nearest code in the scale that the largest of its group asks for."""
+    grouped = weights.reshape(len(weights), -1, format.group or weights.shape[1])
+    last = (1 << format.bits) - 1
+    low, high = np.minimum(grouped.min(-1), 0), np.maximum(grouped.max(-1), 0)
+    largest = (high - low if format.zeros else 2 * np.maximum(high, -low)) / np.float32(last)
+    scales = rounded(np.where(largest == 0, np.float32(1), largest), format.dtype)
+    zeros = np.rint(-low / scales) if format.zeros else np.full_like(scales, last + 1 >> 1)
+    codes = np.clip(np.rint(grouped / scales[..., None]) + zeros[..., None], 0, last).astype(np.uint8)
+    kept = zeros.astype(np.uint8) if format.zeros else None
+    return PackedWeight(format, codes.reshape(weights.shape), scales, kept).values()
 
+
+def nearest(weights: np.ndarray, format: WeightFormat, seen: InputStatistics) -> np.ndarray:
+    """Float32 [N, K], each weight to the nearest code, in scales that were searched."""
+    return quantize_rows(weights, format, seen.factors).values()
+
+
+def in_turn(weights: np.ndarray, format: WeightFormat, seen: InputStatistics) -> np.ndarray:
+    """Float32 [N, K] each column making up for the errors of those before."""
+    return quantize_in_turn(weights, format, seen).values()
+
+
+#: Whether columns are scaled before, and how weights are rounded.
+WAYS: dict[str, tuple[bool, Callable[[np.ndarray, WeightFormat, InputStatistics], np.ndarray]]] = {
+    "plain": (False, lambda weights, format, seen: plainly_rounded(weights, format)),
+    "clipping": (False, nearest),
+    "awq": (True, nearest),
+    "gptq": (True, in_turn),
+}
 
 if __name__ == "__main__":
     main()

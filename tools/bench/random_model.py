@@ -23,8 +23,8 @@ from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import DRAFT_HEAD, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
+from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
 from edgellm.engines.quantization.device_layouts import PackedLayouts
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -36,8 +36,8 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 
 #: Random values are drawn once and cut anew for each tensor.
 _DRAWN = 1 << 24
-#: What the layers of a model may be.
-WEIGHTS = ("float16", "int4")
+#: What the layers of a model may be, and its head and the draft's, where they are packed.
+WEIGHTS = ("float16", "int4", "int4+int8", "int4+int4")
 
 
 @dataclass(frozen=True)
@@ -118,20 +118,25 @@ class RandomTensorRTBackend(RandomWeights, TensorRTBackend):
         self, checkpoint: Any, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Any]:
         """As `RandomWeights` does, those of the directory's layouts packed."""
-        layouts = self._packed.get("base", {})
-        found = super().load_weights(checkpoint, [spec for spec in specs if spec.name not in layouts], progress)
-        packed = {spec.name: layouts[spec.name] for spec in specs if spec.name in layouts}
-        if packed:
-            template = self._template(next(iter(packed.values())))
-            found |= {name: PackedMatrix(layout, self._repeated(template, layout)) for name, layout in packed.items()}
+        every = [each for layouts in self._packed.values() for each in layouts.items()]
+        packed = {
+            spec.name: layout
+            for spec in specs
+            for name, layout in every
+            if spec.name == name and spec.shape == (layout.rows, layout.columns)
+        }
+        found = super().load_weights(checkpoint, [spec for spec in specs if spec.name not in packed], progress)
+        templates = {layout.format: self._template(layout) for layout in packed.values()}
+        for name, layout in packed.items():
+            found[name] = PackedMatrix(layout, self._repeated(templates[layout.format], layout))
         self._load_kernels(found)
         return found
 
     def _template(self, layout: DeviceLayout) -> DeviceArray:
         """Blocks of evenly distributed codes with scales that give them the deviation of dense weights."""
-        random, (rows, columns) = np.random.default_rng(0), (1024, 8192)
-        scales = np.full((rows, layout.format.groups(columns)), SCALE / np.arange(16).std(), np.float16)
-        codes = random.integers(0, 16, (rows, columns)).astype(np.uint8)
+        random, (rows, columns), every = np.random.default_rng(0), (1024, 8192), 1 << layout.format.bits
+        scales = np.full((rows, layout.format.groups(columns)), SCALE / np.arange(every).std(), np.float16)
+        codes = random.integers(0, every, (rows, columns)).astype(np.uint8)
         made, data = to_device_layout(PackedWeight(layout.format, codes, scales.astype(np.float32)))
         assert (made.small, made.block_bytes) == (layout.small, layout.block_bytes)
         return uploaded(self, data.reshape(-1))
@@ -152,16 +157,29 @@ def random_directory(
     folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16", weights: str = WEIGHTS[0]
 ) -> RandomDirectory:
     """A directory of a base, and where `limits` have one of an EAGLE-3 head; plans are kept in `folder`. `weights` of
-    "int4": the layers of the base are packed in symmetric groups of 128, its head and the draft are dense."""
-    draft = RandomDraft(folder / "draft", draft_of(config), {}) if limits.has_draft else None
+    "int4": the layers of the base are packed in symmetric groups of 128, its head and the draft are dense; behind a
+    plus it is what the heads of both are."""
+    layers_are, _, head = weights.partition("+")
+    own = draft_of(config)
+    config = replace(config, head=head or HEADS[0])
+    if head:
+        own = replace(own, head=head, base_head=head_weight_name(config))
+    draft = RandomDraft(folder / "draft", own, {}) if limits.has_draft else None
     if draft is not None:
         config = replace(config, feature_layers=draft.config.feature_layers)
-    layouts = {}
-    limits = replace(limits, packed=weights == "int4")
-    if weights == "int4":
+    layouts: dict[str, dict[str, DeviceLayout]] = {}
+    limits = replace(limits, packed=layers_are == "int4")
+    if layers_are == "int4":
         format = WeightFormat("int4", 128, False, dtype)
         layers = [spec for spec in decoder_weights(config) if len(spec.shape) == 2 and ".layers." in spec.name]
         layouts["base"] = {spec.name: DeviceLayout(format, *spec.shape, dtype == "float16") for spec in layers}
+    if head:
+        format = head_format(head, config.hidden_size, dtype)
+        assert format is not None
+        small = head == "int4" and dtype == "float16"
+        layouts["base"][HEAD] = DeviceLayout(format, config.vocab_size, config.hidden_size, small)
+        if draft is not None:
+            layouts["draft"] = {HEAD: DeviceLayout(format, own.draft_vocab_size, own.hidden_size, small)}
     description = hash_bytes(repr((config, limits, dtype, draft, weights)).encode())
     return RandomDirectory(folder, config, dtype, "auto", limits, {}, "", description, draft, layouts=layouts)
 

@@ -31,7 +31,9 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.model.config import DraftConfig, EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
 
 EXECUTORS = pytest.mark.parametrize("executor", [FewRows, ManyRows])
@@ -183,6 +185,22 @@ def test_inputs_of_packed_layers_of_a_draft_are_permuted_and_scaled(head: str, e
     config, shape = DRAFTS[head], draft_shape("accept", 2, 7, 64)
     dense, packed = packed_linears(random_draft(config, shape, [29, 0]))
     assert_equal(config, shape, launched(executor, config, shape, packed), computed(config, shape, dense))
+
+
+@pytest.mark.parametrize("what", ["permuted", "scaled"])
+def test_a_packed_layer_that_does_not_say_how_its_inputs_are_arranged_is_refused(what: str) -> None:
+    weight = random_packed(8, 128, 32, False, "float16")
+    layout, data = to_device_layout(replace(weight, format=replace(weight.format, **{what: True})))
+    with pytest.raises(KernelError, match="how its inputs are arranged"):
+        _ = LinearWeights(PackedMatrix(layout, data)).arranged
+
+
+@pytest.mark.parametrize(("phase", "tokens"), [("propose", 24), ("accept", 23)])
+def test_a_step_of_a_draft_of_more_rows_than_a_launch_takes_runs_in_passes(phase: str, tokens: int) -> None:
+    config, shape = EAGLE3, draft_shape(phase, 3, tokens, 96)
+    arrays = random_draft(config, shape, [29, 0, 11])
+    assert_equal(config, shape, launched(ManyRows, config, shape, arrays), computed(config, shape, arrays))
+    assert len(numpy_kernel_engine(config, shape, ManyRows)._passes) == 2
 
 
 @pytest.mark.parametrize(

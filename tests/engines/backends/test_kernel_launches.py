@@ -14,11 +14,14 @@ from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
 from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.program import Attention
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: Of an H200, of RTX PCs without and with clusters.
 GPUS = pytest.mark.parametrize(("shared_limit", "has_clusters"), [(232_448, True), (101_376, False), (101_376, True)])
@@ -147,6 +150,21 @@ def test_what_a_gpu_is_estimated_to_take_decides() -> None:
     without_clusters = Capacity(16, ORIN, False, "sm_87"), Capacity(128, RTX, False, "sm_89")
     orin, rtx, h200 = map(most_of_few, (*without_clusters, Capacity()))
     assert 0 == orin < rtx < h200 <= 16
+
+
+def test_packed_layers_of_few_rows_go_to_their_kernels_on_every_gpu() -> None:
+    format = WeightFormat("int4", 128, False, "float16")
+    specs = (spec for spec in decoder_weights(WIDE) if len(spec.shape) == 2 and "layers" in spec.name)
+    packed = {spec.name: DeviceLayout(format, *spec.shape) for spec in specs}
+    assert packed
+
+    def executor(tokens: int, capacity: Capacity) -> type[FewRows] | None:
+        shape = EngineShape("verify", 1, tokens, 64, 64, tokens)
+        return kernel_executor(WIDE, shape, "float16", capacity.shared_limit, capacity, packed)[0]
+
+    for capacity in (Capacity(), Capacity(16, ORIN, False, "sm_87"), Capacity(128, RTX, False, "sm_89")):
+        assert [executor(tokens, capacity) for tokens in (1, 2)] == [FewRows] * 2
+        assert executor(64, capacity) is ManyRows
 
 
 @GPUS

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from packed_checkpoints import write_packed
+from checkpoint_files import read_tensors, write_tensors
+from packed_checkpoints import MODEL, write_packed
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from edgellm import LLM, Request, SamplingParams
+from edgellm.commands.app import create_app
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -26,7 +30,7 @@ pytestmark = pytest.mark.gpu
 GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
 QUESTIONS = ("What is your name?", "Where is the red cup?", "Can you fly to the moon?")
 DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=4, verify_tree_size=24, adaptive=False)
-LIMITS = EngineLimits(3, 64, 512, 4, 4, 24, max_lora_rank=8, lora_slots=2)
+LIMITS = EngineLimits(3, 64, 512, 4, 4, 24, max_lora_rank=8, lora_slots=2, image_rows=(81,))
 ADAPTERS = ("pirate", None, "json")
 
 
@@ -39,15 +43,19 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     adapters = {name: SHIPPED_MODEL / "lora" / name for name in ("json", "pirate")}
     targets = folder / "packed_engines", folder / "twin_engines"
     for model, draft, target in zip(models, drafts, targets, strict=True):
-        build_engine_directory(model, target, LIMITS, None, "float16", draft=draft, adapters=adapters)
+        parts = {"draft": draft, "adapters": adapters, "vision": SHIPPED_MODEL / "vision"}
+        build_engine_directory(model, target, LIMITS, None, "float16", **parts)
     return targets
 
 
-def answers(directory: Path, drafting: DraftingConfig | None, adapters: tuple[str | None, ...]) -> list[object]:
-    """A batch of three, greedy and drawn; then a question behind a system prompt's snapshot."""
+def answers(
+    directory: Path, drafting: DraftingConfig | None, adapters: tuple[str | None, ...], kv_cache: str = "compute"
+) -> list[object]:
+    """A batch of three, greedy and drawn; a question behind a system prompt's snapshot; one about an image."""
     system = (SHIPPED_MODEL / "system_prompt.txt").read_text()
     chats = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in QUESTIONS]
-    with LLM(directory, backend="tensorrt", drafting=drafting) as llm:
+    shown = [{"type": "image", "image": str(SHIPPED_MODEL / "scenes" / "toys.png")}, {"type": "text", "text": "What?"}]
+    with LLM(directory, backend="tensorrt", drafting=drafting, kv_cache=kv_cache) as llm:
         asked = []
         for number, (chat, name) in enumerate(zip(chats, adapters, strict=True)):
             params = SamplingParams(temperature=0.9 * (number % 2), top_k=20, seed=number, max_tokens=32)
@@ -56,7 +64,8 @@ def answers(directory: Path, drafting: DraftingConfig | None, adapters: tuple[st
         kept = llm.cache_system_prompt(system)
         again = llm.chat(chats[1], SamplingParams(max_tokens=24))
         assert again.usage.reused_tokens >= kept.tokens - 1
-        return [response.token_ids for response in (*batch, again)]
+        seen = llm.chat([{"role": "user", "content": shown}], SamplingParams(max_tokens=24))
+        return [response.token_ids for response in (*batch, again, seen)]
 
 
 @pytest.mark.parametrize("adapters", [(None, None, None), ADAPTERS], ids=["plain", "adapters"])
@@ -66,6 +75,12 @@ def test_answers_are_those_of_the_dense_twin(twins: tuple[Path, Path], adapters:
     assert len(set(plain[:3])) == 3
     assert answers(packed, None, adapters) == plain
     assert answers(packed, DRAFTING, adapters) == plain
+
+
+def test_answers_with_kv_rows_of_8_bits_are_those_of_the_dense_twin(twins: tuple[Path, Path]) -> None:
+    packed, twin = twins
+    plain = answers(twin, None, (None, None, None), "int8")
+    assert answers(packed, DRAFTING, (None, None, None), "int8") == plain
 
 
 def test_logits_are_the_dense_twins_bit_by_bit(twins: tuple[Path, Path]) -> None:
@@ -104,15 +119,50 @@ def test_a_model_that_was_quantized_here_agrees_with_numpy(symmetric: bool, tmp_
     directory = EngineDirectory.open(tmp_path / "engines")
     prompt = Tokenizer.from_directory(directory.path).encode_chat([{"role": "user", "content": QUESTIONS[1]}])
     assert_agrees_with_numpy(directory, (prompt * 4)[:150], 24)
+    for command in (["doctor"], ["generate", QUESTIONS[0], "--max-tokens", "8"]):
+        result = CliRunner().invoke(create_app(), [*command, "--model", str(directory.path)])
+        assert result.exit_code == 0, result.output
+        print(result.output)
 
 
-@pytest.mark.parametrize("name", ["awq_group32", "awq_whole_rows", "gptq_v2_zeros", "ct_w4_group32_zeros"])
+#: Golden models with other formats, in their own dtypes: of each what kernels read differently.
+PUBLISHED = (
+    *("awq_group32", "awq_whole_rows", "gptq_v2_zeros", "ct_w4_group32_zeros", "ct_w4_group16_actorder_static"),
+    *("ct_w8_group32_zeros", "gptq_v1_bits8_whole_rows", "ct_w8_channel_head"),
+    *("ct_fp8_tensor", "fp8_blocks", "modelopt_fp8_channels", "ct_nvfp4", "modelopt_nvfp4"),
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_layouts_agree_with_numpy(name: str) -> None:
-    with Checkpoint.open(GOLDENS / name) as checkpoint:
+    assert_agrees_with_numpy(*published(GOLDENS / name), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("ct16_w4_actorder_group_zeros", "weight_g_idx"),
+        ("gptq_v2_desc_act", "g_idx"),
+        ("modelopt_int4_awq", "pre_quant_scale"),
+        ("modelopt_nvfp4_awq", "pre_quant_scale"),
+    ],
+)
+def test_permuted_and_scaled_inputs_agree_with_numpy(name: str, ending: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDENS / name, tmp_path / name)
+    tensors = read_tensors(tmp_path / name / MODEL)
+    for key in list(tensors):  # as packages make them: layers that share an input are quantized behind one another
+        for part, first in (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj")):
+            if key.endswith(f"{part}.{ending}"):
+                tensors[key] = tensors[key.replace(part, first)]
+    write_tensors(tmp_path / name / MODEL, tensors)
+    assert_agrees_with_numpy(*published(tmp_path / name), 4)
+
+
+def published(folder: Path) -> tuple[EngineDirectory, list[int]]:
+    """The engine directory that a checkpoint is, and the prompt of its golden answers."""
+    with Checkpoint.open(folder) as checkpoint:
         config = decoder_config(checkpoint.config, checkpoint.generation_config)
         dtype = str(checkpoint.dtype)
-    with safe_open(GOLDENS / name / "expected.safetensors", "np") as file:
+    with safe_open(folder / "expected.safetensors", "np") as file:
         prompt = file.get_tensor("token_ids")[0].tolist()
-    limits = EngineLimits(1, 16, 64)
-    directory = EngineDirectory(GOLDENS / name, config, dtype, "auto", limits, {}, "", name)
-    assert_agrees_with_numpy(directory, prompt, 4)
+    return EngineDirectory(folder, config, dtype, "auto", EngineLimits(1, 16, 64), {}, "", folder.name), prompt

@@ -81,7 +81,7 @@ def hidden_states(directory: Path) -> np.ndarray:
         return np.concatenate(rows.texts)
 
 
-@pytest.mark.parametrize(("method", "symmetric"), [("rtn", True), ("awq", False)])
+@pytest.mark.parametrize(("method", "symmetric"), [("rtn", True), ("awq", False), ("gptq", True)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_nearly_what_it_did(
     make_checkpoint: Make, tmp_path: Path, family: str, method: str, symmetric: bool
@@ -90,7 +90,7 @@ def test_every_family_computes_nearly_what_it_did(
     expected, before = hidden_states(source), load_file(source / "model.safetensors")
     for kind, most in ((INT8, 0.05), (INT4, 0.4)):
         options, target = replace(kind, method=method, symmetric=symmetric), tmp_path / f"int{kind.bits}"
-        report = quantize_checkpoint(source, target, options, TEXTS if method == "awq" else ())
+        report = quantize_checkpoint(source, target, options, () if method == "rtn" else TEXTS)
         dense = dense_again(source, target, tmp_path / f"dense{options.bits}", options.bits)
         after = load_file(dense / "model.safetensors")
         assert {name: each.shape for name, each in after.items()} == {name: each.shape for name, each in before.items()}
@@ -104,7 +104,7 @@ def test_every_family_computes_nearly_what_it_did(
                 wrong = np.linalg.norm(after[name].astype(np.float32) - before[name]) / np.linalg.norm(before[name])
                 assert wrong < (0.01 if kind is INT8 else 0.1)
         assert np.linalg.norm(hidden_states(dense) - expected) < most * np.linalg.norm(expected)
-        assert report.layers == 3 and report.tokens == (110 if method == "awq" else 0)
+        assert report.layers == 3 and report.tokens == (0 if method == "rtn" else 110)
 
 
 def test_what_is_written(make_checkpoint: Make, tmp_path: Path) -> None:
@@ -256,7 +256,8 @@ def test_two_processes_do_not_share_the_work(make_checkpoint: Make, tmp_path: Pa
         (QuantizationOptions(4, 16), TEXTS, "Groups of 16 were asked for: expected 32, 64, 128"),
         (QuantizationOptions(8, 32), TEXTS, "leave the group size out"),
         (QuantizationOptions(3, None), TEXTS, "expected 4 or 8"),
-        (QuantizationOptions(4, 32, method="gptq"), TEXTS, "expected awq or rtn"),
+        (QuantizationOptions(4, 32, method="obq"), TEXTS, "expected awq, gptq or rtn"),
+        (QuantizationOptions(4, 32, method="gptq"), [], "The method gptq needs calibration texts"),
         (INT4, [[]], "needs calibration texts"),
     ],
 )

@@ -132,7 +132,7 @@ def outlier_layer(where: str, seed: int) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 @pytest.mark.parametrize(
-    ("group", "zeros", "most"), [(64, False, 0.5), (128, False, 0.52), (64, True, 0.54), (128, True, 0.56)]
+    ("group", "zeros", "most"), [(64, False, 0.47), (128, False, 0.51), (64, True, 0.5), (128, True, 0.53)]
 )
 @pytest.mark.parametrize("where", ["activations", "weights"])
 def test_outlier_channels_cost_about_half(where: str, group: int, zeros: bool, most: float) -> None:

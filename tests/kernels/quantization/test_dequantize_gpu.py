@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from packed_weights import compute_bits, packed_copy, random_packed, rescaled
+from packed_weights import compute_bits, packed_copy, random_packed, rescaled, with_factors
 
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.dequantize import dequantize
+from edgellm.kernels.quantization.device_layout import device_layout
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +52,14 @@ def test_values_of_other_formats(gpu, codes: Codes, group: int | None, zeros: bo
     assert_dequantized(gpu, weight, compute)
     if dtype == "float32":
         assert_dequantized(gpu, rescaled(weight, "float32"), compute)
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+def test_values_with_scales_of_8_bits(gpu, compute: str) -> None:
+    for numbers, divides in (((0.01,), False), ((90.0, 130.0), True)):
+        weight = with_factors(random_packed(24, 520, 16, False, "float32", codes="fp4"), numbers, divides)
+        assert device_layout(weight, compute).has_factors
+        assert_dequantized(gpu, weight, compute)
 
 
 def test_columns_go_where_they_belong_times_the_scales_of_inputs(gpu) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from packed_weights import random_packed, rescaled
+from packed_weights import random_packed, rescaled, with_factors
 
 from edgellm.kernels.quantization.device_layout import (
     SMALL_SCALE,
@@ -104,6 +104,36 @@ def test_scales_of_groups_of_16_stand_by_halves_of_a_step() -> None:
     np.testing.assert_array_equal(own, 2.0**14 * weight.scales.reshape(8, 4, 2).swapaxes(1, 2))
 
 
+@pytest.mark.parametrize("divides", [False, True])
+@pytest.mark.parametrize("numbers", [(3.1e-4,), (0.0123, 0.5, 0.0071), (1 / 2000, 1 / 1500, 1 / 900)])
+def test_scales_of_8_bits_and_their_factors_come_back(numbers: tuple[float, ...], divides: bool) -> None:
+    numbers = tuple(1 / number for number in numbers) if divides else numbers
+    weight = with_factors(random_packed(57, 1040, 16, False, "bfloat16", codes="fp4"), numbers, divides)
+    assert (weight.scales == 0).any()
+    layout, data = to_device_layout(weight, "float16")
+    assert (layout.has_factors, layout.block_bytes) == (True, 512 + 8 * 16)
+    assert layout.shape == replace(layout, factored=None).shape  # as planned without the scales
+    came_back(layout, data, weight)
+    own = np.ascontiguousarray(data[0, 0, 512:]).view(np.float32).reshape(8, 4)
+    np.testing.assert_array_equal(
+        own[:, :2], np.ascontiguousarray(data[0, 3, 512:]).view(np.float32).reshape(8, 4)[:, :2]
+    )
+    assert (own[:, 1] != 0).all() == divides
+
+
+def test_scales_that_no_factors_give_are_kept_in_32_bits() -> None:
+    for weight in (
+        rescaled(random_packed(8, 128, 16, False, "bfloat16", codes="fp4"), "float32"),
+        with_factors(random_packed(5, 128, 16, False, "bfloat16", codes="fp4"), (0.1, 0.2123, 0.3, 0.7, 0.9), False),
+    ):
+        layout, data = to_device_layout(weight)
+        assert (layout.has_factors, layout.product) == (False, "float32")
+        came_back(layout, data, weight)
+    negative = with_factors(random_packed(8, 128, 16, False, "bfloat16", codes="fp4"), (0.1,), False)
+    negative.scales[0] *= -1
+    came_back(*to_device_layout(negative), negative)
+
+
 def test_scales_are_small_up_to_where_two_to_the_eighteenth_of_them_is_finite() -> None:
     weight = random_packed(8, 128, 128, False, "float16")
     for factor, small in ((1.0, True), (-1.0, True), (1.001, False)):
@@ -125,7 +155,6 @@ def test_scales_are_small_up_to_where_two_to_the_eighteenth_of_them_is_finite() 
         ("fp8", "float16", "float16", 256.0, "float32"),
         ("fp8", "bfloat16", "bfloat16", 255.0, "bfloat16"),
         ("fp8", "bfloat16", "bfloat16", 256.0, "float32"),
-        ("fp4", "bfloat16", "bfloat16", 0.25, "float32"),
     ],
 )
 def test_products_are_of_the_dtype_that_holds_their_scales(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from gpu_device import assert_same, cuda_device, load_kernels, on_device
 from gpu_timing import microseconds
+from packed_weights import compute_bits, packed_copy, random_packed
 
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.tree.contract import HiddenRows, candidate_count, level_start
@@ -156,6 +157,18 @@ def test_dtypes(gpu, compute, sizes):
     rng = np.random.default_rng(1)
     drafting = reference.random_drafting(rng, 2, 5, 4, 900, "ordinary", 130, compute, sizes)
     Twins(gpu, drafting, 20, 24).round()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("codes", "group"), [("int8", None), ("int4", 64)])
+def test_tokens_are_looked_up_in_packed_tables(gpu, codes, group, dtype):
+    compute, rng = (np.float16 if dtype == "float16" else np.uint16), np.random.default_rng(5)
+    drafting = reference.random_drafting(rng, 2, 5, 4, 900, "ordinary", 130, compute, (320, 48, 32))
+    weight = random_packed(1800, 320, group, False, dtype, codes=codes)
+    drafting.tables = drafting.tables._replace(embedding=compute_bits(weight.values(), dtype)[0])
+    twins = Twins(gpu, drafting, 20, 24)
+    twins.device["tables"] = twins.device["tables"]._replace(embedding=packed_copy(gpu, weight, dtype))
+    twins.round()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,0 +1,66 @@
+"""Packs a model's head, or the embedding table that is its head, into a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, not_finite_error, overflow_error
+from edgellm.engines.checkpoints.tensors import STORAGE, convert
+from edgellm.engines.model.decoder import HEAD
+from edgellm.engines.quantization.rounding import CLIPPING, quantize_rows
+from edgellm.engines.quantization.written_layout import StoredTensor, StreamedTensor, packed_codes, write_tensors
+from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.sampling.twin import first_not_finite
+
+#: Elements that are packed at a time.
+_PIECE = 1 << 22
+#: Which scales are tried: of whole rows of 8 bits the best clip little (2 to 4 % less squared error than clipping
+#: nothing), of groups of 4 bits up to half (30 % less; every second one comes within 1 % of all).
+_CLIPPING = {"int8": CLIPPING[:9], "int4": CLIPPING[::2]}
+
+
+def write_head(
+    path: Path, checkpoint: Checkpoint, source: str, format: WeightFormat, advance: Callable[[int], None]
+) -> None:
+    """Write the tensor `source` [N, K] of a checkpoint to the file `path` as a head in an integer `format`, in
+    compressed-tensors' layout "pack-quantized".
+
+    Scales are those of the least squared error (`quantize_rows`). Only a few pieces of some million elements are in
+    memory at a time, and all scales; `advance` gets the rows of each piece. Raises OSError, and CheckpointError for
+    values that are infinite or NaN, or too large for the format's dtype.
+    """
+    rows, columns = checkpoint.info(source).shape
+    scales = np.empty((rows, format.groups(columns)), STORAGE[format.dtype])
+
+    def codes() -> Iterator[np.ndarray]:
+        step = max(1, _PIECE // columns)
+        for start in range(0, rows, step):
+            own = slice(start, min(rows, start + step))
+            values = _values(checkpoint, source, own, format.dtype)
+            weight = quantize_rows(values, format, clipping=_CLIPPING[format.codes])
+            scales[own], _ = convert(weight.scales, "float32", format.dtype)
+            yield packed_codes(weight.codes, format.bits).reshape(-1).view(np.uint8)
+            advance(len(weight.codes))
+
+    module = HEAD.removesuffix("weight")
+    tensors: dict[str, StoredTensor | StreamedTensor] = {
+        "weight_packed": StreamedTensor("int32", (rows, -(-columns * format.bits // 32)), codes),
+        "weight_scale": StoredTensor(format.dtype, scales),  # written behind the codes, with which they are found
+        "weight_shape": StoredTensor("int64", np.array([rows, columns], np.int64)),
+    }
+    write_tensors(path, {f"{module}{ending}": tensor for ending, tensor in tensors.items()})
+
+
+def _values(checkpoint: Checkpoint, source: str, rows: slice, dtype: str) -> np.ndarray:
+    """Some rows as float32, which `dtype` can hold."""
+    info, stored = checkpoint.info(source), checkpoint.raw(source)[rows]
+    index = first_not_finite(stored.reshape(-1))
+    if index >= 0:
+        raise not_finite_error(info, checkpoint.raw(source), rows.start * info.shape[1] + index)
+    _, overflowed = convert(stored, info.dtype, dtype)
+    if overflowed:
+        raise overflow_error(info, dtype, overflowed)
+    return convert(stored, info.dtype, "float32")[0]
