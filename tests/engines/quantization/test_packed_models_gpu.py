@@ -123,7 +123,9 @@ def test_a_model_that_was_quantized_here_agrees_with_numpy(symmetric: bool, tmp_
         print(result.output)
 
 
-@pytest.mark.parametrize("name", ["awq_group32", "gptq_v2_zeros", "ct_w4_group32_zeros", "ct_fp8_channel", "modelopt_nvfp4"])
+@pytest.mark.parametrize(
+    "name", ["awq_group32", "gptq_v2_zeros", "ct_w4_group32_zeros", "ct_fp8_channel", "modelopt_nvfp4"]
+)
 def test_published_layouts_agree_with_numpy(name: str) -> None:
     with Checkpoint.open(GOLDENS / name) as checkpoint:
         config = decoder_config(checkpoint.config, checkpoint.generation_config)
