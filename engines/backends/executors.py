@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows, most_rows, passes
+from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows
+from edgellm.engines.backends.kernel_steps import most_rows, passes
 from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes

@@ -70,15 +70,11 @@ class PackedLoader:
         """The same in the memory of the device."""
         if inputs is None:
             return None
-
-        def own(values: np.ndarray | None) -> DeviceArray | None:
-            if values is None:
-                return None
-            array = self._device.empty(values.shape, values.dtype.name)
-            self._device.upload(array, values)
-            return array
-
-        return ArrangedInputs(own(inputs.order), own(inputs.scales))
+        arrays = [None if each is None else self._device.empty(each.shape, each.dtype.name) for each in inputs]
+        for values, array in zip(inputs, arrays, strict=True):
+            if values is not None and array is not None:
+                self._device.upload(array, values)
+        return ArrangedInputs(*arrays)
 
     def _codes(self, weight: _Prepared) -> DeviceArray:
         """The codes of all rows in the columns of the file, uint8 [N, bytes of a row], as `shuffle` takes them."""

@@ -7,7 +7,6 @@ from itertools import product
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
 from edgellm.kernels.decode.contract import SLICES, STEP, slice_steps
-from edgellm.kernels.decode.packed_linear import PackedTiling
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel
@@ -146,12 +145,12 @@ def _fitting(tiling: PackedTiles, batch: int, layout: DeviceLayout, gpu: Capacit
 
 def tiles_kernel(name: str, dtype: str, tiling: PackedTiles, layout: DeviceLayout, argument_bytes: int) -> Kernel:
     """A kernel of packed_tiles.cu, whose structure of arguments has so many bytes."""
-    sizes = tiling.token_tiles, tiling.weight_tiles, tiling.row_warps, tiling.k_warps, tiling.depth, tiling.stages
-    sizes += tiling.chunk, slice_steps(layout.columns), layout.scales, layout.mode, tiling.blocks
+    sizes = (
+        *(tiling.token_tiles, tiling.weight_tiles, tiling.row_warps, tiling.k_warps, tiling.depth, tiling.stages),
+        *(tiling.chunk, slice_steps(layout.columns), layout.scales, layout.mode, tiling.blocks),
+    )
     macros = (
         ("HOST_TILED_LINEAR_BYTES", argument_bytes),
-        ("HOST_PACKED_BYTES", PackedTiling(2, 1, 4, 3, 1, 8).shared_bytes(576, 0, 0)),
-        ("HOST_STAYING_BYTES", PackedTiling(1, 2, 16, 2, 1, 0).shared_bytes(528, 2048, 3)),
         ("HOST_JOINED_BYTES", PackedTiles(8, 2, 2, 4, 3, 5).shared_bytes(528, 2048)),
         ("HOST_ALL_BYTES", PackedTiles(8, 2, 8, 1, 2, 0).shared_bytes(544, 2048)),
     )

@@ -50,7 +50,8 @@ __device__ __forceinline__ void load_rows(unsigned target, const T* source, size
     }
 }
 
-// The same of rows of int8, `size` apart: each to the second half of its place, from where `Expansion` takes it.
+// The same of rows of int8, `size` apart: each to the second half of its place, from where the same threads' `expand_rows`
+// takes it.
 template <int SIZE, int ROWS>
 __device__ __forceinline__ void load_integers(unsigned target, const char* source, int exist, int size) {
     constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
@@ -63,49 +64,30 @@ __device__ __forceinline__ void load_integers(unsigned target, const char* sourc
     }
 }
 
-// Makes what the thread brought of a tile of int8 elements of T, in KEYS / 16 parts, between products of the tile before.
-// A row is neighbouring lanes' of a warp.
-template <typename T, typename Its> struct Expansion {
-    static constexpr int SIZE = Its::SIZE, CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS, PARTS = Its::KEYS / 16;
-    static constexpr int OF_PART = 2 * Its::KEYS / AT_ONCE / PARTS;
-    unsigned bits, rows;  // see `pair_of`; where the tile is, keys and then values
-    bool exists;
-    uint4 sixteen[OF_PART];
+__device__ __forceinline__ void write_shared_16(unsigned shared, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
 
-    __device__ __forceinline__ void read(int part) {
-        if (!INT8 || !exists) return;
+// Makes what the thread brought of ROWS rows of int8 elements of T; `bits`: see `pair_of`. A row is neighbouring lanes' of a warp.
+template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand_rows(unsigned rows, unsigned bits) {
+    constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
+    const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+    uint4 sixteen[ROWS / AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < OF_PART; ++i)
-            sixteen[i] = decode::read_shared_16(rows + 2 * SIZE * row_of(part, i) + SIZE + 16 * (threadIdx.x % CHUNKS));
-        __syncwarp();
-    }
-
-    __device__ __forceinline__ void write(int part) const {
-        if (!INT8 || !exists) return;
-#pragma unroll
-        for (int i = 0; i < OF_PART; ++i) {
-            const int chunk = 2 * (threadIdx.x % CHUNKS);
-            write_eight(rows + offset_of<SIZE>(row_of(part, i), chunk), sixteen[i].x, sixteen[i].y);
-            write_eight(rows + offset_of<SIZE>(row_of(part, i), chunk + 1), sixteen[i].z, sixteen[i].w);
-        }
-    }
-
-    __device__ __forceinline__ int row_of(int part, int i) const {
-        return threadIdx.x / CHUNKS + AT_ONCE * (OF_PART * part + i);
-    }
-
-    __device__ __forceinline__ void write_eight(unsigned target, unsigned low, unsigned high) const {
+    for (int i = 0; i < ROWS / AT_ONCE; ++i)
+        sixteen[i] = decode::read_shared_16(rows + 2 * SIZE * (first + AT_ONCE * i) + SIZE + 16 * chunk);
+    __syncwarp();
+    auto write_eight = [&](int row, int place, unsigned low, unsigned high) {
         low = __byte_perm(low, 0u, 0x3120), high = __byte_perm(high, 0u, 0x3120);  // neighbours become every second one
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(pair_of<0>(low, bits, T())),
-                     "r"(pair_of<1>(low, bits, T())), "r"(pair_of<0>(high, bits, T())), "r"(pair_of<1>(high, bits, T()))
-                     : "memory");
-    }
-
-    __device__ __forceinline__ void complete() {
+        write_shared_16(rows + offset_of<SIZE>(row, place), pair_of<0>(low, bits, T()), pair_of<1>(low, bits, T()),
+                        pair_of<0>(high, bits, T()), pair_of<1>(high, bits, T()));
+    };
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) read(part), write(part);
+    for (int i = 0; i < ROWS / AT_ONCE; ++i) {
+        write_eight(first + AT_ONCE * i, 2 * chunk, sixteen[i].x, sixteen[i].y);
+        write_eight(first + AT_ONCE * i, 2 * chunk + 1, sixteen[i].z, sixteen[i].w);
     }
-};
+}
 
 // Scores, or weights, of a tile's keys times the keys' scales.
 template <typename Its>
@@ -200,14 +182,12 @@ __device__ __forceinline__ void take_softmax(typename Its::Scores& score, Sums<I
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] *= correction[m][i / 2];
 }
 
-// Adds the values that stand at a tile's keys, weighted; `next` is the tile's behind it.
+// Adds the values that stand at a tile's keys, weighted.
 template <typename T, typename Its>
-__device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::Scores& weight, unsigned values,
-                                           Expansion<T, Its>& next) {
+__device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::Scores& weight, unsigned values) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < Its::KEYS / 16; ++k) {
-        next.read(k);
         unsigned weights[Its::TILES][4];
 #pragma unroll
         for (int m = 0; m < Its::TILES; ++m)
@@ -226,7 +206,6 @@ __device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::
                 multiply<T>(sums.sum[m][2 * n + 1], weights[m], value[2], value[3]);
             }
         }
-        next.write(k);
     }
 }
 
@@ -313,7 +292,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     const unsigned queries = shared + Its::BYTES * warp_row;
     const float scale = static_cast<float>(arguments.scale) * 1.4426950408889634f;
     unsigned kept[Its::TILES][Its::STEPS][4];
-    Expansion<T, Its> next{INT8 ? quantized::number_bits(T()) : 0u, ring, true};
+    const unsigned bits = quantized::number_bits(T());
     Sums<Its> sums;
 #pragma unroll
     for (int m = 0; m < Its::TILES; ++m) {
@@ -325,15 +304,14 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] = 0.f;
     }
-    if constexpr (INT8) decode::wait_for_copies<0>(), next.complete();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
+        const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
+        const int first_key = tile * Its::KEYS;
         decode::wait_for_copies<0>();
+        if constexpr (INT8) expand_rows<T, SIZE, 2 * Its::KEYS>(keys, bits);
         __syncthreads();  // this tile is there, and the place of the one before is free
         if (tile + 1 < tiles) load_tile(tile + 1);
-        const int first_key = tile * Its::KEYS;
-        const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
-        next.rows = ring + (tile + 1) % STAGES * (2 * Its::BYTES * Its::KEYS), next.exists = tile + 1 < tiles;
         if constexpr (Its::KEEPS_QUERIES) {
             if (tile == 0)
 #pragma unroll
@@ -342,10 +320,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                     for (int k = 0; k < Its::STEPS; ++k)
                         load_matrices(kept[m][k], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
         }
-        if (!exists || first_key >= first_row + 16 * Its::TILES) {
-            if constexpr (INT8) decode::wait_for_copies<0>(), next.complete();
-            continue;
-        }
+        if (!exists || first_key >= first_row + 16 * Its::TILES) continue;
         float score[Its::TILES][Its::KEYS / 8][4];
         compute_scores<T, Its>(score, kept, queries, keys);
         const float* scales = reinterpret_cast<const float*>(memory + SCALES) + tile % STAGES * 2 * Its::KEYS;
@@ -361,8 +336,8 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                             score[m][n][i] = __int_as_float(0xff800000);
         }
         take_softmax<Its>(score, sums, scale);
-        if constexpr (INT8) scale_keys<Its>(score, scales + Its::KEYS), decode::wait_for_copies<0>();
-        add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS, next);
+        if constexpr (INT8) scale_keys<Its>(score, scales + Its::KEYS);
+        add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS);
     }
     if (!exists) return;
     T* const context = reinterpret_cast<T*>(arguments.context) + (first_place + warp_row) * arguments.E + head * size;

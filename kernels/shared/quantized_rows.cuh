@@ -17,17 +17,26 @@ __device__ __forceinline__ unsigned size_bits(float2 x) {
 template <int LANES> __device__ __forceinline__ float row_scale(unsigned bits) {
 #pragma unroll
     for (int other = LANES / 2; other > 0; other /= 2) bits = max(bits, __shfl_xor_sync(decode::FULL_WARP, bits, other));
-    const float scale = __fdiv_rn(__uint_as_float(bits), 127.f);
+    // Divided by 127: with the rest of the first quotient, the second is rounded as IEEE demands (Markstein 1990).
+    const float largest = __uint_as_float(bits), first = largest * (1.f / 127.f);
+    const float scale = bits < 0x7f800000u ? fmaf(fmaf(-127.f, first, largest), 1.f / 127.f, first) : largest;
     return scale < 1.17549435e-38f ? 0.f : scale;
 }
 
-// An element of a row; zero where the scale is of no use. `inverse`: 1 / scale, whose product with x decides but next to the
-// middle of two integers.
-__device__ __forceinline__ int row_integer(float x, float scale, float inverse) {
-    if (!(scale > 0.f && scale < __int_as_float(0x7f800000))) return 0;
-    const int integer = __float2int_rn(x * inverse);
-    const bool is_near = fabsf(fmaf(-static_cast<float>(integer), scale, x)) <= 0.499f * scale;
-    return is_near ? integer : __float2int_rn(__fdiv_rn(x, scale));
+// About 1 / scale of a scale that is of use: of others, 0.
+__device__ __forceinline__ float inverse_of(float scale) {
+    const float root = rsqrtf(scale);
+    return scale > 0.f && scale < __int_as_float(0x7f800000) ? root * root : 0.f;
+}
+
+// An element of a row, zero where the scale is of no use, in the lowest byte of the result. Its product with `inverse`
+// decides, but next to the middle of two integers.
+__device__ __forceinline__ unsigned row_integer(float x, float scale, float inverse) {
+    constexpr float UNITS = 12582912.f;  // 1.5 * 2^23: behind a sum with it there is no fraction
+    float sum = inverse > 0.f ? __fadd_rn(__fmul_rn(x, inverse), UNITS) : UNITS;
+    const float rest = fmaf(UNITS - sum, scale, x);
+    if (inverse > 0.f && !(fabsf(rest) <= 0.499f * scale)) sum = __fdiv_rn(x, scale) + UNITS;
+    return __float_as_uint(sum);
 }
 
 // What the bytes of elements are joined with to become numbers of T, in a register: kept as a constant, it would be moved to

@@ -256,7 +256,8 @@ def test_two_processes_do_not_share_the_work(make_checkpoint: Make, tmp_path: Pa
         (QuantizationOptions(4, 16), TEXTS, "Groups of 16 were asked for: expected 32, 64, 128"),
         (QuantizationOptions(8, 32), TEXTS, "leave the group size out"),
         (QuantizationOptions(3, None), TEXTS, "expected 4 or 8"),
-        (QuantizationOptions(4, 32, method="gptq"), TEXTS, "expected awq or rtn"),
+        (QuantizationOptions(4, 32, method="obq"), TEXTS, "expected awq, gptq or rtn"),
+        (QuantizationOptions(4, 32, method="gptq"), [], "The method gptq needs calibration texts"),
         (INT4, [[]], "needs calibration texts"),
     ],
 )
