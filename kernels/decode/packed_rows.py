@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
-from edgellm.kernels.decode.contract import SLICES, STEP, padded_columns, slice_steps
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, padded_columns, slice_steps
 from edgellm.kernels.decode.packed_linear import packed_tilings
 from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, packed_tiles
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
@@ -80,6 +80,8 @@ def packed_rows_kernel(
 
 def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str | None:
     """Why no kernel computes a packed layer of so many rows where blocks have so much shared memory, if none does."""
+    if batch > MAX_TILED_ROWS:
+        return f"packed layers take up to {MAX_TILED_ROWS} rows, not {batch}"
     gpu = Capacity(shared_limit=shared_limit)
     if packed_rows(batch, layout, gpu, normed=False) is not None:
         return None
