@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from edgellm.engines.quantization.stored import StoredCodes, fused
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.quantization.device_layout import (
+    BLOCK_ROWS,
     ArrangedInputs,
     DeviceLayout,
     PackedMatrix,
@@ -33,6 +35,8 @@ from edgellm.kernels.quantization.turn import arrange, turn
 
 #: More than a few threads wait for memory. As many weights are ready before the GPU asks for them.
 _THREADS = 4
+#: Bytes of codes that are on their way at a time.
+_PIECE = 64 << 20
 
 
 class PackedLoader:
@@ -52,19 +56,24 @@ class PackedLoader:
         found = {}
         for spec, weight in _read_ahead(checkpoint, specs, self._dtype):
             data = self._device.empty(weight.layout.shape, "uint8")
-            found[spec.name] = PackedMatrix(weight.layout, data, self._uploaded(weight.inputs))
-            codes = self._codes(weight)
-            inputs = found[spec.name].inputs
-            if inputs is not None and inputs.order is not None:
-                arranged = self._staged("words", codes.shape, "uint8")
-                arrange(self._module, codes, arranged, inputs.order)()
-                codes = arranged
-            tails = self._staged("tails", weight.tails.shape, "uint8")
-            self._device.upload(tails, weight.tails)
-            shuffle(self._module, weight.layout, codes, tails, data)()
+            inputs, block = self._uploaded(weight.inputs), 0
+            found[spec.name] = PackedMatrix(weight.layout, data, inputs)
+            for piece in _pieces(weight):
+                blocks = len(piece.tails)
+                self._shuffle(piece, None if inputs is None else inputs.order, data[block : block + blocks])
+                block += blocks
             progress(data.nbytes)
         self._device.synchronize()  # staging is let go of with the loader
         return found
+
+    def _shuffle(self, weight: _Prepared, order: DeviceArray | None, data: DeviceArray) -> None:
+        codes, tails = self._codes(weight), self._staged("tails", weight.tails.shape, "uint8")
+        if order is not None:
+            arranged = self._staged("words", codes.shape, "uint8")
+            arrange(self._module, codes, arranged, order)()
+            codes = arranged
+        self._device.upload(tails, weight.tails)
+        shuffle(self._module, weight.layout, codes, tails, data)()
 
     def _uploaded(self, inputs: ArrangedInputs | None) -> ArrangedInputs | None:
         """The same in the memory of the device."""
@@ -145,6 +154,20 @@ def _read_ahead(
 def _next_of(waiting: deque[tuple[WeightSpec, Future[_Prepared]]]) -> tuple[WeightSpec, _Prepared]:
     spec, weight = waiting.popleft()
     return spec, weight.result()
+
+
+def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
+    """A large weight, such as a head, some rows at a time where the file has each row's codes together."""
+    (part, *others), rows = weight.codes, weight.layout.rows
+    step = max(1, _PIECE // _row_bytes(part) // BLOCK_ROWS) * BLOCK_ROWS
+    if others or part.arrangement not in ("bytes", "rows") or rows <= step:
+        yield weight
+        return
+    for first in range(0, rows, step):
+        stop = min(first + step, rows)
+        own = replace(part, data=part.data[first:stop], shape=(stop - first, part.shape[1]))
+        tails = weight.tails[first // BLOCK_ROWS : -(-stop // BLOCK_ROWS)]
+        yield weight._replace(layout=replace(weight.layout, rows=stop - first), codes=[own], tails=tails)
 
 
 def _row_bytes(part: StoredCodes) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gpu_device import device_copy
 
+from edgellm.engines.backends import packed_loading
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
@@ -31,7 +32,8 @@ UNLIKE += ("modelopt_int4_awq", "modelopt_nvfp4_awq")
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", NAMES)
-def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str) -> None:
+def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_loading, "_PIECE", 1500)  # bytes: some rows of a layer at a time
     with Checkpoint.open(GOLDENS / name) as checkpoint:
         specs = decoder_weights(decoder_config(checkpoint.config, checkpoint.generation_config))
         dtype = checkpoint.dtype if checkpoint.dtype in ("float16", "bfloat16") else "float16"
