@@ -21,14 +21,8 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
-from edgellm.engines.backends.kernel_executors import (
-    Executor,
-    StepKernels,
-    adapter_words,
-    most_rows,
-    passes,
-    scratch_of,
-)
+from edgellm.engines.backends.kernel_executors import Executor, StepKernels
+from edgellm.engines.backends.kernel_steps import adapter_words, most_rows, passes, scratch_of
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.programs import ModelConfig, model_program

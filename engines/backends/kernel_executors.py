@@ -7,14 +7,20 @@ launches of their own, for all blocks of the linear layer that follows. Either g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-from edgellm.engines.lora.config import SCALES, AdaptedProjection
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.backends.kernel_steps import (
+    TOGETHER,
+    attention_shape,
+    module_rows,
+    most_rows,
+    packed_layout,
+    step_refusal,
+    step_rows,
+    title,
+)
+from edgellm.engines.lora.config import SCALES
 from edgellm.engines.model.program import (
     Attention,
     Input,
@@ -28,14 +34,11 @@ from edgellm.engines.model.program import (
     SideBySide,
     Step,
 )
-from edgellm.engines.model.states import Edge
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.decode.attention import AttentionShape, attention_partials, attention_shared_bytes
+from edgellm.kernels.decode.attention import attention_shared_bytes
 from edgellm.kernels.decode.contract import (
-    ACTIVATIONS,
     MAX_ROWS,
     MAX_TILED_ROWS,
-    MAX_TOKENS,
     AttentionScratch,
     AttentionStep,
     AttentionWeights,
@@ -43,9 +46,6 @@ from edgellm.kernels.decode.contract import (
     LinearAdapters,
     LinearWeights,
     NormedInput,
-    adapters_refusal,
-    attention_refusal,
-    low_words,
     padded_columns,
     padded_ranks,
 )
@@ -58,9 +58,6 @@ from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_clocks, p
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout
-
-#: Where the inputs of a linear layer come together that does not norm them itself.
-_PACKED = "packed"
 
 
 class StepKernels(NamedTuple):
@@ -113,7 +110,7 @@ class FewRows:
     def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
         rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
-            return attention_shared_bytes(_attention_shape(step, shape))
+            return attention_shared_bytes(attention_shape(step, shape))
         if isinstance(step, NormLinear) and cls.norms_inside(step):
             widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
             return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
@@ -129,13 +126,11 @@ class FewRows:
 
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
-        inside, rows = isinstance(step, NormLinear) and cls.norms_inside(step), step_rows(step, program)
-        width, columns = step.linear.weight.shape
         if (layout := packed_layout(step, program)) is not None:
-            inside = inside and rows <= MAX_NORMED_ROWS
-            clocks = packed_clocks(rows, layout, gpu)
-        else:
-            clocks = few_rows_clocks(rows, width, columns, inside, gpu)
+            return _packed_clocks(step, layout, program, gpu)
+        inside = isinstance(step, NormLinear) and cls.norms_inside(step)
+        width, columns = step.linear.weight.shape
+        clocks = few_rows_clocks(step_rows(step, program), width, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     @staticmethod
@@ -167,9 +162,20 @@ class FewRows:
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
-        rows = step_rows(step, self._program)
-        apart = linear.arranged is not None or len(step.inputs) > 1 or rows > MAX_NORMED_ROWS  # of packed layers
-        inside = self.norms_inside(step) and not (linear.is_packed and apart)
+        if linear.is_packed:
+            return self._packed_linear(step, linear, next_early)
+        if not self.norms_inside(step):
+            x, launches = self._together(step, padded=False)
+            return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
+        inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
+        if step.gated:
+            return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
+        return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
+
+    def _packed_linear(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
+        """By the kernels of few packed rows, which norm the fewest themselves, or by those of many."""
+        few, output, rows = self._kernels.few, self._array(step.output), step_rows(step, self._program)
+        inside = norms_packed(step, rows) and linear.arranged is None
         if not few.takes(linear, rows, normed=inside):
             return self._normed_apart(step, linear, next_early)
         if not inside:
@@ -177,10 +183,10 @@ class FewRows:
             if step.gated:
                 return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
-        inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
+        normed = self._normed(step.inputs[0].value, step.inputs[0].norms[0])
         if step.gated:
-            return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
-        return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
+            return [few.norm_gate_up(normed, linear, step.activation, output)]
+        return [few.norm_linear([normed], linear, output, step.scale, self._kept(step.keep), next_early)]
 
     def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
         """By the kernels of many rows."""
@@ -198,8 +204,10 @@ class FewRows:
 
     def _linear_residual(self, step: LinearResidual) -> list[Any]:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
-        takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
-        kernels = self._residual_kernels(step) if takes else self._kernels.many
+        kernels = self._residual_kernels(step)
+        if linear.is_packed:
+            takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
+            kernels = self._kernels.few if takes else self._kernels.many
         x = self._array(step.value)
         whole = kernels.linear_residual(
             x,
@@ -255,7 +263,7 @@ class FewRows:
             return self._array(given.value), []
         columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
         rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns
-        packed = self._array(_PACKED)[: rows * width].reshape(rows, width)
+        packed = self._array(TOGETHER)[: rows * width].reshape(rows, width)
         parts: list[tuple[NormedInput, Keep | None]] = []
         for given in step.inputs:
             parts += [(part, None) for part in self._parts(given)]
@@ -295,7 +303,7 @@ class FewRows:
         if adapted is None:
             return None
         a, b = (self._array(name) for name, _ in adapted.edge(shape.lora_slots, shape.lora_rank))
-        return LinearAdapters(a, b, self._array(SCALES), _module_rows(adapted), *next(self._lows))
+        return LinearAdapters(a, b, self._array(SCALES), module_rows(adapted), *next(self._lows))
 
     def _kept(self, keep: Keep | None) -> Kept | None:
         return None if keep is None else Kept(self._array(keep.target), keep.place, keep.raw)
@@ -316,7 +324,8 @@ class ManyRows(FewRows):
         return super()._shared_bytes(step, program, limit)
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
-        return self._normed_apart(step, self._weights(step.linear), next_early)
+        linear = self._weights(step.linear)
+        return (self._packed_linear if linear.is_packed else self._normed_apart)(step, linear, next_early)
 
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
@@ -345,10 +354,21 @@ def _many_clocks(step: NormLinear | LinearResidual, program: Program, gpu: Capac
     gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
     width, columns = step.linear.weight.shape
     if (layout := packed_layout(step, program)) is not None:
-        clocks = packed_clocks(step_rows(step, program), layout, gpu)
-    else:
-        clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
+        return _packed_clocks(step, layout, program, gpu)
+    clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
     return clocks + _norm_count(step) * NORM_CLOCKS
+
+
+def _packed_clocks(step: NormLinear | LinearResidual, layout: DeviceLayout, program: Program, gpu: Capacity) -> float:
+    """The same of a packed layer, which both executors compute alike."""
+    rows = step_rows(step, program)
+    norms = 0 if isinstance(step, NormLinear) and norms_packed(step, rows) else _norm_count(step)
+    return packed_clocks(rows, layout, gpu) + norms * NORM_CLOCKS
+
+
+def norms_packed(step: NormLinear, rows: int) -> bool:
+    """Whether one kernel norms so many rows of input of a packed layer and multiplies them."""
+    return len(step.inputs) == 1 and FewRows.norms_inside(step) and rows <= MAX_NORMED_ROWS
 
 
 def _ranks(program: Program) -> int:
@@ -358,105 +378,3 @@ def _ranks(program: Program) -> int:
 def _norm_count(step: NormLinear | LinearResidual) -> int:
     """Launches that bring the inputs of a layer together, where it does not norm them itself."""
     return sum(max(1, len(given.norms)) for given in step.inputs) if isinstance(step, NormLinear) else 0
-
-
-def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
-    """How a step's weight is packed, if it is."""
-    return program.packed.get(step.linear.weight.name) if isinstance(step, NormLinear | LinearResidual) else None
-
-
-def step_rows(step: Step, program: Program) -> int:
-    """Rows of activations that a step computes."""
-    return math.prod(program.kinds[step.output][0][:-1])
-
-
-def most_rows(program: Program) -> int:
-    """Of its steps that multiply or attend."""
-    kinds = NormLinear | LinearResidual | Attention
-    return max(step_rows(step, program) for step in program.steps if isinstance(step, kinds))
-
-
-def step_refusal(step: Step, program: Program) -> str | None:
-    """What about a step no kernel can do, whatever the GPU has; None if there is nothing."""
-    shape = program.shape
-    if isinstance(step, Attention):
-        if shape.tokens > MAX_TOKENS:
-            return f"it takes up to {MAX_TOKENS} tokens of a sequence, not {shape.tokens}"
-        return attention_refusal(*step.heads, shape.kv_cache == "int8")
-    if isinstance(step, Scale | SideBySide):
-        return None
-    if not isinstance(step, NormLinear | LinearResidual):
-        return "there is no kernel for it"
-    gated = isinstance(step, NormLinear) and step.gated
-    if not gated and program.kinds[step.output][1] != "float32" and step.output in program.outputs:
-        return f"kernels put {step.output} out in float32 alone"
-    adapted = program.adapted.get(step.linear.name)
-    refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, _module_rows(adapted))
-    if refused:
-        return refused
-    columns = step.linear.weight.shape[1]
-    if columns % 8:
-        return f"widths must be multiples of 8, not {columns}"
-    if isinstance(step, LinearResidual):
-        return "features of all rows are taken where some are selected" if step.selects and step.keep else None
-    if step.selects:
-        return "features of all rows are taken where some are selected"
-    if any(norm.bias is not None for given in step.inputs for norm in given.norms):
-        return "there is no kernel for layer norms"
-    if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):
-        return f"the activation {step.activation} has no kernel"
-    return None
-
-
-def title(step: Step) -> str:
-    """A step in a few words, for messages."""
-    if isinstance(step, Attention):
-        return f"the attention of layer {step.index}"
-    if isinstance(step, NormLinear | LinearResidual):
-        return f"the linear layer {step.linear.name}"
-    return f"the step {type(step).__name__} to {step.output}"
-
-
-def _module_rows(adapted: AdaptedProjection) -> tuple[int, ...]:
-    return tuple(rows for _, rows in adapted.modules)
-
-
-def adapter_words(program: Program) -> int:
-    """The most words that a linear layer needs as `LinearAdapters.low`."""
-    shape = program.shape
-    fused = max((len(each.modules) for each in program.adapted.values()), default=0)
-    return low_words(most_rows(program), shape.lora_slots, fused, shape.lora_rank)
-
-
-def _attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
-    return AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows, shape.kv_cache == "int8")
-
-
-def scratch_of(program: Program) -> Edge:
-    """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them."""
-    shape, edge = program.shape, program.inputs.keys() | program.outputs.keys()
-    found: Edge = {}
-    packed = 0
-    for step in program.steps:
-        rows, width = step_rows(step, program), program.kinds[step.output][0][-1]
-        dtype = "float32"
-        if isinstance(step, Attention):
-            dtype = "compute"
-            found["partial"] = ((attention_partials(_attention_shape(step, shape)),), "float32")
-        elif isinstance(step, NormLinear):
-            dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
-            packed = max(packed, rows * padded_columns(columns))
-            if step.keep is not None and step.keep.target not in edge:
-                found[step.keep.target] = ((rows, columns // len(step.inputs)), "compute")
-        if step.output not in edge:
-            found[step.output] = ((rows, width), dtype)
-    return found | {_PACKED: ((packed,), "compute")}
-
-
-def passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:
-    """The slots of each pass, as even as they can be, and its shape: one pass but for large steps of several slots."""
-    count = 1
-    if shape.phase != "decode" and shape.tokens <= MAX_TILED_ROWS:
-        count = -(-shape.batch // (MAX_TILED_ROWS // shape.tokens))
-    ends = [shape.batch * number // count for number in range(count + 1)]
-    return [(slice(start, end), replace(shape, batch=end - start)) for start, end in pairwise(ends)]

@@ -29,7 +29,7 @@ from edgellm.kernels.quantization.device_layout import (
     tail_bytes,
 )
 from edgellm.kernels.quantization.shuffle import shuffle
-from edgellm.kernels.quantization.turn import turn
+from edgellm.kernels.quantization.turn import arrange, turn
 
 #: More than a few threads wait for memory. As many weights are ready before the GPU asks for them.
 _THREADS = 4
@@ -54,6 +54,11 @@ class PackedLoader:
             data = self._device.empty(weight.layout.shape, "uint8")
             found[spec.name] = PackedMatrix(weight.layout, data, self._uploaded(weight.inputs))
             codes = self._codes(weight)
+            inputs = found[spec.name].inputs
+            if inputs is not None and inputs.order is not None:
+                arranged = self._staged("words", codes.shape, "uint8")
+                arrange(self._module, codes, arranged, inputs.order)()
+                codes = arranged
             tails = self._staged("tails", weight.tails.shape, "uint8")
             self._device.upload(tails, weight.tails)
             shuffle(self._module, weight.layout, codes, tails, data)()
@@ -67,12 +72,12 @@ class PackedLoader:
             return None
         arrays = [None if each is None else self._device.empty(each.shape, each.dtype.name) for each in inputs]
         for values, array in zip(inputs, arrays, strict=True):
-            if array is not None:
+            if values is not None and array is not None:
                 self._device.upload(array, values)
         return ArrangedInputs(*arrays)
 
     def _codes(self, weight: _Prepared) -> DeviceArray:
-        """The codes of all rows, uint8 [N, bytes of a row], as `shuffle` takes them."""
+        """The codes of all rows in the columns of the file, uint8 [N, bytes of a row], as `shuffle` takes them."""
         row_bytes = {_row_bytes(part) for part in weight.codes}
         if len(row_bytes) > 1:
             weight = weight._replace(codes=[_bytes_of(part.unpacked()) for part in weight.codes])
@@ -84,10 +89,11 @@ class PackedLoader:
             if part.arrangement in ("bytes", "rows"):
                 self._device.upload(target, np.ascontiguousarray(part.data).view(np.uint8))
             else:
-                words = self._staged("words", part.data.shape, "uint32")
-                self._device.upload(words, part.data.view(np.uint32))
+                given = np.ascontiguousarray(part.data).view(np.uint32)
+                words = self._staged("words", given.shape, "uint32")
+                self._device.upload(words, given)
                 wide = DeviceArray(target.pointer, (target.shape[0], target.shape[1] // 4), "uint32", target.owner)
-                turn(self._module, words, wide, part.arrangement == "awq")()
+                turn(self._module, words, wide, part.arrangement)()
             first += part.shape[0]
         return codes
 
@@ -118,9 +124,8 @@ def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> _Prepared:
             f"{checkpoint.path}: the inputs of {names}, which are multiplied as one layer, are permuted or scaled "
             "differently. The NumPy backend runs them (--backend numpy)"
         )
-    codes = weight.codes if weight.order is None else [_bytes_of(weight.unpacked().codes)]
     layout = device_layout(weight, dtype)
-    return _Prepared(layout, codes, np.ascontiguousarray(tail_bytes(weight, layout)), ArrangedInputs.of(weight))
+    return _Prepared(layout, weight.codes, np.ascontiguousarray(tail_bytes(weight, layout)), ArrangedInputs.of(weight))
 
 
 def _read_ahead(

@@ -138,9 +138,7 @@ def build_engine_directory(
     places = {"base": source, "draft": Path(draft or source), "vision": vision or source}
     checkpoints = {model: partial(Checkpoint.open, place) for model, place in places.items()}
 
-    def planned() -> int:
-        return _planned_bytes(inputs, head, limits, dtype, checkpoints)
-
+    planned = partial(_planned_bytes, inputs, head, limits, dtype, checkpoints)
     embeds = leaves_out_embedding(config, head, embedding, planned)
     inputs = with_packed_heads(inputs, head, embeds, (source, None if draft is None else Path(draft)), dtype)
     packed, refusal = _packed_layouts(inputs.models, checkpoints, dtype)

@@ -18,7 +18,8 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 
 #: What computes; "auto": a GPU where there is one.
 ARITHMETICS = ("auto", "numpy", "cuda")
-_Item, _Found = TypeVar("_Item"), TypeVar("_Found")
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 class Arithmetic:

@@ -9,8 +9,6 @@ import fnmatch
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from edgellm.engines.quantization.compressed_tensors import used_notes
 from edgellm.engines.quantization.fp8 import Fp8Layout
 from edgellm.engines.quantization.layout import (
@@ -55,16 +53,11 @@ class Int4Awq(Layout):
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
         """The weight."""
-        rows, columns = tensors.shape
-        stored = tensors.integers("weight")
-        codes = np.empty((rows, columns), np.uint8)
-        codes[::2], codes[1::2] = stored & 15, stored >> 4
-        codes ^= 8
+        codes = StoredCodes(tensors.integers("weight"), "pairs", 4, tensors.shape)
         scaled = tensors.has("pre_quant_scale")
         inputs = tensors.scales("pre_quant_scale") if scaled else None
         format = WeightFormat("int4", self.group, False, tensors.dtype("weight_scale"), scaled=scaled)
-        stored_codes = StoredCodes(codes, "bytes", 4, (rows, columns))
-        return StoredWeight(format, (stored_codes,), tensors.scales("weight_scale"), input_scales=inputs)
+        return StoredWeight(format, (codes,), tensors.scales("weight_scale"), input_scales=inputs)
 
 
 class ModelOpt(Quantization):

@@ -13,8 +13,9 @@ from edgellm.kernels.quantization.turn import AWQ_PLACES
 
 #: How codes lie: one in each byte, in the rows' order; or in words of 32 bits (or bytes), the lowest bits first, of
 #: neighbouring columns, each row's words side by side ("rows") or each column's ("columns"); or of eight neighbouring
-#: rows at `AWQ_PLACES`, each column's words side by side ("awq").
-Arrangement = Literal["bytes", "rows", "columns", "awq"]
+#: rows at `AWQ_PLACES`, each column's words side by side ("awq"); or in bytes of two rows, the first one's code in the
+#: lower half, as two's complements ("pairs").
+Arrangement = Literal["bytes", "rows", "columns", "awq", "pairs"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class StoredCodes:
             return self.data
         if self.arrangement == "rows":
             return unpacked(self.data, self.bits, 1, columns)
+        if self.arrangement == "pairs":
+            codes = np.empty((rows, columns), np.uint8)
+            codes[::2], codes[1::2] = self.data & 15, self.data >> 4
+            return codes ^ 8
         if self.arrangement == "columns":
             return np.ascontiguousarray(unpacked(self.data, self.bits, 0, columns).T)
         return np.ascontiguousarray(unpacked(self.data, self.bits, 1, rows)[:, awq_order(rows)].T)

@@ -41,6 +41,11 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
     }
     const bool has_new = block.division_of(block.least).has_new || block.division_of(block.most).has_new;
     const bool is_clustered = block.in_cluster && block.active > 1;
+    const bool alone = INT8 && block.row_tiles == 1;  // a warp copies the tiles that it computes, and no others
+    auto wait_for_block = [](bool is_alone) {
+        if (is_alone) __syncwarp();
+        else __syncthreads();
+    };
     bool is_ready = false;
 #pragma unroll 1
     for (int bits = block.least; bits <= block.most; ++bits) {
@@ -57,7 +62,8 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
 #pragma unroll 1
         for (int round = 0, stage = 0; round < division.rounds; ++round, stage = next_of(stage)) {
             const bool fills = round == 0 || block.stages == 1;  // else the barrier below frees a place
-            if (fills && is_ready) __syncthreads();
+            const bool was_ready = is_ready;
+            if (fills && is_ready) wait_for_block(alone);
             if (fills) load(round + block.stages);
             if (!is_ready) {
                 NormWeights<STEPS> norms;
@@ -72,7 +78,7 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
             if (under_way > 1) wait_for_copies<2>();
             else if (under_way > 0) wait_for_copies<1>();
             else wait_for_copies<0>();
-            __syncthreads();
+            wait_for_block(alone && was_ready);
             load(round + block.stages);
             if (round == 0) rows = rows_of(block, division), clear(whole);
             compute_tile(whole, softmax, block, rows, division, round, stage);

@@ -6,15 +6,37 @@
 namespace decode {
 namespace keys_by_position {
 
-// Begins to copy the scales of a tile's rows to those of the ring from `place` on.
+// Begins to copy a tile of rows of int8, with their scales, see `load_tiles`. The warps of a slot copy its tile among
+// themselves: where that is one warp, no other must wait for it.
 template <typename T, int STEPS>
-__device__ __forceinline__ void load_scales(const Block<T, STEPS>& block, int tile, int place) {
+__device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int tile, int stage) {
+    constexpr int COPIES = 2 * STEPS;  // of 16 bytes a lane, of keys and of values
+    const int lane = threadIdx.x % 32, first = tile * KEY_TILE, exist = block.start - first;
+    const int place = (stage * block.slots + block.slot) * KEY_TILE;
+    const signed char* keys = block.cached_keys + static_cast<size_t>(first) * block.PADDED + 16 * lane;
+    const signed char* values = block.cached_values + static_cast<size_t>(first) * block.PADDED + 16 * lane;
+    const unsigned targets = shared_address(block.keys + place * block.STRIDE);
+    auto copy = [&](int i) {
+        const int row = 32 % STEPS == 0 ? lane / STEPS + 32 / STEPS * i : (lane + 32 * i) / STEPS;
+        const int chunk = 32 % STEPS == 0 ? lane % STEPS : lane + 32 * i - STEPS * row;
+        const unsigned target = targets + block.bytes(row) + 16 * chunk;
+        copy_async_16(target, keys + 512 * i, row < exist);
+        copy_async_16(target + block.bytes(block.ring), values + 512 * i, row < exist);
+    };
+    if (block.row_tiles == 1) {
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) copy(i);
+    } else {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < 2 * KEY_TILE; i += blockDim.x) {
-        const int key = i % KEY_TILE, row = tile * KEY_TILE + key;
-        const bool is_key = i < KEY_TILE, exists = row < block.start;
-        const float* source = (is_key ? block.cached_key_scales : block.cached_value_scales) + (exists ? row : 0);
-        copy_async_4(shared_address(block.scales + place + key + (is_key ? 0 : block.ring)), source, exists);
+        for (int i = block.row_tile; i < COPIES; i += block.row_tiles) copy(i);
+    }
+    if (block.row_tile != 0) return;
+    const unsigned scales = shared_address(block.scales + place + lane);
+#pragma unroll
+    for (int i = 0; i < KEY_TILE / 32; ++i) {
+        const int row = lane + 32 * i;
+        copy_async_4(scales + 128 * i, block.cached_key_scales + first + row, row < exist);
+        copy_async_4(scales + 128 * i + 4 * block.ring, block.cached_value_scales + first + row, row < exist);
     }
 }
 
@@ -23,11 +45,14 @@ __device__ __forceinline__ void load_scales(const Block<T, STEPS>& block, int ti
 // stands.
 template <typename T, int STEPS>
 __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
-    constexpr int AT_ONCE = 16 / sizeof(CacheElement<T>), LANES_OF_ROW = (STEPS <= 4 ? 64 : STEPS <= 8 ? 128 : 256) / AT_ONCE;
+    constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
     const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
-    const int column = threadIdx.x % LANES_OF_ROW * AT_ONCE;
-    const bool has_rows = column < block.PADDED;  // other threads have scales alone
-    const int slots = round < division.rounds && (INT8 || has_rows) ? block.slots : 0;
+    const int column = threadIdx.x % LANES_OF_ROW * 8;
+    const int slots = !INT8 && round < division.rounds && column < block.PADDED ? block.slots : 0;
+    if constexpr (INT8) {
+        const int tile = round < division.rounds ? block.tile_of(division, block.slot, round) : -1;
+        if (tile >= 0) load_integers(block, tile, stage);
+    }
 #pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) {
         const int tile = block.tile_of(division, slot, round);
@@ -37,13 +62,12 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
         unsigned target = shared_address(block.keys + place * block.STRIDE + column);
         int source = (tile * KEY_TILE + first) * block.size + column;
 #pragma unroll 4
-        for (int row = first; row < KEY_TILE && (!INT8 || has_rows); row += rows_at_once) {
+        for (int row = first; row < KEY_TILE; row += rows_at_once) {
             const bool exists = row < exist;
             copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
             copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
             source += rows_at_once * block.size, target += block.bytes(rows_at_once);
         }
-        if constexpr (INT8) load_scales(block, tile, place - first);
     }
     commit_copies();
 }
@@ -165,14 +189,12 @@ template <typename T> struct KeptFour {
 
     __device__ __forceinline__ KeptFour(unsigned own_two, unsigned own_other, uint2 own_four, const float (&scales)[2]) {
         if constexpr (INT8) {
-            const float inverse[2] = {1.f / scales[0], 1.f / scales[1]};
-            auto integers = [&](unsigned pair, int kind) {
-                const float2 x = unpack<T>(pair);
-                return (row_integer(x.x, scales[kind], inverse[kind]) & 255) |
-                       (row_integer(x.y, scales[kind], inverse[kind]) & 255) << 8;
+            auto integers = [](unsigned low, unsigned high, float scale) {
+                const float2 x = unpack<T>(low), y = unpack<T>(high);
+                return row_integers(make_float4(x.x, x.y, y.x, y.y), scale);
             };
-            two = integers(own_two, 0), other = integers(own_other, 0);
-            four = integers(own_four.x, 1) | integers(own_four.y, 1) << 16;
+            const unsigned both = integers(own_two, own_other, scales[0]);
+            two = both, other = both >> 16, four = integers(own_four.x, own_four.y, scales[1]);
         } else {
             two = own_two, other = own_other, four = reinterpret_cast<const Four&>(own_four);
         }

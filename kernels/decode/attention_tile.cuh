@@ -49,6 +49,10 @@ __device__ __forceinline__ unsigned lane_place(int row_bytes) {
 // int8, a lane has four neighbours of one key, or two of each of two keys: those of even columns make the first two
 // matrices of the operands, the others the last two.
 constexpr int BLOCKS_AT_ONCE = INT8 ? 2 : 1;
+// From a lane's place on, that of the matrices number `turn` of COUNT blocks of columns; an odd block behind pairs comes twice.
+template <int COUNT> __device__ __forceinline__ unsigned block_place(int turn) {
+    return 32 * turn - (INT8 && 2 * turn + 1 == COUNT ? threadIdx.x % 32 / 16 * 16 : 0);
+}
 template <typename T, int STEPS>
 __device__ __forceinline__ void fragment_of(unsigned (&fragment)[4], const Block<T, STEPS>& block,
                                             const unsigned (&matrices)[4], int n) {
@@ -81,7 +85,7 @@ __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], c
     auto load_key = [&](int k, int n) {
         const int turn = k / BLOCKS_AT_ONCE;
         if (k % BLOCKS_AT_ONCE == 0 && k < STEPS)
-            load_matrices(key[turn % PLACES][n], key_row + block.bytes(BLOCK * n) + 32 * turn);
+            load_matrices(key[turn % PLACES][n], key_row + block.bytes(BLOCK * n) + block_place<STEPS>(turn));
     };
     auto load = [&](int k, bool loads_keys) {
         load_matrices(query[k % 2], query_row + 32 * k);
@@ -269,7 +273,7 @@ __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4]
         const bool is_new = node >= 0 && node < block.tokens;
         const int row = is_new ? 2 * block.ring + block.tokens + node : block.ring + ring_row + key;
 #pragma unroll
-        for (int d = 0; d < LOADS; ++d) load_transposed_matrices(value[n % 2][d], values + block.bytes(row) + 32 * d);
+        for (int d = 0; d < LOADS; ++d) load_transposed_matrices(value[n % 2][d], values + block.bytes(row) + block_place<COLUMNS>(d));
     };
     load(0);
 #pragma unroll
@@ -309,7 +313,7 @@ __device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total
         for (int t = rows.first_token; t <= last; ++t) {
             unsigned own[4], value[LOADS][4];
 #pragma unroll
-            for (int d = 0; d < LOADS; ++d) load_transposed_matrices(value[d], values + block.bytes(next) + 32 * d);
+            for (int d = 0; d < LOADS; ++d) load_transposed_matrices(value[d], values + block.bytes(next) + block_place<COLUMNS>(d));
             next = row_of(min(t + 1, last));
 #pragma unroll
             for (int i = 0; i < 4; ++i) own[i] = is_shared || rows.token[i % 2] == t ? weight[n][i] : 0u;

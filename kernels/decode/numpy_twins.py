@@ -225,6 +225,16 @@ def normalized(normed: NormedInput) -> np.ndarray:
     return x if normed.weight is None else rms_norm(x, normed.weight, normed.epsilon, normed.offset)
 
 
+def _as_they_were(arranged: np.ndarray, inputs: ArrangedInputs) -> np.ndarray:
+    """Inputs before they were arranged."""
+    values = arranged if inputs.scales is None else arranged / inputs.scales
+    if inputs.order is None:
+        return values
+    found = np.empty_like(values)
+    found[:, inputs.order] = values
+    return found
+
+
 def _arranged(values: np.ndarray, arranged: ArrangedInputs) -> np.ndarray:
     values = values if arranged.order is None else values[:, arranged.order]
     return values.copy() if arranged.scales is None else values * arranged.scales
@@ -244,6 +254,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float = 
 def product(x: np.ndarray, linear: LinearWeights) -> np.ndarray:
     """The first K columns of x times the transpose of [N, K], plus what adapters add, plus [N]."""
     weight, rows = linear.weight, rows_of(x)[:, : linear.weight.shape[1]]
+    inputs = rows if linear.arranged is None else _as_they_were(rows, linear.arranged)
     if isinstance(weight, PackedMatrix):
         weight = from_device_layout(weight.layout, weight.data)
     if isinstance(weight, PackedWeight):
@@ -251,7 +262,7 @@ def product(x: np.ndarray, linear: LinearWeights) -> np.ndarray:
         weight = weight.values()
     sums = rows @ weight.T
     if linear.adapters is not None:
-        sums += adapted(rows, linear.adapters)
+        sums += adapted(inputs, linear.adapters)
     return sums if linear.bias is None else sums + linear.bias
 
 

@@ -1,9 +1,9 @@
-// Linear layers over weights of 4 and 8 bits, of many rows of activations: warps share activations, which come from the second-level
+// Linear layers over packed weights, of many rows of activations: warps share activations, which come from the second-level
 // cache once for all weight rows of a block.
 //
 // The sums are those of packed_linear.cu, and so of the dense kernels. What differs is who multiplies what: the warps of a
-// team have weight rows of their own and the same part of K; a block's teams have parts of K: all, a group of slices each, or a
-// slice. Blocks take a part of the rows of activations: the squarer a tile is, the less comes from the cache.
+// team have weight rows of their own and the same part of K; a block's teams have parts of K: all, a group of slices each,
+// or a slice. Blocks take a part of the rows of activations: the squarer a tile is, the less comes from the cache.
 #include "decode/packed_tiles.cuh"
 
 namespace decode {
@@ -60,8 +60,8 @@ template <typename G> struct SharedTileTotal {
 template <bool, typename First, typename> struct Choose { using type = First; };
 template <typename First, typename Second> struct Choose<false, First, Second> { using type = Second; };
 
-// Writes a warp's sums, of a tile whose outputs begin at column `first`: lanes of two neighbouring weight rows exchange sums, so
-// that each has two columns of one row of activations.
+// Writes a warp's sums, of a tile whose outputs begin at column `first`: lanes of two neighbouring weight rows exchange
+// sums, so that each has two columns of one row of activations.
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void write_own(const TileSums<G>& total, const Linear& linear, const Output& output, int first) {
     constexpr int HALVES = 2 / G::SUMS, AT_ONCE = G::WEIGHT_TILES == 1 ? 4 : 2;
@@ -162,7 +162,8 @@ template <typename T, typename G, typename Output> struct JoinedOutputs {
 };
 
 template <typename G> __device__ __forceinline__ void leave_sums(float* area, const TileSums<G>& sums) {
-    float* own = area + own_warp() / G::ROW_WARPS * G::PLACES + own_warp() % G::ROW_WARPS * 16 * G::WEIGHT_TILES + own_row();
+    const int team = own_warp() / G::ROW_WARPS, rows = own_warp() % G::ROW_WARPS * 16 * G::WEIGHT_TILES;
+    float* own = area + team * G::PLACES + rows + own_row();
 #pragma unroll
     for (int t = 0; t < G::TOKEN_TILES; ++t)
 #pragma unroll
@@ -179,7 +180,8 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     const Linear& linear = arguments.linear;
     int* begins = reinterpret_cast<int*>(shared);
     float* area = reinterpret_cast<float*>(shared + G::AREA_BEGIN);
-    const int tiles = (linear.rows + G::UNIT - 1) / G::UNIT, own_tiles = (tiles - static_cast<int>(blockIdx.x) + gridDim.x - 1) / gridDim.x;
+    const int tiles = (linear.rows + G::UNIT - 1) / G::UNIT;
+    const int own_tiles = (tiles - static_cast<int>(blockIdx.x) + gridDim.x - 1) / gridDim.x;
     const int first = own_warp() / G::ROW_WARPS * G::OWN_BLOCKS;
 
     launch_next_kernel();
@@ -192,7 +194,8 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     wait_for_previous_kernel();
     if (threadIdx.x < 8 * G::TOKEN_TILES) {
         const SelectedRows source{arguments.selected, arguments.tokens};
-        begins[threadIdx.x] = source(min(first_token<G>() + static_cast<int>(threadIdx.x), linear.batch - 1)) * arguments.stride;
+        const int b = first_token<G>() + static_cast<int>(threadIdx.x);
+        begins[threadIdx.x] = source(min(b, linear.batch - 1)) * arguments.stride;
     }
     __syncthreads();
     TeamActivations<T, G> activations(
@@ -214,7 +217,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
     wait_for_warps<G>();
     const unsigned mask = linear.batch > 0 ? LOW : 0;  // for the compiler no constant, of which it would make many copies
     unsigned slot = weights.ring, place = activations.memory;
-    Held<G> held;
+    HeldTiles<G> held;
     uint4 rows[2][G::TOGETHER];  // what is multiplied, and what is read meanwhile
     held.read(slot);
     read_rows<G>(rows[0], place, 0);
@@ -245,6 +248,7 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                 const unsigned following = activations.following(place);
 #pragma unroll
                 for (int i = 0; i < G::TILES; ++i) held.tiles[i].begin(groups[i], d);
+                const bool new_slice = G::EVERY == G::STEPS && d % G::STEPS == 0;
                 unsigned low[G::WEIGHT_TILES][4], high[G::WEIGHT_TILES][4];
 #pragma unroll
                 for (int m = 0; m < G::WEIGHT_TILES; ++m) {
@@ -257,7 +261,8 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
                 for (int part = 0; part < PARTS; ++part) {
                     const uint4(&now)[G::TOGETHER] = rows[(d * PARTS + part) % 2];
                     const bool last = part + 1 == PARTS;
-                    read_rows<G>(rows[(d * PARTS + part + 1) % 2], last ? following : place, last ? 0 : (part + 1) * G::TOGETHER);
+                    const int next = last ? 0 : (part + 1) * G::TOGETHER;
+                    read_rows<G>(rows[(d * PARTS + part + 1) % 2], last ? following : place, next);
 #pragma unroll
                     for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -267,18 +272,17 @@ __device__ __forceinline__ void multiply_tiles(const TiledLinear& arguments, con
 #pragma unroll
                             for (int t = 0; t < G::TOGETHER; ++t)
                                 multiply_add(sum[m][part * G::TOGETHER + t], a0, a2, half == 0 ? now[t].x : now[t].z,
-                                             half == 0 ? now[t].y : now[t].w, half == 0 && d % G::STEPS == 0 && G::STEPS <= 4 && 4 % G::STEPS == 0, T());
+                                             half == 0 ? now[t].y : now[t].w, half == 0 && new_slice, T());
                         }
                 }
                 place = following;
-                constexpr int EVERY = G::STEPS % 4 == 0 ? 4 : G::STEPS % 2 == 0 ? 2 : 1;  // slices end only behind so many steps
-                if (G::K_WARPS == SLICES || (d + 1) % EVERY != 0) continue;
-                steps_left -= EVERY;
-                if (EVERY != G::STEPS && steps_left > 0) continue;
+                if (G::K_WARPS == SLICES || (d + 1) % G::EVERY != 0) continue;
+                steps_left -= G::EVERY;
+                if (G::EVERY != G::STEPS && steps_left > 0) continue;
                 steps_left = G::STEPS;
                 for_each_sum<G>([&](int m, int t, int i) {
                     group[m][t][i] += sum[m][t][i];
-                    if (EVERY != G::STEPS) sum[m][t][i] = 0.f;
+                    if (G::EVERY != G::STEPS) sum[m][t][i] = 0.f;
                 });
                 if (G::ALL && ++slices % SLICES_OF_A_GROUP == 0) total.add(group, slices / SLICES_OF_A_GROUP - 1);
             }

@@ -1,26 +1,32 @@
-// How weights and activations of packed_tiles.cu come into shared memory: weights each warp's own, activations for the warps
-// of a team.
+// How weights and activations of packed_tiles.cu come into shared memory: weights each warp's own, activations for the
+// warps of a team.
 #pragma once
-#include "decode/packed_copies.cuh"
+#include "decode/many_rows.cuh"
+#include "decode/packed_codes.cuh"
 
 namespace decode {
 namespace packed {
 
-// A warp's tile: WEIGHT_TILES of 16 weight rows, TOKEN_TILES of 8 rows of activations. ROW_WARPS make a team, K_WARPS teams
-// share K. DEPTH blocks of a warp's weights find room. Activations come in a ring of STAGES of CHUNK steps for each team; of
-// 0: they are copied once, for all tiles, and stay. STEPS of a slice. The others as `Geometry` has them.
-template <int TOKEN_TILES_, int WEIGHT_TILES_, int ROW_WARPS_, int K_WARPS_, int DEPTH_, int STAGES_, int CHUNK_, int STEPS_,
-          int SCALES_, int MODE_, bool PAIRED>
+constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
+
+// A warp's tile: WEIGHT_TILES of 16 weight rows, TOKEN_TILES of 8 rows of activations. ROW_WARPS make a team, K_WARPS
+// teams share K. DEPTH blocks of a warp's weights find room. Activations come in a ring of STAGES of CHUNK steps for each
+// team; of 0: they are copied once, for all tiles, and stay. STEPS of a slice. SCALES, MODE: of the Format.
+// PAIRED: the second 8 rows of 16 are the ups of the first 8.
+template <int TOKEN_TILES_, int WEIGHT_TILES_, int ROW_WARPS_, int K_WARPS_, int DEPTH_, int STAGES_, int CHUNK_,
+          int STEPS_, int SCALES_, int MODE_, bool PAIRED>
 struct TileGeometry : Format<SCALES_, MODE_> {
     using Own = Format<SCALES_, MODE_>;
     static constexpr int TOKEN_TILES = TOKEN_TILES_, WEIGHT_TILES = WEIGHT_TILES_, ROW_WARPS = ROW_WARPS_;
     static constexpr int K_WARPS = K_WARPS_, DEPTH = DEPTH_, STAGES = STAGES_, CHUNK = CHUNK_, STEPS = STEPS_;
+    static constexpr int EVERY = STEPS % 4 == 0 ? 4 : STEPS % 2 == 0 ? 2 : 1;  // slices end only behind so many steps
     static constexpr int SCALES = SCALES_, MODE = MODE_, SUMS = PAIRED ? 2 : 1, THREADS = 32 * ROW_WARPS * K_WARPS;
     static constexpr int OWN_BLOCKS = SLICES * STEPS / BLOCK_STEPS / K_WARPS;  // of a team, of each row
     static constexpr bool STAYS = STAGES == 0;
     static constexpr int TILES = 2 * WEIGHT_TILES, WARP_UNIT = 16 * WEIGHT_TILES / SUMS, UNIT = WARP_UNIT * ROW_WARPS;
-    static constexpr int PIECES = Own::SCALE_BYTES / 2, SLOT_BYTES = TILES * Own::BLOCK_BYTES;  // of 16 bytes of scales
-    static constexpr int ROUNDS = (TILES * PIECES + 31) / 32;                                   // in which a warp copies them
+    static constexpr int SLOT_BYTES = TILES * Own::BLOCK_BYTES;
+    static constexpr int PIECES = Own::SCALE_BYTES / 2;        // of 16 bytes of a tile's scales
+    static constexpr int ROUNDS = (TILES * PIECES + 31) / 32;  // in which a warp copies them
     // Tiles of activations whose products alternate.
     static constexpr int EVEN = TOKEN_TILES % 2 == 0 ? 2 : TOKEN_TILES, MANY = TOKEN_TILES % 4 == 0 ? 4 : EVEN;
     static constexpr int TOGETHER = TOKEN_TILES * WEIGHT_TILES <= 6 ? TOKEN_TILES : WEIGHT_TILES == 1 ? MANY : EVEN;
@@ -36,8 +42,10 @@ struct TileGeometry : Format<SCALES_, MODE_> {
     static constexpr int AREA_BYTES = ALL ? LEAVES_TOTAL * 16 * FRAGMENTS * THREADS : K_WARPS * PLACES * 4;
     static constexpr int INPUT_BEGIN = AREA_BEGIN + AREA_BYTES, SHARED_BYTES = INPUT_BEGIN + K_WARPS * INPUT_BYTES;
     static_assert(ALL || K_WARPS == GROUPS || (K_WARPS == SLICES && STEPS % BLOCK_STEPS == 0), "all, groups or slices");
-    static_assert(STAYS || (STAGES >= 3 && (DEPTH - 1) * BLOCK_STEPS / CHUNK >= STAGES - 2), "weights come before activations");
-    static_assert(BLOCK_STEPS % CHUNK == 0 && (ROW_WARPS == 1 || K_WARPS <= 4) && TOKEN_TILES <= 8, "barriers, places of rows");
+    static_assert(STAYS || STAGES >= 3, "one is read, one has come, one is copied");
+    static_assert(STAYS || (DEPTH - 1) * BLOCK_STEPS / CHUNK >= STAGES - 2, "weights come before their activations");
+    static_assert(BLOCK_STEPS % CHUNK == 0 && TOKEN_TILES <= 8, "chunks in blocks, places of rows");
+    static_assert(ROW_WARPS == 1 || K_WARPS <= 4, "each team has a barrier");
 };
 static_assert(TileGeometry<8, 2, 2, 4, 3, 5, 1, 4, 1, SMALL, false>::SHARED_BYTES == HOST_JOINED_BYTES &&
                   TileGeometry<8, 2, 8, 1, 2, 0, 1, 4, 1, ZEROS, true>::SHARED_BYTES == HOST_ALL_BYTES,
@@ -53,6 +61,16 @@ template <typename G> __device__ __forceinline__ void wait_for_warps() {
     else if constexpr (G::K_WARPS == 1) __syncthreads();
     else wait_for_team<32 * G::ROW_WARPS>(own_warp() / G::ROW_WARPS);
 }
+
+// What a lane has of a block of each of a warp's tiles of 8 rows.
+template <typename G> struct HeldTiles {
+    Lane<G::SCALES, G::MODE> tiles[G::TILES];
+
+    __device__ __forceinline__ void read(unsigned slot) {
+#pragma unroll
+        for (int i = 0; i < G::TILES; ++i) tiles[i].read(SharedBlock{slot + i * G::BLOCK_BYTES});
+    }
+};
 
 // The weights of a warp, of the block's tiles, as one stream of blocks.
 template <typename G> struct TileWeights {
@@ -117,8 +135,8 @@ template <typename G> struct TileWeights {
     }
 };
 
-// The activations of a team's part of K, [steps, TOKEN_TILES, lanes, 16 bytes]: of row lane / 4 of a tile eight columns. Behind
-// the last column are zeros; behind the last row any row, whose products nobody reads.
+// The activations of a team's part of K, [steps, TOKEN_TILES, lanes, 16 bytes]: of row lane / 4 of a tile eight columns.
+// Behind the last column are zeros; behind the last row any row, whose products nobody reads.
 template <typename T, typename G> struct TeamActivations {
     static constexpr int CHUNKS = G::OWN_BLOCKS * BLOCK_STEPS / G::CHUNK;  // of a tile
     const T* input;

@@ -50,7 +50,8 @@ __device__ __forceinline__ void load_rows(unsigned target, const T* source, size
     }
 }
 
-// The same of rows of int8, `size` apart: each to the second half of its place, from where `Expansion` takes it.
+// The same of rows of int8, `size` apart: each to the second half of its place, from where the same threads' `expand_rows`
+// takes it.
 template <int SIZE, int ROWS>
 __device__ __forceinline__ void load_integers(unsigned target, const char* source, int exist, int size) {
     constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
@@ -63,49 +64,45 @@ __device__ __forceinline__ void load_integers(unsigned target, const char* sourc
     }
 }
 
-// Makes what the thread brought of a tile of int8 elements of T, in KEYS / 16 parts, between products of the tile before.
-// A row is neighbouring lanes' of a warp.
-template <typename T, typename Its> struct Expansion {
-    static constexpr int SIZE = Its::SIZE, CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS, PARTS = Its::KEYS / 16;
-    static constexpr int OF_PART = 2 * Its::KEYS / AT_ONCE / PARTS;
-    unsigned bits, rows;  // see `pair_of`; where the tile is, keys and then values
-    bool exists;
-    uint4 sixteen[OF_PART];
+__device__ __forceinline__ void write_shared_16(unsigned shared, unsigned a, unsigned b, unsigned c, unsigned d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
 
-    __device__ __forceinline__ void read(int part) {
-        if (!INT8 || !exists) return;
+// Makes what the thread brought of ROWS rows of int8 elements of T: of each 16 the even ones, then the odd ones. `bits`: see
+// `pair_of`. A row is neighbouring lanes' of a warp.
+template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand_rows(unsigned rows, unsigned bits) {
+    constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
+    const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+    uint4 sixteen[ROWS / AT_ONCE];
 #pragma unroll
-        for (int i = 0; i < OF_PART; ++i)
-            sixteen[i] = decode::read_shared_16(rows + 2 * SIZE * row_of(part, i) + SIZE + 16 * (threadIdx.x % CHUNKS));
-        __syncwarp();
-    }
-
-    __device__ __forceinline__ void write(int part) const {
-        if (!INT8 || !exists) return;
+    for (int i = 0; i < ROWS / AT_ONCE; ++i)
+        sixteen[i] = decode::read_shared_16(rows + 2 * SIZE * (first + AT_ONCE * i) + SIZE + 16 * chunk);
+    __syncwarp();
 #pragma unroll
-        for (int i = 0; i < OF_PART; ++i) {
-            const int chunk = 2 * (threadIdx.x % CHUNKS);
-            write_eight(rows + offset_of<SIZE>(row_of(part, i), chunk), sixteen[i].x, sixteen[i].y);
-            write_eight(rows + offset_of<SIZE>(row_of(part, i), chunk + 1), sixteen[i].z, sixteen[i].w);
-        }
+    for (int i = 0; i < ROWS / AT_ONCE; ++i) {
+        const uint4 x = sixteen[i];
+        const int row = first + AT_ONCE * i;
+        write_shared_16(rows + offset_of<SIZE>(row, 2 * chunk), pair_of<0>(x.x, bits, T()), pair_of<0>(x.y, bits, T()),
+                        pair_of<0>(x.z, bits, T()), pair_of<0>(x.w, bits, T()));
+        write_shared_16(rows + offset_of<SIZE>(row, 2 * chunk + 1), pair_of<1>(x.x, bits, T()), pair_of<1>(x.y, bits, T()),
+                        pair_of<1>(x.z, bits, T()), pair_of<1>(x.w, bits, T()));
     }
+}
 
-    __device__ __forceinline__ int row_of(int part, int i) const {
-        return threadIdx.x / CHUNKS + AT_ONCE * (OF_PART * part + i);
+// Puts the columns of a warp's ROWS queries in the order of those of expanded keys.
+template <int SIZE, int ROWS> __device__ __forceinline__ void reorder_queries(unsigned rows) {
+    constexpr int GROUPS = SIZE / 16;
+#pragma unroll 2
+    for (int i = threadIdx.x % 32; i < ROWS * GROUPS; i += 32) {
+        const unsigned low = rows + offset_of<SIZE>(i / GROUPS, i % GROUPS * 2);
+        const unsigned high = rows + offset_of<SIZE>(i / GROUPS, i % GROUPS * 2 + 1);
+        const uint4 x = decode::read_shared_16(low), y = decode::read_shared_16(high);
+        auto both = [](unsigned a, unsigned b, int which) { return __byte_perm(a, b, which == 0 ? 0x5410 : 0x7632); };
+        write_shared_16(low, both(x.x, x.y, 0), both(x.z, x.w, 0), both(y.x, y.y, 0), both(y.z, y.w, 0));
+        write_shared_16(high, both(x.x, x.y, 1), both(x.z, x.w, 1), both(y.x, y.y, 1), both(y.z, y.w, 1));
     }
-
-    __device__ __forceinline__ void write_eight(unsigned target, unsigned low, unsigned high) const {
-        low = __byte_perm(low, 0u, 0x3120), high = __byte_perm(high, 0u, 0x3120);  // neighbours become every second one
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(pair_of<0>(low, bits, T())),
-                     "r"(pair_of<1>(low, bits, T())), "r"(pair_of<0>(high, bits, T())), "r"(pair_of<1>(high, bits, T()))
-                     : "memory");
-    }
-
-    __device__ __forceinline__ void complete() {
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) read(part), write(part);
-    }
-};
+    __syncwarp();
+}
 
 // Scores, or weights, of a tile's keys times the keys' scales.
 template <typename Its>
@@ -200,14 +197,12 @@ __device__ __forceinline__ void take_softmax(typename Its::Scores& score, Sums<I
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] *= correction[m][i / 2];
 }
 
-// Adds the values that stand at a tile's keys, weighted; `next` is the tile's behind it.
+// Adds the values that stand at a tile's keys, weighted.
 template <typename T, typename Its>
-__device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::Scores& weight, unsigned values,
-                                           Expansion<T, Its>& next) {
+__device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::Scores& weight, unsigned values) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int k = 0; k < Its::KEYS / 16; ++k) {
-        next.read(k);
         unsigned weights[Its::TILES][4];
 #pragma unroll
         for (int m = 0; m < Its::TILES; ++m)
@@ -226,7 +221,6 @@ __device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::
                 multiply<T>(sums.sum[m][2 * n + 1], weights[m], value[2], value[3]);
             }
         }
-        next.write(k);
     }
 }
 
@@ -247,9 +241,12 @@ __device__ __forceinline__ void write_results(Sums<Its>& sums, char* queries, T*
             const int row = 16 * m + 8 * half + lane / 4;
 #pragma unroll
             for (int n = 0; n < Its::SIZE / 8; ++n) {
-                const float* two = &sums.sum[m][n][2 * half];
-                *reinterpret_cast<unsigned*>(queries + offset_of<Its::SIZE>(row, n) + 4 * (lane % 4)) =
-                    pack<T>(two[0] * inverse, two[1] * inverse);
+                // Two neighbours; of int8, sums of even columns are in one eight, those of odd ones in the next.
+                const int column = INT8 ? n / 2 * 16 + lane % 4 * 4 + n % 2 * 2 : 8 * n + lane % 4 * 2;
+                const float* low = &sums.sum[m][INT8 ? n / 2 * 2 : n][2 * half + (INT8 ? n % 2 : 0)];
+                const float* high = INT8 ? low + 4 : low + 1;
+                *reinterpret_cast<unsigned*>(queries + offset_of<Its::SIZE>(row, column / 8) + column % 8 * 2) =
+                    pack<T>(*low * inverse, *high * inverse);
             }
         }
     }
@@ -313,7 +310,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     const unsigned queries = shared + Its::BYTES * warp_row;
     const float scale = static_cast<float>(arguments.scale) * 1.4426950408889634f;
     unsigned kept[Its::TILES][Its::STEPS][4];
-    Expansion<T, Its> next{INT8 ? quantized::number_bits(T()) : 0u, ring, true};
+    const unsigned bits = quantized::number_bits(T());
     Sums<Its> sums;
 #pragma unroll
     for (int m = 0; m < Its::TILES; ++m) {
@@ -325,15 +322,15 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] = 0.f;
     }
-    if constexpr (INT8) decode::wait_for_copies<0>(), next.complete();
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
+        const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
+        const int first_key = tile * Its::KEYS;
         decode::wait_for_copies<0>();
+        if constexpr (INT8) expand_rows<T, SIZE, 2 * Its::KEYS>(keys, bits);
         __syncthreads();  // this tile is there, and the place of the one before is free
         if (tile + 1 < tiles) load_tile(tile + 1);
-        const int first_key = tile * Its::KEYS;
-        const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
-        next.rows = ring + (tile + 1) % STAGES * (2 * Its::BYTES * Its::KEYS), next.exists = tile + 1 < tiles;
+        if (INT8 && tile == 0) reorder_queries<SIZE, 16 * Its::TILES>(queries);
         if constexpr (Its::KEEPS_QUERIES) {
             if (tile == 0)
 #pragma unroll
@@ -342,10 +339,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                     for (int k = 0; k < Its::STEPS; ++k)
                         load_matrices(kept[m][k], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
         }
-        if (!exists || first_key >= first_row + 16 * Its::TILES) {
-            if constexpr (INT8) decode::wait_for_copies<0>(), next.complete();
-            continue;
-        }
+        if (!exists || first_key >= first_row + 16 * Its::TILES) continue;
         float score[Its::TILES][Its::KEYS / 8][4];
         compute_scores<T, Its>(score, kept, queries, keys);
         const float* scales = reinterpret_cast<const float*>(memory + SCALES) + tile % STAGES * 2 * Its::KEYS;
@@ -361,8 +355,8 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                             score[m][n][i] = __int_as_float(0xff800000);
         }
         take_softmax<Its>(score, sums, scale);
-        if constexpr (INT8) scale_keys<Its>(score, scales + Its::KEYS), decode::wait_for_copies<0>();
-        add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS, next);
+        if constexpr (INT8) scale_keys<Its>(score, scales + Its::KEYS);
+        add_values<T, Its>(sums, score, keys + Its::BYTES * Its::KEYS);
     }
     if (!exists) return;
     T* const context = reinterpret_cast<T*>(arguments.context) + (first_place + warp_row) * arguments.E + head * size;

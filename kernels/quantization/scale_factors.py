@@ -79,7 +79,7 @@ def _codes(bits: np.ndarray, present: np.ndarray, products: np.ndarray) -> tuple
 def _numbers(fractions: np.ndarray) -> list[tuple[float, float]]:
     """Pairs of factors that explain fractions of products, those that explain most first; at most so many."""
     every = set(fractions.tolist())
-    left, found = set(every), []
+    left, found = set(every), list[tuple[float, float]]()
     while left and len(found) < _MOST:
         explained = {pair: set((_bits_of_products(*pair) & _FRACTION).tolist()) for pair in _candidates(min(left))}
         best = max(explained, key=lambda pair: (len(explained[pair] & left), len(explained[pair] & every)))

@@ -1,4 +1,4 @@
-"""Words of codes, as they are published, turned on the GPU into the order that `shuffle` reads."""
+"""Codes, as they are published, brought on the GPU into the order that `shuffle` reads."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Where in its word each of eight neighbouring rows' code is in AWQ's order.
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+#: Arrangements of words that are turned, as the kernel numbers them.
+TURNED = ("columns", "awq", "pairs")
 _TILE_ROWS, _TILE_WORDS, _THREADS = 64, 32, 256
 
 
@@ -25,28 +27,70 @@ class _Turn(ctypes.Structure):
     ]
 
 
-def turn_kernel(awq: bool) -> Kernel:
-    """The kernel for words of columns, or of AWQ's rows."""
+class _Arrange(ctypes.Structure):
+    """`Arrange` of turn.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("codes", "target", "order")),
+        ("words", ctypes.c_longlong),
+        *((name, ctypes.c_int) for name in ("columns", "row_bytes")),
+    ]
+
+
+def turn_kernel(arrangement: str) -> Kernel:
+    """The kernel for words that lie as one of `TURNED`."""
+    return _kernel(f"turn<{TURNED.index(arrangement)}>")
+
+
+def arrange_kernel(bits: int) -> Kernel:
+    """The kernel that puts columns of codes of 4 or 8 bits into another order."""
+    return _kernel(f"arrange<{bits}>")
+
+
+def _kernel(expression: str) -> Kernel:
     macros = (
         ("HOST_AWQ_PLACES", ", ".join(map(str, AWQ_PLACES))),
         ("HOST_TURN_BYTES", ctypes.sizeof(_Turn)),
+        ("HOST_ARRANGE_BYTES", ctypes.sizeof(_Arrange)),
     )
-    expression = f"turn<{str(awq).lower()}>"
-    return Kernel(ModuleSource(f"turn-{awq}", ("quantization/turn.cu",), (expression,), macros), expression)
+    return Kernel(ModuleSource(expression, ("quantization/turn.cu",), (expression,), macros), expression)
 
 
-def turn(module: KernelModule, words: DeviceArray, target: DeviceArray, awq: bool = False) -> Launch:
+def turn(module: KernelModule, words: DeviceArray, target: DeviceArray, arrangement: str) -> Launch:
     """A launch that makes `target` uint32 [N, W] of words of neighbouring columns.
 
-    `words` uint32 are [W, N], the same otherwise; or with `awq` [8 W, N / 8], a word the codes of 4 bits of a column
-    and eight neighbouring rows, at `AWQ_PLACES`. Raises KernelError where they do not fit.
+    `words` uint32 are, by their `arrangement`: "columns" [W, N], the same otherwise; "awq" [8 W, N / 8], a word the
+    codes of 4 bits of a column and eight neighbouring rows, at `AWQ_PLACES`; "pairs" [N / 2, 2 W], a byte the codes of
+    a column and two rows, as two's complements. Raises KernelError where they do not fit.
     """
     rows, width = target.shape
-    expected = (8 * width, rows // 8) if awq else (width, rows)
-    if words.shape != expected or (awq and rows % 8) or {words.dtype, target.dtype} != {"uint32"}:
+    together = {"columns": 1, "awq": 8, "pairs": 2}[arrangement]
+    expected = {"columns": (width, rows), "awq": (8 * width, rows // 8), "pairs": (rows // 2, 2 * width)}[arrangement]
+    if words.shape != expected or rows % together or {words.dtype, target.dtype} != {"uint32"}:
         raise KernelError(
             f"words {words.dtype} {list(words.shape)} do not become {target.dtype} {list(target.shape)}: expected "
             f"uint32 {list(expected)}"
         )
     grid = -(-rows // _TILE_ROWS), -(-width // _TILE_WORDS), 1
-    return Launch(module, turn_kernel(awq), grid, _THREADS, 0, (_Turn(words.pointer, target.pointer, rows, width),))
+    return Launch(
+        module, turn_kernel(arrangement), grid, _THREADS, 0, (_Turn(words.pointer, target.pointer, rows, width),)
+    )
+
+
+def arrange(module: KernelModule, codes: DeviceArray, target: DeviceArray, order: DeviceArray) -> Launch:
+    """A launch that makes column k of `target` uint8 [N, B] column order[k] of `codes`, of as many bytes.
+
+    `order` int32 [K]; a byte holds one code, where B is K or somewhat more, or two, the first column in the lower half.
+    Raises KernelError where they do not fit, or rows are no whole words.
+    """
+    (rows, row_bytes), columns = codes.shape, order.size
+    bits = 8 if row_bytes >= columns else 4
+    dtypes = (codes.dtype, target.dtype, order.dtype)
+    if dtypes != ("uint8", "uint8", "int32") or target.shape != codes.shape or row_bytes % 4 or 2 * row_bytes < columns:
+        raise KernelError(
+            f"codes {codes.dtype} {list(codes.shape)} are not arranged to {target.dtype} {list(target.shape)} by an "
+            f"order of {columns} columns: expected bytes of one shape, rows of whole words, one or two codes a byte"
+        )
+    words = rows * row_bytes // 4
+    arguments = _Arrange(codes.pointer, target.pointer, order.pointer, words, columns, row_bytes)
+    return Launch(module, arrange_kernel(bits), (-(-words // _THREADS), 1, 1), _THREADS, 0, (arguments,))

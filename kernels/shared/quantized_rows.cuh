@@ -17,17 +17,34 @@ __device__ __forceinline__ unsigned size_bits(float2 x) {
 template <int LANES> __device__ __forceinline__ float row_scale(unsigned bits) {
 #pragma unroll
     for (int other = LANES / 2; other > 0; other /= 2) bits = max(bits, __shfl_xor_sync(decode::FULL_WARP, bits, other));
-    const float scale = __fdiv_rn(__uint_as_float(bits), 127.f);
+    // Divided by 127: with the rest of the first quotient, the second is rounded as IEEE demands (Markstein 1990).
+    const float largest = __uint_as_float(bits), first = largest * (1.f / 127.f);
+    const float scale = bits < 0x7f800000u ? fmaf(fmaf(-127.f, first, largest), 1.f / 127.f, first) : largest;
     return scale < 1.17549435e-38f ? 0.f : scale;
 }
 
-// An element of a row; zero where the scale is of no use. `inverse`: 1 / scale, whose product with x decides but next to the
-// middle of two integers.
-__device__ __forceinline__ int row_integer(float x, float scale, float inverse) {
-    if (!(scale > 0.f && scale < __int_as_float(0x7f800000))) return 0;
-    const int integer = __float2int_rn(x * inverse);
-    const bool is_near = fabsf(fmaf(-static_cast<float>(integer), scale, x)) <= 0.499f * scale;
-    return is_near ? integer : __float2int_rn(__fdiv_rn(x, scale));
+// Four elements of a row, a byte each; zeros where the scale is of no use. Products with 1 / scale, about, decide, but next to
+// the middle of two integers. One division serves all four: code is fetched anew for each layer.
+__device__ __forceinline__ unsigned row_integers(float4 x, float scale) {
+    constexpr float UNITS = 12582912.f;  // 1.5 * 2^23: a sum with it has no fraction, and the integer in its last byte
+    const float root = rsqrtf(scale), inverse = root * root, elements[4] = {x.x, x.y, x.z, x.w};
+    unsigned bytes[4];
+    bool is_sure = true;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float sum = __fadd_rn(__fmul_rn(elements[i], inverse), UNITS);
+        is_sure &= fabsf(fmaf(UNITS - sum, scale, elements[i])) <= 0.499f * scale;
+        bytes[i] = __float_as_uint(sum);
+    }
+    unsigned four = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x40), __byte_perm(bytes[2], bytes[3], 0x40), 0x5410);
+    if (is_sure) return four;
+    if (!(scale > 0.f && scale < __int_as_float(0x7f800000))) return 0u;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+        const float element = i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+        four = four >> 8 | __float_as_uint(__fdiv_rn(element, scale) + UNITS) << 24;
+    }
+    return four;
 }
 
 // What the bytes of elements are joined with to become numbers of T, in a register: kept as a constant, it would be moved to

@@ -91,6 +91,19 @@ def test_a_step_reads_the_embedding_only_where_it_is_the_head() -> None:
     assert found["llama-8b"] == pytest.approx(15.01e9, rel=0.002)  # 8.03 billion weights less the embedding's
 
 
+def test_a_step_reads_packed_layers_as_they_are(tmp_path: Path) -> None:
+    """Of 4 bits in groups of 128: 33 bytes for each 64 weights, and 2 for each of the head."""
+    from probes import weight_bytes
+    from random_model import shape_directory
+
+    decode, found = EngineShape("decode", 1, 1, 64, 64), {}
+    for name in ("llama-1b", "llama-8b"):
+        directory = shape_directory(tmp_path, name, LIMITS, "int4")
+        found[name] = weight_bytes(directory.config, decode, "float16", directory.layouts["base"])
+    assert found["llama-1b"] == pytest.approx(0.973e9 * 33 / 64 + 0.525e9, rel=0.002)
+    assert found["llama-8b"] == pytest.approx(6.979e9 * 33 / 64 + 1.051e9, rel=0.002)
+
+
 @pytest.mark.parametrize("architecture", ["sm_90", "compute_87", "compute_86"])
 def test_the_kernels_that_measure_a_device_compile(architecture: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")

@@ -21,8 +21,12 @@ from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format
 from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.engines.model.programs import model_weights
+from edgellm.engines.quantization.device_layouts import packed_memory
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.multimodal.vision_runner import vision_memory
 
 GIBIBYTE = 1 << 30
@@ -39,6 +43,8 @@ BOARDS = {
 #: engines' scratch take of a board's memory, in GiB. Scratch was about 225 MiB of it for Llama-1B's shapes on an H200.
 TAKEN_BY_THE_SYSTEM = 3
 DTYPE, CONTEXT = "float16", 4096
+#: Of linear layers, where they are packed.
+INT4 = WeightFormat("int4", 128, zeros=False, dtype=DTYPE)
 #: As in published EAGLE-3 heads of Llama 3.1 8B.
 DRAFT_VOCABULARY = 32000
 
@@ -71,19 +77,43 @@ class Need:
     drafted: int
 
 
-def needs() -> dict[str, Need]:
-    """What each model takes, by its name."""
-    dense = {name: _need(_text_config(architecture, sizes)) for name, (architecture, sizes) in _DENSE.items()}
-    return dense | {name: _need(_multimodal_config(sizes)) for name, sizes in _MULTIMODAL.items()}
+@dataclass(frozen=True)
+class Weights:
+    """How weights and KV rows are stored: linear layers of base or draft `packed` as `INT4`; the `head` of both."""
+
+    packed: tuple[str, ...] = ()
+    head: str = "as-published"
+    kv_cache: str = "compute"
+
+
+#: By the words of the table.
+WEIGHTS = {
+    "fp16": Weights(),
+    "int4, KV rows int8": Weights(("base",), kv_cache="int8"),
+    "int4, heads and KV rows int8": Weights(("base", "draft"), "int8", "int8"),
+}
+
+
+def needs() -> dict[tuple[str, str], Need]:
+    """What each model takes, by its name and how its weights are stored."""
+    published = {name: _text_config(architecture, sizes) for name, (architecture, sizes) in _DENSE.items()}
+    published |= {name: _multimodal_config(sizes) for name, sizes in _MULTIMODAL.items()}
+    return {
+        (name, stored): _need(values, weights)
+        for name, values in published.items()
+        for stored, weights in WEIGHTS.items()
+        if weights.head == "as-published" or not values["tie_word_embeddings"]  # a tied table stays, for lookups
+    }
 
 
 def table() -> list[str]:
     """The table in Markdown, a line each."""
-    head = ["Model", "without a draft", "with a draft", *BOARDS]
+    head = ["Model", "weights", "without a draft", "with a draft", *BOARDS]
     lines = [_row(head), _row(["---"] * len(head))]
-    for name, need in needs().items():
+    for (name, stored), need in needs().items():
         sizes = [f"{size / GIBIBYTE:.1f} GiB" for size in (need.plain, need.drafted)]
-        lines.append(_row([name, *sizes, *(_fit(need, memory) for memory in BOARDS.values())]))
+        shown = name if stored == "fp16" else ""
+        lines.append(_row([shown, stored, *sizes, *(_fit(need, memory) for memory in BOARDS.values())]))
     return lines
 
 
@@ -94,25 +124,46 @@ def _fit(need: Need, memory: int) -> str:
     return "without a draft" if need.plain <= room else "no"
 
 
-def _need(published: Mapping[str, Any]) -> Need:
+def _need(published: Mapping[str, Any], weights: Weights) -> Need:
     config, vision = decoder_config(dict(published)), read_vision_config(published)
-    sizes = []
+    config, sizes = replace(config, head=weights.head), []
     for has_draft in (False, True):
-        limits = choose_limits(config, has_draft=has_draft, vision=vision, kv_capacity=CONTEXT)
-        images = None if vision is None else vision_memory(vision, limits.image_rows, DTYPE)
-        draft = _draft(config) if has_draft else None
-        sizes.append(
-            plan_memory(config, limits, decoder_weights(config), DTYPE, draft=draft, vision_memory=images).total
+        limits = choose_limits(
+            config, has_draft=has_draft, vision=vision, kv_capacity=CONTEXT, kv_cache=weights.kv_cache
         )
+        images = None if vision is None else vision_memory(vision, limits.image_rows, DTYPE)
+        draft = _draft(config, weights.head) if has_draft else None
+        models = {"base": config} | ({} if draft is None else {"draft": draft})
+        packed = packed_memory(models, _layouts(models, weights.packed), DTYPE)
+        specs = decoder_weights(config)
+        sizes.append(plan_memory(config, limits, specs, DTYPE, packed, draft=draft, vision_memory=images).total)
     return Need(*sizes)
 
 
-def _draft(base: DecoderConfig) -> DraftConfig:
+def _layouts(
+    models: Mapping[str, DecoderConfig | DraftConfig], packed: tuple[str, ...]
+) -> dict[str, dict[str, DeviceLayout]]:
+    """Of the models with packed weights: those of linear layers, and of a packed head."""
+    found: dict[str, dict[str, DeviceLayout]] = {}
+    for model, config in models.items():
+        specs = {spec.name: spec.shape for spec in model_weights(config) if len(spec.shape) == 2}
+        tables = {name for name in specs if "embed" in name or name == HEAD}
+        names = specs.keys() - tables if model in packed else set()
+        layouts = {name: DeviceLayout(INT4, *specs[name]) for name in names}
+        format = head_format(config.head, config.hidden_size, DTYPE)
+        if format is not None:
+            layouts[HEAD] = DeviceLayout(format, *specs[HEAD])
+        if layouts:
+            found[model] = layouts
+    return found
+
+
+def _draft(base: DecoderConfig, head: str) -> DraftConfig:
     """An EAGLE-3 head whose layer has the base's shapes, with a head of its own and the base's embedding."""
     layers = base.num_layers
     return DraftConfig(
         generation="3",
-        decoder=replace(base, num_layers=1, tie_word_embeddings=False, deepstack_layers=0),
+        decoder=replace(base, num_layers=1, tie_word_embeddings=False, deepstack_layers=0, head="as-published"),
         draft_vocab_size=DRAFT_VOCABULARY,
         has_mapping=True,
         feature_layers=(2, layers // 2, layers - 3),
@@ -125,6 +176,7 @@ def _draft(base: DecoderConfig) -> DraftConfig:
         fc_bias=False,
         norm_before_residual=False,
         feed_back_normed=False,
+        head=head,
     )
 
 

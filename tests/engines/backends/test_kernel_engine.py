@@ -155,6 +155,20 @@ def test_adapters_are_applied_as_operations_apply_them(
 
 
 @EXECUTORS
+@pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
+def test_adapters_take_the_inputs_of_packed_layers_as_they_were(shape: EngineShape, executor: type[FewRows]) -> None:
+    """Before they are permuted and scaled."""
+    parents = CHAIN[: shape.tokens] if shape.tokens > 1 else (None,)
+    arrays = random_model(LLAMA, shape.batch, 48, [21, 0, 5][: shape.batch], parents)
+    arrays |= random_adapters(LLAMA, [2, None, 0][: shape.batch], 3, 8) | {"last_token_ids": np.array([[5]], np.int32)}
+    dense, packed = packed_linears(arrays)
+    found = launched(executor, LLAMA, shape, packed)
+    assert_equal(LLAMA, shape, found, computed(LLAMA, shape, dense))
+    plain = computed(LLAMA, replace(shape, lora_slots=0, lora_rank=0), dense)
+    assert np.linalg.norm(found["logits"] - plain["logits"]) > 0.01 * np.linalg.norm(plain["logits"])
+
+
+@EXECUTORS
 @pytest.mark.parametrize(("phase", "tokens"), [("propose", 1), ("propose", 7), ("accept", 7), ("prefill", 8)])
 @pytest.mark.parametrize("head", DRAFTS)
 def test_a_step_of_a_draft_is_what_operations_compute(

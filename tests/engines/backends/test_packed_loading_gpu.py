@@ -16,10 +16,9 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.quantization.device_layouts import packed_layouts
-from edgellm.engines.quantization.stored import AWQ_PLACES
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, from_device_layout
-from edgellm.kernels.quantization.turn import turn
+from edgellm.kernels.quantization.turn import AWQ_PLACES, TURNED, arrange, turn
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
@@ -66,17 +65,35 @@ def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "width"), [(64, 32), (8, 1), (200, 70)])
-@pytest.mark.parametrize("awq", [False, True])
-def test_words_are_turned(gpu, rows: int, width: int, awq: bool) -> None:
+@pytest.mark.parametrize("arrangement", TURNED)
+def test_words_are_turned(gpu, rows: int, width: int, arrangement: str) -> None:
     codes = np.random.default_rng(0).integers(0, 16, (rows, 8 * width)).astype(np.uint32)
     expected = _words(codes.reshape(rows, width, 8), range(8))
-    given = expected.T if not awq else _words(codes.T.reshape(8 * width, rows // 8, 8), AWQ_PLACES)
-    words = device_copy(gpu, np.ascontiguousarray(given))
-    target = gpu.empty((rows, width), "uint32")
-    turn(gpu.kernel_module, words, target, awq)()
+    if arrangement == "columns":
+        given = expected.T
+    elif arrangement == "awq":
+        given = _words(codes.T.reshape(8 * width, rows // 8, 8), AWQ_PLACES)
+    else:
+        given = ((codes[::2] ^ 8) | (codes[1::2] ^ 8) << 4).astype(np.uint8).view(np.uint32)
+    words, target = device_copy(gpu, np.ascontiguousarray(given)), gpu.empty((rows, width), "uint32")
+    turn(gpu.kernel_module, words, target, arrangement)()
     np.testing.assert_array_equal(gpu.download(target), expected)
     with pytest.raises(KernelError, match="do not become"):
-        turn(gpu.kernel_module, words[1:], target, awq)
+        turn(gpu.kernel_module, words[1:], target, arrangement)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+def test_columns_are_put_into_another_order(gpu, bits: int) -> None:
+    random = np.random.default_rng(0)
+    codes, order = random.integers(0, 1 << bits, (300, 136)).astype(np.uint8), random.permutation(136).astype(np.int32)
+    packed = [each if bits == 8 else each[:, ::2] | each[:, 1::2] << 4 for each in (codes, codes[:, order])]
+    given, own = device_copy(gpu, np.ascontiguousarray(packed[0])), device_copy(gpu, order)
+    target = gpu.empty(packed[0].shape, "uint8")
+    arrange(gpu.kernel_module, given, target, own)()
+    np.testing.assert_array_equal(gpu.download(target), packed[1])
+    with pytest.raises(KernelError, match="not arranged"):
+        arrange(gpu.kernel_module, given, target[1:], own)
 
 
 def _words(codes: np.ndarray, places) -> np.ndarray:

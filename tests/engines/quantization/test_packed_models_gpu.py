@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from packed_checkpoints import write_packed
+from checkpoint_files import read_tensors, write_tensors
+from packed_checkpoints import MODEL, write_packed
 from safetensors import safe_open
+from typer.testing import CliRunner
 
 from edgellm import LLM, Request, SamplingParams
+from edgellm.commands.app import create_app
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -115,15 +119,50 @@ def test_a_model_that_was_quantized_here_agrees_with_numpy(symmetric: bool, tmp_
     directory = EngineDirectory.open(tmp_path / "engines")
     prompt = Tokenizer.from_directory(directory.path).encode_chat([{"role": "user", "content": QUESTIONS[1]}])
     assert_agrees_with_numpy(directory, (prompt * 4)[:150], 24)
+    for command in (["doctor"], ["generate", QUESTIONS[0], "--max-tokens", "8"]):
+        result = CliRunner().invoke(create_app(), [*command, "--model", str(directory.path)])
+        assert result.exit_code == 0, result.output
+        print(result.output)
 
 
-@pytest.mark.parametrize("name", ["awq_group32", "awq_whole_rows", "gptq_v2_zeros", "ct_w4_group32_zeros"])
+#: Golden models with other formats, in their own dtypes: of each what kernels read differently.
+PUBLISHED = (
+    *("awq_group32", "awq_whole_rows", "gptq_v2_zeros", "ct_w4_group32_zeros", "ct_w4_group16_actorder_static"),
+    *("ct_w8_group32_zeros", "gptq_v1_bits8_whole_rows", "ct_w8_channel_head"),
+    *("ct_fp8_tensor", "fp8_blocks", "modelopt_fp8_channels", "ct_nvfp4", "modelopt_nvfp4"),
+)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_published_layouts_agree_with_numpy(name: str) -> None:
-    with Checkpoint.open(GOLDENS / name) as checkpoint:
+    assert_agrees_with_numpy(*published(GOLDENS / name), 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ending"),
+    [
+        ("ct16_w4_actorder_group_zeros", "weight_g_idx"),
+        ("gptq_v2_desc_act", "g_idx"),
+        ("modelopt_int4_awq", "pre_quant_scale"),
+        ("modelopt_nvfp4_awq", "pre_quant_scale"),
+    ],
+)
+def test_permuted_and_scaled_inputs_agree_with_numpy(name: str, ending: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDENS / name, tmp_path / name)
+    tensors = read_tensors(tmp_path / name / MODEL)
+    for key in list(tensors):  # as packages make them: layers that share an input are quantized behind one another
+        for part, first in (("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj")):
+            if key.endswith(f"{part}.{ending}"):
+                tensors[key] = tensors[key.replace(part, first)]
+    write_tensors(tmp_path / name / MODEL, tensors)
+    assert_agrees_with_numpy(*published(tmp_path / name), 4)
+
+
+def published(folder: Path) -> tuple[EngineDirectory, list[int]]:
+    """The engine directory that a checkpoint is, and the prompt of its golden answers."""
+    with Checkpoint.open(folder) as checkpoint:
         config = decoder_config(checkpoint.config, checkpoint.generation_config)
         dtype = str(checkpoint.dtype)
-    with safe_open(GOLDENS / name / "expected.safetensors", "np") as file:
+    with safe_open(folder / "expected.safetensors", "np") as file:
         prompt = file.get_tensor("token_ids")[0].tolist()
-    limits = EngineLimits(1, 16, 64)
-    directory = EngineDirectory(GOLDENS / name, config, dtype, "auto", limits, {}, "", name)
-    assert_agrees_with_numpy(directory, prompt, 4)
+    return EngineDirectory(folder, config, dtype, "auto", EngineLimits(1, 16, 64), {}, "", folder.name), prompt

@@ -8,7 +8,12 @@ import pytest
 from decode_models import from_bits, relative, to_bits
 from gpu_device import device_copy
 
-from edgellm.kernels.decode.attention import AttentionShape, attention_launch, attention_partials
+from edgellm.kernels.decode.attention import (
+    AttentionGeometry,
+    AttentionShape,
+    attention_launch,
+    attention_partials,
+)
 from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights
 from edgellm.kernels.decode.numpy_twins import rotary_embedding
 from edgellm.kernels.prefill.contract import KeyValueRows, RowScales
@@ -52,7 +57,13 @@ class Decoder:
         self.caches = {name: device_copy(gpu, array) for name, array in committed(size).items()}
 
     def step(
-        self, start: int, qkv: np.ndarray, cos_sin: np.ndarray, mask: np.ndarray | None, rotates: bool = True
+        self,
+        start: int,
+        qkv: np.ndarray,
+        cos_sin: np.ndarray,
+        mask: np.ndarray | None,
+        rotates: bool = True,
+        geometry: AttentionGeometry | None = None,
     ) -> np.ndarray:
         """The context [T, heads * size] float32 of new tokens at row `start`."""
         gpu, tokens = self.gpu, len(qkv)
@@ -65,7 +76,7 @@ class Decoder:
         step = AttentionStep(kept[1], kept[2], given, self.caches["k_cache"], self.caches["v_cache"], False, *scales)
         weights = AttentionWeights(None, None, 0.0, 0.0, self.size**-0.5, rotates)
         scratch = AttentionScratch(partial, gpu.zeros((tokens, KV_HEADS), "uint32"))
-        attention_launch(gpu.kernel_module, kept[0], weights, step, scratch, context)()
+        attention_launch(gpu.kernel_module, kept[0], weights, step, scratch, context, geometry)()
         found = gpu.download(context)
         return from_bits(found, self.dtype)
 
@@ -125,6 +136,31 @@ def test_a_verified_token_has_the_bits_of_the_decode_step_that_computes_it_alone
         np.testing.assert_array_equal(one[0], found[t])
     for name, rows in together.rows().items():
         np.testing.assert_array_equal(alone.rows()[name], rows)
+
+
+@DTYPES
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (6, 80), (13, 128)])
+def test_bits_are_the_same_however_warps_share_the_work(gpu, dtype: str, tokens: int, size: int) -> None:
+    start = 290
+    qkv, cos_sin = new_tokens(tokens, size, dtype)
+    mask = None if tokens == 1 else tree_mask(tokens, start)
+    shapes = [
+        (1, 1, 1, 1),
+        (1, 1, 1, 3),
+        (1, 1, 2, 2),
+        (1, 2, 1, 1),
+        (1, 2, 1, 2),
+        (1, 2, 2, 1),
+        (1, 4, 1, 1),
+        (1, 2, 4, 2),
+    ]
+    shape = AttentionShape(1, tokens, HEADS, KV_HEADS, size, ROWS, True)
+    each = [AttentionGeometry(*numbers) for numbers in shapes]
+    fitting = [geometry for geometry in each if geometry.fits(shape, gpu.kernel_module.shared_limit)]
+    steps = [Decoder(gpu, dtype, size).step(start, qkv, cos_sin, mask, geometry=geometry) for geometry in fitting]
+    assert len(steps) > 4
+    for found in steps[1:]:
+        np.testing.assert_array_equal(found, steps[0])
 
 
 @DTYPES

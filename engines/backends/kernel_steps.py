@@ -1,0 +1,130 @@
+"""What a program's steps ask of hand-written kernels: rows, scratch, passes, and what no kernel can do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+from edgellm.engines.lora.config import AdaptedProjection
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.program import Attention, LinearResidual, NormLinear, Program, Scale, SideBySide, Step
+from edgellm.engines.model.states import Edge
+from edgellm.kernels.decode.attention import AttentionShape, attention_partials
+from edgellm.kernels.decode.contract import (
+    ACTIVATIONS,
+    MAX_TILED_ROWS,
+    MAX_TOKENS,
+    adapters_refusal,
+    attention_refusal,
+    low_words,
+    padded_columns,
+)
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+
+#: Where the inputs of a linear layer come together that does not norm them itself.
+TOGETHER = "packed"
+
+
+def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
+    """How a step's weight is packed, if it is."""
+    return program.packed.get(step.linear.weight.name) if isinstance(step, NormLinear | LinearResidual) else None
+
+
+def step_rows(step: Step, program: Program) -> int:
+    """Rows of activations that a step computes."""
+    return math.prod(program.kinds[step.output][0][:-1])
+
+
+def most_rows(program: Program) -> int:
+    """Of its steps that multiply or attend."""
+    kinds = NormLinear | LinearResidual | Attention
+    return max(step_rows(step, program) for step in program.steps if isinstance(step, kinds))
+
+
+def step_refusal(step: Step, program: Program) -> str | None:
+    """What about a step no kernel can do, whatever the GPU has; None if there is nothing."""
+    shape = program.shape
+    if isinstance(step, Attention):
+        if shape.tokens > MAX_TOKENS:
+            return f"it takes up to {MAX_TOKENS} tokens of a sequence, not {shape.tokens}"
+        return attention_refusal(*step.heads, shape.kv_cache == "int8")
+    if isinstance(step, Scale | SideBySide):
+        return None
+    if not isinstance(step, NormLinear | LinearResidual):
+        return "there is no kernel for it"
+    gated = isinstance(step, NormLinear) and step.gated
+    if not gated and program.kinds[step.output][1] != "float32" and step.output in program.outputs:
+        return f"kernels put {step.output} out in float32 alone"
+    adapted = program.adapted.get(step.linear.name)
+    refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, module_rows(adapted))
+    if refused:
+        return refused
+    columns = step.linear.weight.shape[1]
+    if columns % 8:
+        return f"widths must be multiples of 8, not {columns}"
+    if isinstance(step, LinearResidual):
+        return "features of all rows are taken where some are selected" if step.selects and step.keep else None
+    if step.selects:
+        return "features of all rows are taken where some are selected"
+    if any(norm.bias is not None for given in step.inputs for norm in given.norms):
+        return "there is no kernel for layer norms"
+    if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):
+        return f"the activation {step.activation} has no kernel"
+    return None
+
+
+def title(step: Step) -> str:
+    """A step in a few words, for messages."""
+    if isinstance(step, Attention):
+        return f"the attention of layer {step.index}"
+    if isinstance(step, NormLinear | LinearResidual):
+        return f"the linear layer {step.linear.name}"
+    return f"the step {type(step).__name__} to {step.output}"
+
+
+def module_rows(adapted: AdaptedProjection) -> tuple[int, ...]:
+    """Of each layer that is multiplied as one with others."""
+    return tuple(rows for _, rows in adapted.modules)
+
+
+def adapter_words(program: Program) -> int:
+    """The most words that a linear layer needs as `LinearAdapters.low`."""
+    shape = program.shape
+    fused = max((len(each.modules) for each in program.adapted.values()), default=0)
+    return low_words(most_rows(program), shape.lora_slots, fused, shape.lora_rank)
+
+
+def attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
+    """What the attention of a layer works on."""
+    return AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows, shape.kv_cache == "int8")
+
+
+def scratch_of(program: Program) -> Edge:
+    """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them."""
+    shape, edge = program.shape, program.inputs.keys() | program.outputs.keys()
+    found: Edge = {}
+    packed = 0
+    for step in program.steps:
+        rows, width = step_rows(step, program), program.kinds[step.output][0][-1]
+        dtype = "float32"
+        if isinstance(step, Attention):
+            dtype = "compute"
+            found["partial"] = ((attention_partials(attention_shape(step, shape)),), "float32")
+        elif isinstance(step, NormLinear):
+            dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
+            packed = max(packed, rows * padded_columns(columns))
+            if step.keep is not None and step.keep.target not in edge:
+                found[step.keep.target] = ((rows, columns // len(step.inputs)), "compute")
+        if step.output not in edge:
+            found[step.output] = ((rows, width), dtype)
+    return found | {TOGETHER: ((packed,), "compute")}
+
+
+def passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:
+    """The slots of each pass, as even as they can be, and its shape: one pass but for large steps of several slots."""
+    count = 1
+    if shape.phase != "decode" and shape.tokens <= MAX_TILED_ROWS:
+        count = -(-shape.batch // (MAX_TILED_ROWS // shape.tokens))
+    ends = [shape.batch * number // count for number in range(count + 1)]
+    return [(slice(start, end), replace(shape, batch=end - start)) for start, end in pairwise(ends)]
