@@ -45,13 +45,12 @@ def kernel_executor(
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
     if shape.model == "vision":
         return None, "vision encoders run on TensorRT"
-    part = passes(shape)[-1][1]
-    rows = part.batch * part.tokens
-    if rows > ManyRows.most_rows and part.segment is None:  # else it may select some of them
+    program = replace(model_program(config, passes(shape)[-1][1]), packed=packed or {})
+    rows = most_rows(program)
+    if rows > ManyRows.most_rows:
         return None, f"kernels take up to {ManyRows.most_rows} rows, not {rows}"
-    program = replace(model_program(config, part), packed=packed or {})
     capacity = capacity or Capacity(shared_limit=shared_limit)
-    possible: list[Executor] = [FewRows, ManyRows] if most_rows(program) <= FewRows.most_rows else [ManyRows]
+    possible: list[Executor] = [FewRows, ManyRows] if rows <= FewRows.most_rows else [ManyRows]
     few_first = fastest(possible, lambda executor, gpu: executor.clocks(program, gpu), capacity) is FewRows
     reasons: list[str] = []
     for executor in (FewRows, ManyRows) if few_first else (ManyRows, FewRows):

@@ -57,7 +57,7 @@ from edgellm.kernels.decode.geometries import (
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_clocks, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
-from edgellm.kernels.quantization.device_layout import ArrangedInputs
+from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout
 
 
 class StepKernels(NamedTuple):
@@ -126,13 +126,11 @@ class FewRows:
 
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
-        inside, rows = isinstance(step, NormLinear) and cls.norms_inside(step), step_rows(step, program)
-        width, columns = step.linear.weight.shape
         if (layout := packed_layout(step, program)) is not None:
-            inside = inside and rows <= MAX_NORMED_ROWS
-            clocks = packed_clocks(rows, layout, gpu)
-        else:
-            clocks = few_rows_clocks(rows, width, columns, inside, gpu)
+            return _packed_clocks(step, layout, program, gpu)
+        inside = isinstance(step, NormLinear) and cls.norms_inside(step)
+        width, columns = step.linear.weight.shape
+        clocks = few_rows_clocks(step_rows(step, program), width, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     @staticmethod
@@ -164,9 +162,20 @@ class FewRows:
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
-        rows = step_rows(step, self._program)
-        apart = linear.arranged is not None or len(step.inputs) > 1 or rows > MAX_NORMED_ROWS  # of packed layers
-        inside = self.norms_inside(step) and not (linear.is_packed and apart)
+        if linear.is_packed:
+            return self._packed_linear(step, linear, next_early)
+        if not self.norms_inside(step):
+            x, launches = self._together(step, padded=False)
+            return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
+        inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
+        if step.gated:
+            return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
+        return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
+
+    def _packed_linear(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
+        """By the kernels of few packed rows, which norm the fewest themselves, or by those of many."""
+        few, output, rows = self._kernels.few, self._array(step.output), step_rows(step, self._program)
+        inside = norms_packed(step, rows) and linear.arranged is None
         if not few.takes(linear, rows, normed=inside):
             return self._normed_apart(step, linear, next_early)
         if not inside:
@@ -174,10 +183,10 @@ class FewRows:
             if step.gated:
                 return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
-        inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
+        normed = self._normed(step.inputs[0].value, step.inputs[0].norms[0])
         if step.gated:
-            return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
-        return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
+            return [few.norm_gate_up(normed, linear, step.activation, output)]
+        return [few.norm_linear([normed], linear, output, step.scale, self._kept(step.keep), next_early)]
 
     def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
         """By the kernels of many rows."""
@@ -195,8 +204,10 @@ class FewRows:
 
     def _linear_residual(self, step: LinearResidual) -> list[Any]:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
-        takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
-        kernels = self._residual_kernels(step) if takes else self._kernels.many
+        kernels = self._residual_kernels(step)
+        if linear.is_packed:
+            takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
+            kernels = self._kernels.few if takes else self._kernels.many
         x = self._array(step.value)
         whole = kernels.linear_residual(
             x,
@@ -313,7 +324,8 @@ class ManyRows(FewRows):
         return super()._shared_bytes(step, program, limit)
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
-        return self._normed_apart(step, self._weights(step.linear), next_early)
+        linear = self._weights(step.linear)
+        return (self._packed_linear if linear.is_packed else self._normed_apart)(step, linear, next_early)
 
     @classmethod
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
@@ -342,10 +354,21 @@ def _many_clocks(step: NormLinear | LinearResidual, program: Program, gpu: Capac
     gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
     width, columns = step.linear.weight.shape
     if (layout := packed_layout(step, program)) is not None:
-        clocks = packed_clocks(step_rows(step, program), layout, gpu)
-    else:
-        clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
+        return _packed_clocks(step, layout, program, gpu)
+    clocks = many_rows_clocks(step_rows(step, program), width, columns, gpu, gated, adapted)
     return clocks + _norm_count(step) * NORM_CLOCKS
+
+
+def _packed_clocks(step: NormLinear | LinearResidual, layout: DeviceLayout, program: Program, gpu: Capacity) -> float:
+    """The same of a packed layer, which both executors compute alike."""
+    rows = step_rows(step, program)
+    norms = 0 if isinstance(step, NormLinear) and norms_packed(step, rows) else _norm_count(step)
+    return packed_clocks(rows, layout, gpu) + norms * NORM_CLOCKS
+
+
+def norms_packed(step: NormLinear, rows: int) -> bool:
+    """Whether one kernel norms so many rows of input of a packed layer and multiplies them."""
+    return len(step.inputs) == 1 and FewRows.norms_inside(step) and rows <= MAX_NORMED_ROWS
 
 
 def _ranks(program: Program) -> int:

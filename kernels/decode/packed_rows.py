@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from edgellm.kernels.decode.arguments import CUDA_TYPES, decode_kernel
-from edgellm.kernels.decode.contract import SLICES, STEP, padded_columns, slice_steps
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, SLICES, STEP, padded_columns, slice_steps
 from edgellm.kernels.decode.packed_linear import packed_tilings
 from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, packed_tiles
 from edgellm.kernels.decode.tilings import Capacity, slices_end_every
@@ -16,10 +16,12 @@ from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS
 
 #: The most rows of activations, and of those whose norms are inside a layer: each block norms all of them.
 MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
-#: Weight tiles, depth, blocks on a multiprocessor and how many find room, the fastest first, of GPUs whose kernels
-#: overlap and of others.
+#: Weight tiles, depth, blocks on a multiprocessor, how many find room, and whether the next kernel is late; the fastest
+#: first, of GPUs whose kernels overlap and of others.
 _OVERLAPPING = (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2)
 _ALONE = (2, 2, 2, 2), (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 1, 2)
+#: Before those that overlap, for one row: where a warp has one block, or up to eight, or a multiprocessor more tiles.
+_ONE_BLOCK, _EIGHT_BLOCKS, _MORE_TILES = (1, 0, 1, 2), (1, 8, 1, 2, True), (1, 4, 1, 1)
 #: Clocks in which a layer begins and ends; instructions of a warp for eight weights of each lane; bytes that a
 #: multiprocessor takes from memory in a clock.
 _EDGES, _WORD, _STREAMED = 3700, 17, 36
@@ -78,6 +80,8 @@ def packed_rows_kernel(
 
 def packed_refusal(batch: int, layout: DeviceLayout, shared_limit: int) -> str | None:
     """Why no kernel computes a packed layer of so many rows where blocks have so much shared memory, if none does."""
+    if batch > MAX_TILED_ROWS:
+        return f"packed layers take up to {MAX_TILED_ROWS} rows, not {batch}"
     gpu = Capacity(shared_limit=shared_limit)
     if packed_rows(batch, layout, gpu, normed=False) is not None:
         return None
@@ -112,11 +116,25 @@ def packed_rows_ways(batch: int, layout: DeviceLayout, gpu: Capacity, normed: bo
     sharing = {1: 4, 2: 8, 4: 16}[slices_end_every(layout.columns)]
     one, row_tiles = batch == 1, -(-layout.rows // BLOCK_ROWS)
     found = []
-    for weight_tiles, depth, blocks, resident in _OVERLAPPING if gpu.has_clusters else _ALONE:
+    for weight_tiles, depth, blocks, resident, *late in _forms(one, layout, gpu):
         most = 8 // weight_tiles if one else 2
         tiles = -(-row_tiles // (2 * weight_tiles * blocks * gpu.multiprocessors))
         at_once = max(SLICES // sharing, min(most, 1 << (tiles - 1).bit_length()))
-        way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident)
+        way = PackedRows(one, sharing, weight_tiles, depth, at_once, blocks, resident, bool(late))
         if way.shared_bytes(layout.block_bytes, layout.columns, batch, normed) <= gpu.shared_limit:
             found.append(way)
     return found
+
+
+def _forms(one: bool, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, ...], ...]:
+    """What was found fast in whole steps."""
+    if not gpu.has_clusters:
+        return _ALONE
+    tiles = -(-layout.rows // (2 * BLOCK_ROWS * gpu.multiprocessors))
+    if not one or layout.columns != padded_columns(layout.columns):
+        return _OVERLAPPING
+    if tiles > 8:
+        return _MORE_TILES, *_OVERLAPPING
+    if slice_steps(layout.columns) * STEP != BLOCK_COLUMNS or 1 < tiles <= 4:
+        return _OVERLAPPING
+    return _ONE_BLOCK if tiles == 1 else _EIGHT_BLOCKS, *_OVERLAPPING

@@ -16,31 +16,24 @@ from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, DeviceLayo
 _BEGINS, _BLOCK_STEPS = 256, BLOCK_COLUMNS // STEP
 #: Tiles of activations that kernels are made for.
 _TOKEN_TILES = (1, 2, 3, 4, 6, 8)
-#: What was found fast, by the most rows of activations: on an H200, and on 16 of its multiprocessors.
+#: What was found fast in whole steps, by the most rows of activations: on an H200, and on 16 of its multiprocessors.
 _MANY_MULTIPROCESSORS = {
-    16: (
-        (2, 1, 4, 4, 4, 0),
-        (2, 2, 1, 4, 4, 0),
-        (2, 2, 1, 4, 4, 8, 1, 2),
-        (2, 1, 1, 4, 4, 8, 1, 3),
-        (2, 1, 1, 16, 3, 8),
-    ),
-    32: ((4, 1, 8, 1, 4, 5, 2), (4, 2, 2, 4, 3, 6), (4, 1, 1, 4, 3, 8, 1, 2)),
-    64: ((8, 1, 8, 1, 4, 4, 4), (8, 1, 2, 4, 3, 4), (8, 1, 1, 4, 3, 8)),
+    16: ((2, 1, 4, 4, 2, 0), (2, 1, 2, 4, 4, 0), (2, 2, 1, 4, 3, 8, 1, 3), (2, 1, 1, 16, 3, 6)),
+    32: ((4, 2, 2, 4, 3, 0), (4, 1, 1, 4, 3, 8, 1, 2), (2, 2, 1, 16, 2, 4), (2, 1, 1, 16, 3, 6)),
+    64: ((8, 1, 8, 1, 4, 4, 4), (8, 1, 8, 1, 6, 8, 2), (4, 1, 3, 4, 3, 6), (4, 1, 2, 4, 3, 8), (4, 1, 2, 4, 3, 5, 2)),
 }
 _FEW_MULTIPROCESSORS = {
-    16: ((2, 2, 8, 1, 3, 0), (2, 1, 4, 4, 3, 0), (2, 2, 2, 4, 3, 0), (2, 2, 1, 4, 4, 8, 1, 2)),
-    32: ((4, 2, 8, 1, 3, 6), (4, 2, 6, 1, 3, 6), (4, 1, 8, 1, 4, 5, 2)),
-    64: ((8, 2, 8, 1, 2, 4), (8, 2, 6, 1, 3, 6), (8, 1, 8, 1, 4, 5, 2)),
+    16: ((2, 2, 8, 1, 3, 0), (2, 1, 4, 4, 3, 0), (2, 2, 2, 4, 3, 0), (2, 2, 4, 4, 2, 6), (2, 2, 1, 4, 4, 8, 1, 2)),
+    32: ((4, 2, 8, 1, 3, 4, 4), (4, 2, 6, 1, 3, 4, 4, 2), (4, 1, 8, 1, 3, 4, 4, 2), (4, 2, 4, 1, 4, 4, 4, 2)),
+    64: ((8, 2, 8, 1, 2, 4), (4, 2, 6, 1, 3, 4, 4, 2), (4, 1, 8, 1, 3, 4, 4, 2), (8, 1, 8, 1, 4, 4, 4)),
 }
 #: The most multiprocessors that are few; the fewest rows of activations.
 _FEW, LEAST_ROWS = 64, 9
-#: What the estimate of clocks was fitted to, within a sixth: until a block multiplies, and from its last product until
-#: sums are written, or joined, of each team; bytes a clock that the second-level cache gives to all multiprocessors, to
-#: one of them; of a step, the share of its limits that hides nothing; a warp's instructions for a word of codes; a
-#: barrier; by how much longer four warps or fewer take.
-_STARTS, _WRITES, _JOINS, _CACHED, _CACHED_EACH = 3400, 1750, 75, 8000, 40
-_UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = 0.48, 13, 120, 1.17
+#: What the estimate of clocks was fitted to, within a sixth: of a block what is no product; bytes a clock in which
+#: activations that stay come; a team's sums are joined, between two tiles; of what limits a step, the share that hides
+#: nothing; a warp's instructions for a word of codes; a barrier; by how much longer four warps or fewer take.
+_STARTS, _COPIED, _JOINS = 3950, 120, 80
+_UNHIDDEN, _DEQUANTIZES, _BARRIERS, _FEW_WARPS = 0.46, 19, 105, 1.44
 
 
 @dataclass(frozen=True)
@@ -92,7 +85,6 @@ class PackedTiles:
         across, parts, _ = self.grid(batch, rows, gpu)
         blocks, fragments = across * parts, self.weight_tiles * self.token_tiles
         beside = min(self.blocks, -(-blocks // gpu.multiprocessors))
-        busy = min(blocks, beside * gpu.multiprocessors) / beside
         codes, rows_read = 132 * self.warps * self.weight_tiles, 512 * self.token_tiles
         copied = self.k_warps * rows_read if self.stages else 0
         instructions = 2 * self.weight_tiles * _DEQUANTIZES + self.token_tiles + 3 * fragments
@@ -100,16 +92,15 @@ class PackedTiles:
             (self.warps * rows_read + copied + 2 * codes) / 128,
             16 * 8 * STEP * self.warps * fragments / gpu.speeds[1],
             (self.warps * instructions + copied / 100) / 4,
-            (copied + codes) * busy / _CACHED,
-            codes * busy / gpu.speeds[0] / parts,
+            codes * min(blocks / beside, gpu.multiprocessors) / gpu.speeds[0] / parts,
         )
         step = beside * ((1 - _UNHIDDEN) * max(spans) + _UNHIDDEN * sum(spans))
         step *= _FEW_WARPS if self.warps * beside <= 4 else 1
         step += _BARRIERS / self.chunk if self.stages and self.row_warps > 1 else 0
-        tile = SLICES * slice_steps(columns) / self.k_warps * step
-        tile += _JOINS * self.k_warps if self.k_warps > 1 else _WRITES
-        once = 0 if self.stages else 16 * self.token_tiles * columns / max(_CACHED_EACH, _CACHED / gpu.multiprocessors)
-        return _STARTS + once + -(-rows // self.weight_rows) / across * tile
+        once = 0 if self.stages else 16 * self.token_tiles * columns / _COPIED
+        tiles = -(-rows // (self.weight_rows * across))  # of a block
+        steps = tiles * SLICES * slice_steps(columns) / self.k_warps
+        return _STARTS + once + steps * step + (tiles - 1) * _JOINS * self.k_warps
 
 
 def packed_tiles(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[PackedTiles]:
@@ -127,15 +118,20 @@ def packed_tiles(batch: int, layout: DeviceLayout, gpu: Capacity) -> list[Packed
 
 
 def _fitting(tiling: PackedTiles, batch: int, layout: DeviceLayout, gpu: Capacity) -> PackedTiles | None:
-    """A tiling with no more tiles of activations than it needs, and rings as long as they fit; None if none do."""
+    """A tiling with no more tiles of activations than it needs, and rings that fit; None if none do.
+
+    Where a warp's part of K is short, its rings are: what is left is room for the next kernel's blocks.
+    """
     if tiling.k_warps == SLICES and slice_steps(layout.columns) % _BLOCK_STEPS:
         return None  # a warp's slice is whole blocks of weights
     tiles = -(-batch // 8)
     needed = -(-tiles // -(-tiles // tiling.token_tiles))
     tiling = replace(tiling, token_tiles=next(count for count in _TOKEN_TILES if count >= needed))
-    stages = [tiling.stages, *(fewer for fewer in (8, 6, 5, 4, 3) if fewer < (tiling.stages or 9))]
+    steps = SLICES * slice_steps(layout.columns) // tiling.k_warps
+    longest = min(tiling.stages, max(3, steps // tiling.chunk - 1))
+    stages = [longest, *(fewer for fewer in (8, 6, 5, 4, 3) if fewer < (longest or 9))]
     room = gpu.shared_limit // tiling.blocks - 1024 * (tiling.blocks > 1)
-    for own, depth in product(stages, range(tiling.depth, 1, -1)):
+    for own, depth in product(stages, range(min(tiling.depth, max(2, steps // _BLOCK_STEPS)), 1, -1)):
         found = replace(tiling, stages=own, depth=depth)
         early = own == 0 or (depth - 1) * _BLOCK_STEPS // tiling.chunk >= own - 2  # weights come before activations
         if early and found.shared_bytes(layout.block_bytes, layout.columns) <= room:

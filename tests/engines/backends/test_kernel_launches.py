@@ -20,7 +20,7 @@ from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
-from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: Of an H200, of RTX PCs without and with clusters.
@@ -152,19 +152,38 @@ def test_what_a_gpu_is_estimated_to_take_decides() -> None:
     assert 0 == orin < rtx < h200 <= 16
 
 
-def test_packed_layers_of_few_rows_go_to_their_kernels_on_every_gpu() -> None:
+def packed_layers() -> dict[str, DeviceLayout]:
     format = WeightFormat("int4", 128, False, "float16")
     specs = (spec for spec in decoder_weights(WIDE) if len(spec.shape) == 2 and "layers" in spec.name)
-    packed = {spec.name: DeviceLayout(format, *spec.shape) for spec in specs}
-    assert packed
+    return {spec.name: DeviceLayout(format, *spec.shape) for spec in specs}
 
+
+def test_heads_decide_which_executor_runs_packed_layers() -> None:
     def executor(tokens: int, capacity: Capacity) -> type[FewRows] | None:
         shape = EngineShape("verify", 1, tokens, 64, 64, tokens)
-        return kernel_executor(WIDE, shape, "float16", capacity.shared_limit, capacity, packed)[0]
+        config = replace(WIDE, vocab_size=128_256)
+        return kernel_executor(config, shape, "float16", capacity.shared_limit, capacity, packed_layers())[0]
 
-    for capacity in (Capacity(), Capacity(16, ORIN, False, "sm_87"), Capacity(128, RTX, False, "sm_89")):
-        assert [executor(tokens, capacity) for tokens in (1, 2)] == [FewRows] * 2
-        assert executor(64, capacity) is ManyRows
+    orin = Capacity(16, ORIN, False, "sm_87")
+    assert [executor(tokens, Capacity()) for tokens in (1, 2, 64)] == [FewRows, FewRows, ManyRows]
+    assert [executor(tokens, orin) for tokens in (1, 2, 64)] == [ManyRows] * 3
+
+
+@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+@pytest.mark.parametrize(("tokens", "norms"), [(1, 0), (2, 0), (3, 4), (8, 4), (9, 4)])
+def test_packed_layers_of_few_rows_have_kernels_of_their_own(
+    launches: list, executor: type[FewRows], tokens: int, norms: int
+) -> None:
+    """In both executors; they norm the fewest rows themselves. Heads are dense."""
+    engine = prepared(WIDE, EngineShape("verify", 1, tokens, 64, 64, tokens), H200, True, executor)
+    memory = DeviceArray(1 << 20, (1 << 20,), "uint8")
+    launches.clear()
+    engine.bind({name: PackedMatrix(layout, memory) for name, layout in packed_layers().items()})
+    engine.enqueue()
+    names = [name for name, *_ in launches]
+    few = [name for name in names if "packed_rows.cu" in name]
+    assert len(few) == (4 * WIDE.num_layers if tokens <= 8 else 0)
+    assert sum("decode::norm<" in name for name in names) == norms + (executor is ManyRows)
 
 
 @GPUS

@@ -23,10 +23,11 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.engines.model.programs import ModelConfig, model_program, model_weights
 from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.kernels.prefill.twin import NumpyPrefill
-from edgellm.kernels.quantization.packed_weight import PackedWeight
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 from edgellm.kernels.quantization.rows import quantize_rows
 
 DEEP = replace(LLAMA, num_layers=8)
@@ -285,6 +286,14 @@ def test_what_is_planned() -> None:
     assert kernel_executor(LLAMA, last, "float16", 99 << 10) == (FewRows, "")
     late = replace(LLAMA, feature_layers=(2,))  # of all rows the features behind the last layer
     assert "take up to 64 rows, not 512" in kernel_executor(late, last, "float16", 99 << 10)[1]
+    int4 = WeightFormat("int4", 64, zeros=False, dtype="float16")
+    specs = [spec for spec in model_weights(LLAMA) if len(spec.shape) == 2 and ".layers." in spec.name]
+    packed = {spec.name: DeviceLayout(int4, *spec.shape) for spec in specs}
+    for number in (0, 1):
+        part = replace(EngineShape("prefill", 1, 512, 8192, 8192), segment=number)
+        for weights in (None, packed):
+            found = kernel_executor(LLAMA, part, "float16", 99 << 10, packed=weights)
+            assert found == (None, "kernels take up to 64 rows, not 512")
     parts = planned_shapes({"base": LLAMA}, EngineLimits(1, 16, 128), "float16", "sm_86", needless=True)[1:]
     for part in parts:  # of what kernels run whole
         whole = replace(part, segment=None)

@@ -26,11 +26,11 @@ pytestmark = pytest.mark.gpu
 
 
 def every_tiling(rows: int, layout: DeviceLayout, gpu: Capacity) -> list:
-    """Of both kinds of kernels; of those of many rows also such as are never chosen."""
+    """Those of few rows; of many some of both kinds of kernels, and one that no choice has."""
     if rows < LEAST_ROWS:
         return packed_tilings(rows, layout, gpu)
-    others = [PackedTiles(2, 1, 2, 4, 2, 3), PackedTiles(4, 2, 1, 4, 3, 4, 2), PackedTiles(2, 1, 3, 1, 2, 3, 4)]
-    return [*packed_tilings(rows, layout, gpu), *packed_tiles(rows, layout, gpu), *others]
+    others = PackedTiles(2, 1, 2, 4, 2, 3), PackedTiles(4, 2, 1, 4, 3, 4, 2), PackedTiles(2, 1, 3, 1, 2, 3, 4)
+    return [packed_tilings(rows, layout, gpu)[0], *packed_tiles(rows, layout, gpu)[:2], others[rows % 3]]
 
 
 def normal(gpu, dtype: str, *shape: int):
@@ -102,8 +102,7 @@ def test_every_format_gives_the_bits_of_the_dequantized_weight(
         kernels.linear(x, LinearWeights(dense), output)()
         expected = gpu.download(output)
         assert np.isfinite(expected).all()
-        tilings = every_tiling(rows, packed.layout, kernels.gpu)
-        for tiling in (*tilings[:2], *tilings[2:][-3:]):
+        for tiling in every_tiling(rows, packed.layout, kernels.gpu)[:3]:
             gpu.upload(output, np.full(output.shape, np.nan, np.float32))
             kernels.linear(x, LinearWeights(packed), output, tiling=tiling)()
             np.testing.assert_array_equal(gpu.download(output), expected, err_msg=f"{tiling}, {size}")

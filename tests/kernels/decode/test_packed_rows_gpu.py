@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gpu_device import device_copy
-from packed_weights import compute_bits, random_packed
+from packed_weights import compute_bits, packed_copy, random_packed
 
 from edgellm.kernels.decode import linear as launches
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput
@@ -14,18 +14,15 @@ from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.packed_rows import packed_rows_ways
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import Launch
-from edgellm.kernels.quantization.device_layout import PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight
 
 pytestmark = pytest.mark.gpu
 
 
-def _layer(gpu, width: int, columns: int, group: int | None, zeros: bool, dtype: str):
+def _layer(gpu, weight: PackedWeight, dtype: str):
     """A packed layer with a bias, and the same dequantized."""
-    weight = random_packed(width, columns, group, zeros, dtype)
-    layout, data = to_device_layout(weight)
-    bias = _random(gpu, dtype, width)
-    dense = device_copy(gpu, compute_bits(weight.values(), dtype)[0])
-    return LinearWeights(PackedMatrix(layout, device_copy(gpu, data)), bias), LinearWeights(dense, bias)
+    bias, dense = _random(gpu, dtype, len(weight.codes)), device_copy(gpu, compute_bits(weight.values(), dtype)[0])
+    return LinearWeights(packed_copy(gpu, weight, dtype), bias), LinearWeights(dense, bias)
 
 
 def _random(gpu, dtype: str, *shape: int):
@@ -34,15 +31,18 @@ def _random(gpu, dtype: str, *shape: int):
 
 
 @pytest.mark.parametrize(
-    ("rows", "width", "columns", "group", "zeros", "dtype", "every_way"),
+    ("rows", "width", "columns", "group", "zeros", "dtype", "codes"),
     [
-        (1, 2400, 2048, 128, False, "float16", True),
-        (3, 2400, 2048, 128, False, "float16", False),
-        (8, 336, 520, 32, True, "float16", False),
-        (1, 336, 1024, 64, False, "bfloat16", False),
-        (2, 336, 2560, None, False, "float16", False),
-        (1, 336, 3072, 128, True, "bfloat16", False),
-        (8, 336, 4096, 128, False, "float16", False),
+        (1, 2400, 2048, 128, False, "float16", "int4"),
+        (3, 2400, 2048, 128, False, "float16", "int4"),
+        (8, 336, 520, 32, True, "float16", "int4"),
+        (1, 336, 1024, 64, False, "bfloat16", "int4"),
+        (2, 336, 2560, None, False, "float16", "int4"),
+        (1, 336, 3072, 128, True, "bfloat16", "int4"),
+        (8, 336, 4096, 128, False, "float16", "int4"),
+        (1, 80, 2048, 32, True, "float16", "int8"),
+        (2, 80, 1032, None, False, "float16", "fp8"),
+        (1, 80, 4096, 16, False, "bfloat16", "fp4"),
     ],
 )
 def test_packed_layers_have_the_bits_of_the_dequantized_weight(
@@ -53,11 +53,11 @@ def test_packed_layers_have_the_bits_of_the_dequantized_weight(
     group: int | None,
     zeros: bool,
     dtype: str,
-    every_way: bool,
+    codes: Codes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kernels, tiled = CudaDecodeKernels(gpu.kernel_module, dtype, 64), CudaTiledKernels(gpu.kernel_module, dtype)
-    packed, dense = _layer(gpu, width, columns, group, zeros, dtype)
+    packed, dense = _layer(gpu, random_packed(width, columns, group, zeros, dtype, codes=codes), dtype)
     x, hidden = _random(gpu, dtype, rows, columns), _random(gpu, "float32", rows, columns)
     residual, norm_weight = _random(gpu, "float32", rows, width), _random(gpu, dtype, columns)
     normed = NormedInput(hidden, norm_weight, 1e-5, 1.0)
@@ -88,7 +88,7 @@ def test_packed_layers_have_the_bits_of_the_dequantized_weight(
     if not ways or norm_linear_shared_bytes(rows, [columns], capacity.shared_limit, True) > capacity.shared_limit:
         pytest.skip("blocks have too little shared memory")
     expected = computed(dense)
-    for way in ways if every_way else ways[:1]:
+    for way in ways if rows == 1 and codes == "int4" else ways[:1]:
         monkeypatch.setattr(launches, "packed_rows", lambda *_, way=way: way)
         for found, wanted in zip(computed(packed), expected, strict=True):
             np.testing.assert_array_equal(found, wanted, err_msg=str(way))

@@ -48,8 +48,9 @@ def test_tiles_fit_every_gpu(name: str, codes: Codes, group: int, zeros: bool, b
 
 def test_rows_that_fill_no_tile_get_a_smaller_one() -> None:
     gpu = GPUS["H200"]
-    assert {tiling.token_tiles for tiling in packed_tiles(20, layout(2048, 2048), gpu)} == {3}
-    assert {tiling.token_tiles for tiling in packed_tiles(45, layout(2048, 2048), gpu)} <= {3, 6}
+    for batch in (9, 17, 20, 33, 45, 49):
+        for tiling in packed_tiles(batch, layout(2048, 2048), gpu):
+            assert tiling.grid(batch, 2048, gpu)[1] * 8 * tiling.token_tiles < batch + 16
 
 
 def test_what_fits_nowhere_is_refused() -> None:
