@@ -136,9 +136,10 @@ class TensorRTBackend(CudaDevice):
             if check.is_due(name)
         }
         check.conclude(self._first_not_finite(due))
+        found: dict[str, DeviceArray | PackedMatrix] = {**weights}
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
-        found = weights | PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, advance)
         if packed:
+            found |= PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, advance)
             advance(total - done)  # layouts are planned for the most
             seconds = time.perf_counter() - started
             logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)

@@ -192,7 +192,9 @@ def line(comparison: Comparison) -> str:
     )
 
 
-def build(model: Path, target: Path, backend: str, kv_cache: str, weights: str) -> EngineDirectory:
+def build(
+    model: Path, target: Path, backend: str, kv_cache: str = KV_CACHES[0], weights: str = WEIGHTS[0]
+) -> EngineDirectory:
     """An engine directory of the model with layers of `weights` and its draft, with slots for batches."""
     targets, base = [] if backend == "numpy" else None, base_of(model, weights, target.parent)
     build_engine_directory(base, target, replace(LIMITS, kv_cache=kv_cache), targets, draft=model / "draft")
