@@ -189,13 +189,12 @@ template <typename T> struct KeptFour {
 
     __device__ __forceinline__ KeptFour(unsigned own_two, unsigned own_other, uint2 own_four, const float (&scales)[2]) {
         if constexpr (INT8) {
-            auto integers = [&](unsigned pair, int kind) {
-                const float2 x = unpack<T>(pair);
-                const float scale = scales[kind], inverse = inverse_of(scale);
-                return __byte_perm(row_integer(x.x, scale, inverse), row_integer(x.y, scale, inverse), 0x7740) & 0xffffu;
+            auto integers = [](unsigned low, unsigned high, float scale) {
+                const float2 x = unpack<T>(low), y = unpack<T>(high);
+                return row_integers(make_float4(x.x, x.y, y.x, y.y), scale);
             };
-            two = integers(own_two, 0), other = integers(own_other, 0);
-            four = integers(own_four.x, 1) | integers(own_four.y, 1) << 16;
+            const unsigned both = integers(own_two, own_other, scales[0]);
+            two = both, other = both >> 16, four = integers(own_four.x, own_four.y, scales[1]);
         } else {
             two = own_two, other = own_other, four = reinterpret_cast<const Four&>(own_four);
         }

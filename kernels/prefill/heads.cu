@@ -71,14 +71,15 @@ template <typename T, bool INT8> __global__ void __launch_bounds__(256, 6) prepa
             const float2 two = make_float2(decode::to_float(first[i]), decode::to_float(second[i]));
             bits = max(bits, quantized::size_bits(two));
         }
-        const float scale = quantized::row_scale<32>(bits), inverse = quantized::inverse_of(scale);
+        const float scale = quantized::row_scale<32>(bits);
         if (lane == 0) (is_value ? arguments.row_scales.value : arguments.row_scales.key)[cached] = scale;
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
             const int pair = lane + 32 * i;
             if (pair >= size / 2) continue;
-            cache[cached * size + first_of(pair)] = quantized::row_integer(decode::to_float(first[i]), scale, inverse);
-            cache[cached * size + second_of(pair)] = quantized::row_integer(decode::to_float(second[i]), scale, inverse);
+            const float4 two = make_float4(decode::to_float(first[i]), decode::to_float(second[i]), 0.f, 0.f);
+            const unsigned integers = quantized::row_integers(two, scale);
+            cache[cached * size + first_of(pair)] = integers, cache[cached * size + second_of(pair)] = integers >> 8;
         }
     }
 }

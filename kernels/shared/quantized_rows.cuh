@@ -23,20 +23,28 @@ template <int LANES> __device__ __forceinline__ float row_scale(unsigned bits) {
     return scale < 1.17549435e-38f ? 0.f : scale;
 }
 
-// About 1 / scale of a scale that is of use: of others, 0.
-__device__ __forceinline__ float inverse_of(float scale) {
-    const float root = rsqrtf(scale);
-    return scale > 0.f && scale < __int_as_float(0x7f800000) ? root * root : 0.f;
-}
-
-// An element of a row, zero where the scale is of no use, in the lowest byte of the result. Its product with `inverse`
-// decides, but next to the middle of two integers.
-__device__ __forceinline__ unsigned row_integer(float x, float scale, float inverse) {
-    constexpr float UNITS = 12582912.f;  // 1.5 * 2^23: behind a sum with it there is no fraction
-    float sum = inverse > 0.f ? __fadd_rn(__fmul_rn(x, inverse), UNITS) : UNITS;
-    const float rest = fmaf(UNITS - sum, scale, x);
-    if (inverse > 0.f && !(fabsf(rest) <= 0.499f * scale)) sum = __fdiv_rn(x, scale) + UNITS;
-    return __float_as_uint(sum);
+// Four elements of a row, a byte each; zeros where the scale is of no use. Products with 1 / scale, about, decide, but next to
+// the middle of two integers. One division serves all four: code is fetched anew for each layer.
+__device__ __forceinline__ unsigned row_integers(float4 x, float scale) {
+    constexpr float UNITS = 12582912.f;  // 1.5 * 2^23: a sum with it has no fraction, and the integer in its last byte
+    const float root = rsqrtf(scale), inverse = root * root, elements[4] = {x.x, x.y, x.z, x.w};
+    unsigned bytes[4];
+    bool is_sure = true;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float sum = __fadd_rn(__fmul_rn(elements[i], inverse), UNITS);
+        is_sure &= fabsf(fmaf(UNITS - sum, scale, elements[i])) <= 0.499f * scale;
+        bytes[i] = __float_as_uint(sum);
+    }
+    unsigned four = __byte_perm(__byte_perm(bytes[0], bytes[1], 0x40), __byte_perm(bytes[2], bytes[3], 0x40), 0x5410);
+    if (is_sure) return four;
+    if (!(scale > 0.f && scale < __int_as_float(0x7f800000))) return 0u;
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+        const float element = i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+        four = four >> 8 | __float_as_uint(__fdiv_rn(element, scale) + UNITS) << 24;
+    }
+    return four;
 }
 
 // What the bytes of elements are joined with to become numbers of T, in a register: kept as a constant, it would be moved to
