@@ -68,7 +68,8 @@ __device__ __forceinline__ void write_shared_16(unsigned shared, unsigned a, uns
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Makes what the thread brought of ROWS rows of int8 elements of T; `bits`: see `pair_of`. A row is neighbouring lanes' of a warp.
+// Makes what the thread brought of ROWS rows of int8 elements of T: of each 16 the even ones, then the odd ones. `bits`: see
+// `pair_of`. A row is neighbouring lanes' of a warp.
 template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand_rows(unsigned rows, unsigned bits) {
     constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
@@ -77,16 +78,30 @@ template <typename T, int SIZE, int ROWS> __device__ __forceinline__ void expand
     for (int i = 0; i < ROWS / AT_ONCE; ++i)
         sixteen[i] = decode::read_shared_16(rows + 2 * SIZE * (first + AT_ONCE * i) + SIZE + 16 * chunk);
     __syncwarp();
-    auto write_eight = [&](int row, int place, unsigned low, unsigned high) {
-        low = __byte_perm(low, 0u, 0x3120), high = __byte_perm(high, 0u, 0x3120);  // neighbours become every second one
-        write_shared_16(rows + offset_of<SIZE>(row, place), pair_of<0>(low, bits, T()), pair_of<1>(low, bits, T()),
-                        pair_of<0>(high, bits, T()), pair_of<1>(high, bits, T()));
-    };
 #pragma unroll
     for (int i = 0; i < ROWS / AT_ONCE; ++i) {
-        write_eight(first + AT_ONCE * i, 2 * chunk, sixteen[i].x, sixteen[i].y);
-        write_eight(first + AT_ONCE * i, 2 * chunk + 1, sixteen[i].z, sixteen[i].w);
+        const uint4 x = sixteen[i];
+        const int row = first + AT_ONCE * i;
+        write_shared_16(rows + offset_of<SIZE>(row, 2 * chunk), pair_of<0>(x.x, bits, T()), pair_of<0>(x.y, bits, T()),
+                        pair_of<0>(x.z, bits, T()), pair_of<0>(x.w, bits, T()));
+        write_shared_16(rows + offset_of<SIZE>(row, 2 * chunk + 1), pair_of<1>(x.x, bits, T()), pair_of<1>(x.y, bits, T()),
+                        pair_of<1>(x.z, bits, T()), pair_of<1>(x.w, bits, T()));
     }
+}
+
+// Puts the columns of a warp's ROWS queries in the order of those of expanded keys.
+template <int SIZE, int ROWS> __device__ __forceinline__ void reorder_queries(unsigned rows) {
+    constexpr int GROUPS = SIZE / 16;
+#pragma unroll 2
+    for (int i = threadIdx.x % 32; i < ROWS * GROUPS; i += 32) {
+        const unsigned low = rows + offset_of<SIZE>(i / GROUPS, i % GROUPS * 2);
+        const unsigned high = rows + offset_of<SIZE>(i / GROUPS, i % GROUPS * 2 + 1);
+        const uint4 x = decode::read_shared_16(low), y = decode::read_shared_16(high);
+        auto both = [](unsigned a, unsigned b, int which) { return __byte_perm(a, b, which == 0 ? 0x5410 : 0x7632); };
+        write_shared_16(low, both(x.x, x.y, 0), both(x.z, x.w, 0), both(y.x, y.y, 0), both(y.z, y.w, 0));
+        write_shared_16(high, both(x.x, x.y, 1), both(x.z, x.w, 1), both(y.x, y.y, 1), both(y.z, y.w, 1));
+    }
+    __syncwarp();
 }
 
 // Scores, or weights, of a tile's keys times the keys' scales.
@@ -226,9 +241,12 @@ __device__ __forceinline__ void write_results(Sums<Its>& sums, char* queries, T*
             const int row = 16 * m + 8 * half + lane / 4;
 #pragma unroll
             for (int n = 0; n < Its::SIZE / 8; ++n) {
-                const float* two = &sums.sum[m][n][2 * half];
-                *reinterpret_cast<unsigned*>(queries + offset_of<Its::SIZE>(row, n) + 4 * (lane % 4)) =
-                    pack<T>(two[0] * inverse, two[1] * inverse);
+                // Two neighbours; of int8, sums of even columns are in one eight, those of odd ones in the next.
+                const int column = INT8 ? n / 2 * 16 + lane % 4 * 4 + n % 2 * 2 : 8 * n + lane % 4 * 2;
+                const float* low = &sums.sum[m][INT8 ? n / 2 * 2 : n][2 * half + (INT8 ? n % 2 : 0)];
+                const float* high = INT8 ? low + 4 : low + 1;
+                *reinterpret_cast<unsigned*>(queries + offset_of<Its::SIZE>(row, column / 8) + column % 8 * 2) =
+                    pack<T>(*low * inverse, *high * inverse);
             }
         }
     }
@@ -312,6 +330,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
         if constexpr (INT8) expand_rows<T, SIZE, 2 * Its::KEYS>(keys, bits);
         __syncthreads();  // this tile is there, and the place of the one before is free
         if (tile + 1 < tiles) load_tile(tile + 1);
+        if (INT8 && tile == 0) reorder_queries<SIZE, 16 * Its::TILES>(queries);
         if constexpr (Its::KEEPS_QUERIES) {
             if (tile == 0)
 #pragma unroll
