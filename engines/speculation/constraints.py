@@ -30,9 +30,10 @@ class TokenConstraint(Protocol):
         """Take the latest `count` tokens back that were consumed."""
 
     def forced(self, most: int) -> list[int]:
-        """Up to `most` tokens that come next because the rules leave no other; empty where there is a choice.
+        """Up to `most` tokens that spell what has to come next; empty where there is a choice. Nothing is consumed.
 
-        Nothing is consumed.
+        They are allowed one after the other, and are candidates: the text is forced, but its masks may allow other
+        tokens that spell it, too, so that a model may choose these instead.
         """
 
     def is_free(self) -> bool:
@@ -75,9 +76,10 @@ def fill_tree_masks(
     """Write the mask of each node of a tree that the rules can reach; returns which those are, bool [T].
 
     Node 0 is the root, whose token is consumed already; the parent of node i is `parents[i]` < i, and a node without
-    one (-1) is padding, which is never reached. `masks` (uint32 or int32 [T, ceil(V / 32)]) are those of the tokens that follow a node. The rows of
-    nodes that the rules forbid, or behind which they have no way on, and of all below these stay as they are: decoding
-    without drafts finds the dead end only by going there, and so does the round that has its node for a root.
+    one (-1) is padding, which is never reached. `masks` (uint32 or int32 [T, ceil(V / 32)]) are those of the tokens
+    that follow a node. The rows of nodes that the rules forbid, or behind which they have no way on, and of all below
+    these stay as they are: decoding without drafts finds the dead end only by going there, and so does the round that
+    has its node for a root.
 
     The constraint ends where it began. Raises ConstraintError where the root itself has no way on.
     """
