@@ -8,6 +8,7 @@ __all__ = [
     "AdapterError",
     "BuildError",
     "CheckpointError",
+    "ConstraintError",
     "DeviceMemoryError",
     "EdgeLLMError",
     "EngineDirectoryError",
@@ -46,6 +47,10 @@ class BuildError(EdgeLLMError):
 
 class EngineError(EdgeLLMError):
     """An engine was run outside its limits or reported a failure."""
+
+
+class ConstraintError(EdgeLLMError):
+    """The rules on a request's tokens leave it no way on, or cannot be computed: an error of that request alone."""
 
 
 class DeviceMemoryError(EdgeLLMError):
