@@ -14,7 +14,7 @@ import numpy as np
 
 from edgellm.decoding.loop import DecodingLoop, FixedDrafting, PlanChooser
 from edgellm.decoding.preparation import Preparation
-from edgellm.decoding.runner import Runner, open_runner, read_adapters
+from edgellm.decoding.runner import open_runner, read_adapters
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
 from edgellm.defaults import ModelDefaults
@@ -24,7 +24,7 @@ from edgellm.drafting.controller import DraftingController, DraftingReport
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
@@ -104,7 +104,7 @@ class SpecDecodeRuntime:
         self.uncaptured_stages: tuple[str, ...] = ()
         self._busy = threading.Lock()
         self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
-        self._runner: Runner | None = None
+        self._runner: DecodingRunner | None = None
         self._snapshots: SlotSnapshots | None = None
         self._vision: VisionEncoder | LazyVisionEncoder | None = None
         self._observer: Observer | None = None
@@ -146,7 +146,7 @@ class SpecDecodeRuntime:
     @property
     def has_draft_model(self) -> bool:
         """Whether a draft model is loaded."""
-        return isinstance(self._open_runner(), EagleRunner)
+        return self._open_runner().draft is not None
 
     @property
     def has_vision_model(self) -> bool:
@@ -192,7 +192,7 @@ class SpecDecodeRuntime:
             with self._exclusive():
                 self._drafting = None
             return
-        if not isinstance(runner, EagleRunner):
+        if runner.draft is None:
             raise RequestError("no draft model is loaded: open the model with drafting, on a directory that has one")
         with self._exclusive():
             if drafting not in self._choosers:
@@ -215,11 +215,9 @@ class SpecDecodeRuntime:
         with self._exclusive():
             if not runner.backend.fixed_shapes:
                 self.uncaptured_stages = (f"all: the {runner.backend.name} backend computes at once",)
-            elif isinstance(runner, EagleRunner):
+            else:
                 chooser = self._choosers[self._drafting]
                 self.uncaptured_stages = tuple(runner.capture_steps(() if chooser is None else chooser.plans))
-            else:
-                self.uncaptured_stages = tuple(runner.base.capture_steps())
         return not self.uncaptured_stages
 
     def observe(self, observer: Observer | None) -> None:
@@ -233,8 +231,7 @@ class SpecDecodeRuntime:
         with self._exclusive():
             if self._observer is not None:
                 self._observer.finish()
-            if isinstance(runner, EagleRunner):
-                runner.observe_stages(None)
+            runner.observe_stages(None)
             self._observer = observer
 
     @property
@@ -431,7 +428,7 @@ class SpecDecodeRuntime:
         finally:
             self._busy.release()
 
-    def _open_runner(self) -> Runner:
+    def _open_runner(self) -> DecodingRunner:
         if self._runner is None:
             raise closed_error()
         return self._runner

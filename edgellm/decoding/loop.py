@@ -236,7 +236,7 @@ class DecodingLoop:
         raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
         plan = None if self._chooser is None or raw else self._chooser.next_plan(room, batch)
         seconds = time.perf_counter()
-        step = self._runner.decode(batch) if plan is None else self._runner.round(batch, plan)
+        step = self._runner.step(batch, plan)
         self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds))
         for sequence in running:
             sequence.least += 1

@@ -14,7 +14,6 @@ from edgellm.defaults import ModelDefaults
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import ContextError, RequestError
 from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
@@ -81,7 +80,7 @@ class Preparation:
             () if params.ignore_eos else self._directory.eos_token_ids,
             params.max_tokens,
         )
-        tally = DraftingTally(lambda: runner.stage_seconds) if isinstance(runner, EagleRunner) else None
+        tally = DraftingTally(lambda: runner.stage_seconds) if runner.draft is not None else None
         return DecodingSequence(
             prompt.token_ids,
             sampling_values(params),

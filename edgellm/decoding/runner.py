@@ -1,9 +1,8 @@
-"""What the decoding loop needs of the engines: `EagleRunner`, or a base model without a draft as `PlainRunner`."""
+"""What the decoding loop needs of the engines, and how they are opened."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -17,10 +16,12 @@ from edgellm.engines.lora.slots import require_adapters
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import PromptImages
-from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
-from edgellm.errors import EngineError, RequestError
+from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
+from edgellm.engines.speculation.round import GivenTree
+from edgellm.engines.speculation.runner import DecodingRunner
+from edgellm.errors import RequestError
 
 
 class StepTokens(Protocol):
@@ -31,9 +32,11 @@ class StepTokens(Protocol):
 
 
 class Runner(Protocol):
-    """What the loop needs: `edgellm.engines.speculation.eagle_runner.EagleRunner`, or `PlainRunner`."""
+    """What the loop needs: `edgellm.engines.speculation.runner.DecodingRunner`, which may be observed."""
 
     base: BaseEngineRunner
+    #: None: no draft model proposes.
+    draft: EagleDraftEngineRunner | None
     backend: Backend
     limits: EngineLimits
 
@@ -44,14 +47,21 @@ class Runner(Protocol):
         reused: int,
         sampling: SamplingValues,
         images: PromptImages | None = None,
+        rules: StepRules | None = None,
     ) -> Readback:
-        """Prefill a slot; gives its first token [1]."""
+        """Prefill a slot; gives its first token [1], one that the rules allow."""
 
-    def decode(self, batch: int) -> StepTokens:
-        """A plain step of the leading slots."""
+    def step(
+        self,
+        batch: int,
+        plan: DraftPlan | None,
+        rules: StepRules | None = None,
+        trees: Sequence[GivenTree] | None = None,
+    ) -> StepTokens:
+        """A plain step of the leading slots, or a round of `plan`, of the `trees` where its candidates are given."""
 
-    def round(self, batch: int, plan: DraftPlan) -> StepTokens:
-        """A round of `plan` for the leading slots."""
+    def takes_given(self, batch: int, plan: DraftPlan) -> bool:
+        """Whether a round of a plan of given candidates can run now in the leading slots."""
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The model's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
@@ -76,28 +86,6 @@ class Runner(Protocol):
         """Free everything."""
 
 
-class PlainRunner:
-    """A base model without a draft, as the loop's runner."""
-
-    def __init__(self, base: BaseEngineRunner) -> None:
-        self.base, self.backend, self.limits = base, base.backend, base.limits
-        self.start, self.decode, self.stop, self.move = base.start, base.decode, base.stop, base.move
-        self.close = base.close
-        self.swap_rows, self.copy_rows = base.states.swap, base.states.copy
-
-    def round(self, batch: int, plan: DraftPlan) -> StepTokens:
-        """Raises EngineError: nobody drafts."""
-        raise EngineError(f"a round of {plan.name} was asked for, but no draft model is loaded: take plain steps")
-
-    def logits(self, slot: int, count: int) -> np.ndarray:
-        """The logits [1, V] of the one token of the latest step."""
-        return self.base.logits(slot)[np.newaxis]
-
-    def draft_rows(self, slot: int) -> int | None:
-        """There is no draft."""
-        return None
-
-
 def open_runner(
     backend: Backend,
     directory: EngineDirectory,
@@ -105,25 +93,20 @@ def open_runner(
     adapters: Mapping[str, LoraAdapter] | None,
     progress: Callable[[int, int], None] | None,
     vision_memory: Mapping[str, int] | None = None,
-) -> Runner:
+) -> DecodingRunner:
     """A runner with the directory's draft model if there is `drafting`; RequestError where it has none.
 
     `vision_memory` is what a vision encoder takes (bytes by name).
     """
-    config, limits = directory.config, directory.limits
     if drafting is None:
-        with closing(directory.checkpoint()) as checkpoint:
-            base = BaseEngineRunner(
-                backend, config, limits, checkpoint, progress, adapters=adapters, vision_memory=vision_memory
-            )
-            return PlainRunner(base)
+        return DecodingRunner.open(backend, directory, progress, adapters, vision_memory, drafts=False)
     if directory.draft is None:
         raise RequestError(
             f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
             "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
         )
     drafting.plan(directory.limits)  # refused before anything is loaded
-    return EagleRunner.open(backend, directory, progress, adapters, vision_memory=vision_memory)
+    return DecodingRunner.open(backend, directory, progress, adapters, vision_memory)
 
 
 def read_adapters(

@@ -16,7 +16,7 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 if TYPE_CHECKING:
     from edgellm.drafting.config import DraftingConfig
     from edgellm.engines.directories.engine_directory import EngineDirectory
-    from edgellm.engines.speculation.eagle_runner import EagleRunner
+    from edgellm.engines.speculation.runner import DecodingRunner
 
 logger = logging.getLogger("edgellm.drafting")
 
@@ -30,7 +30,7 @@ WARM_UPS = 2
 MOST_SECONDS = 1.0
 
 
-def adaptive_drafting(config: DraftingConfig, directory: EngineDirectory, runner: EagleRunner) -> DraftingController:
+def adaptive_drafting(config: DraftingConfig, directory: EngineDirectory, runner: DecodingRunner) -> DraftingController:
     """The controller for `config` on this device, with the round costs kept for it or measured now.
 
     Kept costs that rounds prove wrong by far are forgotten: the next start measures again. No sequence may be under
@@ -44,7 +44,7 @@ def adaptive_drafting(config: DraftingConfig, directory: EngineDirectory, runner
     return DraftingController(plans, costs, lambda: forget_round_costs(directory, backend))
 
 
-def measure_round_costs(runner: EagleRunner, plans: Sequence[DraftPlan], batches: Sequence[int]) -> RoundCosts:
+def measure_round_costs(runner: DecodingRunner, plans: Sequence[DraftPlan], batches: Sequence[int]) -> RoundCosts:
     """Time rounds of all plans, and plain steps, for each batch size; leaves every slot idle."""
     started = time.perf_counter()
     measured: dict[str, dict[int, float]] = {name: {} for name in (PLAIN, *(plan.name for plan in plans))}
@@ -60,7 +60,7 @@ def measure_round_costs(runner: EagleRunner, plans: Sequence[DraftPlan], batches
     return RoundCosts(measured)
 
 
-def _measure_batch(runner: EagleRunner, plans: Sequence[DraftPlan], batch: int) -> dict[str, float]:
+def _measure_batch(runner: DecodingRunner, plans: Sequence[DraftPlan], batch: int) -> dict[str, float]:
     """The fewest seconds of a round by configuration."""
     fewest: dict[str, float] = {}
     sequences = _Sequences(runner, batch, any(plan.sampled or plan.acceptance == "typical" for plan in plans))
@@ -92,7 +92,7 @@ def _measure_batch(runner: EagleRunner, plans: Sequence[DraftPlan], batch: int) 
 class _Sequences:
     """Sequences to measure with, in the leading slots: started anew where the context ends."""
 
-    def __init__(self, runner: EagleRunner, batch: int, sampled: bool) -> None:
+    def __init__(self, runner: DecodingRunner, batch: int, sampled: bool) -> None:
         self._runner, self._slots = runner, range(batch)
         self._prompt = [index % runner.config.vocab_size for index in range(self._length)]
         self._sampling = SamplingValues(temperature=1.0) if sampled else SamplingValues()

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from edgellm.decoding.runner import Runner, StepTokens
+from edgellm.decoding.runner import StepTokens
 from edgellm.decoding.slots import KVContents, SnapshotSource
 from edgellm.engines.backends.base import Backend, Readback
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import MissingDependencyError
 
 #: Names of spans on the host: enqueueing work, waiting for the device, and everything that is done with tokens before
@@ -74,15 +74,14 @@ class Observers:
 class ObservedRunner:
     """A runner as the decoding loop takes it; an observer takes note of each of its steps."""
 
-    def __init__(self, runner: Runner, observer: Observer) -> None:
-        self.base, self.backend, self.limits = runner.base, runner.backend, runner.limits
-        self.draft_rows = runner.draft_rows
+    def __init__(self, runner: DecodingRunner, observer: Observer) -> None:
+        self.base, self.draft, self.backend, self.limits = runner.base, runner.draft, runner.backend, runner.limits
+        self.draft_rows, self.takes_given = runner.draft_rows, runner.takes_given
         self._runner, self._observer = runner, observer
         self._steps = 0
         self._handling: AbstractContextManager[None] | None = None
-        if isinstance(runner, EagleRunner):
-            backend = runner.backend  # alone: a runner that held itself would not be freed when it is closed
-            runner.observe_stages(lambda name: observer.device_span(backend, name))
+        backend = runner.backend  # alone: a runner that held itself would not be freed when it is closed
+        runner.observe_stages(lambda name: observer.device_span(backend, name))
 
     def start(
         self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues, *images: Any, **others: Any
@@ -95,14 +94,10 @@ class ObservedRunner:
         details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
         return self._launch(PREFILL, details, launch)
 
-    def decode(self, batch: int) -> StepTokens:
-        """See `Runner.decode`."""
-        return self._launch(DECODE, {"sequences": batch}, lambda: self._runner.decode(batch))
-
-    def round(self, batch: int, plan: DraftPlan) -> StepTokens:
-        """See `Runner.round`."""
-        details = {"sequences": batch, "plan": plan.name}
-        return self._launch(ROUND, details, lambda: self._runner.round(batch, plan))
+    def step(self, batch: int, plan: DraftPlan | None, *others: Any) -> StepTokens:
+        """See `Runner.step`."""
+        details = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})
+        return self._launch(DECODE if plan is None else ROUND, details, lambda: self._runner.step(batch, plan, *others))
 
     def stop(self, slot: int) -> None:
         """See `Runner.stop`."""

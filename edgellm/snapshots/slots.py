@@ -19,7 +19,6 @@ from edgellm.engines.directories.engine_directory import EngineDirectory, edgell
 from edgellm.engines.model.states import Edge
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.eagle_runner import EagleRunner
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
 from edgellm.snapshots.content_digest import Findings
@@ -48,7 +47,7 @@ class SlotSnapshots:
         vision_directory: EngineDirectory | None = None,
     ) -> None:
         """`vision_directory` has the vision encoder, if it is another than the model's own."""
-        draft = runner.draft if isinstance(runner, EagleRunner) else None
+        draft = runner.draft
         self.store = store
         self._runner, self._backend = runner, runner.backend
         self._states = {"base": runner.base.states} | ({} if draft is None else {"draft": draft.states})

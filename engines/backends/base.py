@@ -57,6 +57,16 @@ class Transfer(Protocol):
         """Return once it is done: what was read is there, or what was written from may be changed."""
 
 
+class Signal(Protocol):
+    """Tells the host that work has come to a point, in a captured step, too."""
+
+    def give(self) -> None:
+        """Enqueue it."""
+
+    def wait(self) -> None:
+        """Return once everything enqueued before the latest `give` is done."""
+
+
 class Timestamp(Protocol):
     """The moment at which a backend's work has come to a point."""
 
@@ -108,6 +118,12 @@ class Backend(Protocol):
 
     def copy(self, target: Array, source: Array) -> None:
         """Set `target` from a device array of its shape and dtype that does not overlap it, in order with the rest."""
+
+    def signal(self) -> Signal:
+        """A signal between the device and the host."""
+
+    def seen(self, array: Array) -> np.ndarray:
+        """What the host sees of an array of `host_visible` memory, right now."""
 
     def read(self, array: Array) -> Readback:
         """Start bringing a small array to the host; at most 8 of the same shape may be unread at a time."""

@@ -73,6 +73,34 @@ class DeviceTransfer:
         self.event.synchronize()
 
 
+class DeviceSignal:
+    """An event that can be recorded in a captured step: each launch of it records the event anew."""
+
+    def __init__(self, stream: Any) -> None:
+        from cuda.bindings import driver
+
+        self._driver, self._stream = driver, driver.CUstream(stream.handle)
+        self._event = checked(driver, driver.cuEventCreate(int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)))
+
+    def give(self) -> None:
+        """Record it; within a capture as a node of the graph."""
+        driver = self._driver
+        status = checked(driver, driver.cuStreamIsCapturing(self._stream))
+        captures = status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+        flags = driver.CUevent_record_flags
+        flag = flags.CU_EVENT_RECORD_EXTERNAL if captures else flags.CU_EVENT_RECORD_DEFAULT
+        checked(driver, driver.cuEventRecordWithFlags(self._event, self._stream, int(flag)))
+
+    def wait(self) -> None:
+        """Return once the event has come."""
+        checked(self._driver, self._driver.cuEventSynchronize(self._event))
+
+    def __del__(self) -> None:
+        event = getattr(self, "_event", None)
+        if event is not None:
+            self._driver.cuEventDestroy(event)
+
+
 class DeviceTimestamp:
     """An event, and one before it (`first`) that came at `first_seconds` of the host's clock."""
 
@@ -233,6 +261,15 @@ class CudaDevice:
         memory = HostVisibleMemory(self._cuda, tuple(shape), dtype)
         return DeviceArray(memory.pointer, tuple(shape), dtype, memory)
 
+    def signal(self) -> DeviceSignal:
+        """An event of the stream."""
+        return DeviceSignal(self.stream)
+
+    def seen(self, array: DeviceArray) -> np.ndarray:
+        """The host's view of an array of `host_visible` memory."""
+        view: np.ndarray = array.owner.view(array)
+        return view
+
     def read(self, array: DeviceArray) -> DeviceReadback:
         """Start copying a small array into one of a ring of pinned buffers; at most 8 may be unread at a time.
 
@@ -269,16 +306,10 @@ class CudaDevice:
     def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
         from cuda.bindings import driver
 
-        def checked(result: tuple) -> Any:
-            status, *values = result
-            if status != driver.CUresult.CUDA_SUCCESS:
-                raise EngineError(str(status))
-            return values[0] if values else None
-
         stream = driver.CUstream(self.stream.handle)
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         with _no_garbage_collection():  # freeing device memory would invalidate the capture
-            checked(driver.cuStreamBeginCapture(stream, mode))
+            checked(driver, driver.cuStreamBeginCapture(stream, mode))
             try:
                 step()
             except BaseException:
@@ -286,9 +317,9 @@ class CudaDevice:
                 if status == driver.CUresult.CUDA_SUCCESS:  # what was captured until then
                     driver.cuGraphDestroy(*graphs)
                 raise
-            graph = checked(driver.cuStreamEndCapture(stream))
+            graph = checked(driver, driver.cuStreamEndCapture(stream))
         try:
-            executable = checked(driver.cuGraphInstantiate(graph, 0))
+            executable = checked(driver, driver.cuGraphInstantiate(graph, 0))
         finally:
             driver.cuGraphDestroy(graph)
         return _GraphLaunch(driver, executable, stream)
@@ -321,6 +352,14 @@ class CudaDevice:
             self._first_event = None
             self._context.pop()
             self._context = None
+
+
+def checked(driver: Any, result: tuple) -> Any:
+    """The value of a call of the driver, of which there is one at most; raises EngineError with its status."""
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise EngineError(str(status))
+    return values[0] if values else None
 
 
 @contextmanager

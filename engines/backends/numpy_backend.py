@@ -46,6 +46,16 @@ class NumpyReadback:
         return self._values
 
 
+class NumpySignal:
+    """Everything is done already."""
+
+    def give(self) -> None:
+        """Nothing is to be done."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 class NumpyTimestamp:
     """Now."""
 
@@ -137,6 +147,14 @@ class NumpyBackend:
     def copy(self, target: np.ndarray, source: np.ndarray) -> None:
         """Copy values."""
         np.copyto(target, source)
+
+    def signal(self) -> NumpySignal:
+        """Nothing is ever waited for."""
+        return NumpySignal()
+
+    def seen(self, array: np.ndarray) -> np.ndarray:
+        """The array itself."""
+        return array
 
     def read(self, array: np.ndarray) -> NumpyReadback:
         """Take a copy."""

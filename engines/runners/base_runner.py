@@ -29,13 +29,15 @@ from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines,
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import ArrivingRows, StepBuffers, bound_inputs
-from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues
+from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues, StepRules
 from edgellm.engines.runners.states import ModelStates
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 
 _PHASES = ("prefill", "decode")
+#: Of a decode step: sequences, KV rows, whether all draw by argmax, have adapters, are under masks or biases.
+_StepKey = tuple[int, int, bool, bool, bool]
 
 
 class FeatureUser(Protocol):
@@ -116,7 +118,7 @@ class BaseEngineRunner(AdaptedRunner):
                 self.adapters.add(name, adapter)
         self._allocate_state(start)
         self._steps = CapturedSteps(backend)
-        self._stages: dict[tuple[int, int, bool, bool], Stages] = {}
+        self._stages: dict[_StepKey, Stages] = {}
         self.lengths = [0] * limits.max_batch
         self._arriving: ArrivingRows | None = None
 
@@ -127,8 +129,10 @@ class BaseEngineRunner(AdaptedRunner):
         reused: int,
         sampling: SamplingValues,
         images: PromptImages | None = None,
+        rules: StepRules | None = None,
     ) -> Readback:
-        """Prefill `slot` with the prompt [N], whose first `reused` tokens have their KV rows already, and draw a token.
+        """Prefill `slot` with the prompt [N], whose first `reused` tokens have their KV rows already, and draw a token,
+        one of those that the `rules` allow.
 
         Returns the readback of that token, [1] int32. Raises EngineError if the prompt is empty, longer than the
         context allows, not in the vocabulary, or has its image tokens elsewhere than its `images`; the slot is then
@@ -155,6 +159,12 @@ class BaseEngineRunner(AdaptedRunner):
         for array, value in ((state.kvcache_start_index, count - 1), (state.positions, count), (state.active, 1)):
             self.backend.upload(array[one], np.asarray([value], np.int32))
         drawn = self._tokens[one]
+        if rules is not None:
+            self.sampling.fill_masks(rules, 1)
+        else:
+            self.sampling.clear_masks()
+        if rules is not None or self.sampling.biased(one):
+            self.sampling.constrain(one, self._logits[one])
         self.sampling.select(one, self._logits[one], drawn, self.sequences(one), self.sampling.plain(one))
         if self._feature_user is not None:
             self._feature_user.take_tokens(one, drawn, self._buffers.row_features(tokens - 1))
@@ -195,10 +205,11 @@ class BaseEngineRunner(AdaptedRunner):
         if arriving is not None:
             arriving.wait_for_all()
 
-    def decode(self, batch: int) -> Readback:
+    def decode(self, batch: int, rules: StepRules | None = None) -> Readback:
         """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
 
-        Raises EngineError where a sequence has no KV row left.
+        With `rules` it is two launches: they fill the masks while the first computes the logits. Raises EngineError
+        where a sequence has no KV row left.
         """
         longest = max(self.lengths[:batch]) + 1
         if longest > self.limits.kv_rows:
@@ -210,8 +221,17 @@ class BaseEngineRunner(AdaptedRunner):
         slots = slice(0, batch)
         adapts = self.adapts(slots)
         key_range = self.engines.key_range(self._decode_shape(bucket, adapts), longest)
-        key = (bucket, key_range, self.sampling.plain(slots), adapts)
-        self._steps.run(key, self._stages.get(key) or self._make_stages(key))
+        constrained = rules is not None or self.sampling.biased(slots)
+        key = (bucket, key_range, self.sampling.plain(slots), adapts, constrained)
+        stages = self._stages.get(key) or self._make_stages(key)
+        if rules is None:
+            self.sampling.clear_masks()
+            self._steps.run(key, stages)
+        else:
+            (forward, compute), (draw, choose) = stages.items()
+            self._steps.run((key, forward), {forward: compute})
+            self.sampling.fill_masks(rules, bucket)
+            self._steps.run((key, draw), {draw: choose})
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
         return self._emitted.read(slots, slice(0, bucket))
@@ -225,19 +245,21 @@ class BaseEngineRunner(AdaptedRunner):
         for batch, plain, adapts in product(self.limits.batches, (True, False), self.adapter_kinds):
             every = slice(0, batch)
             for key_range in self.engines.key_ranges(self._decode_shape(batch, adapts)):
-                key = (batch, key_range, plain, adapts)
+                key = (batch, key_range, plain, adapts, False)
                 stages = self._make_stages(key)
                 self._steps.run(key, stages)
                 self._emitted.read(every, every).wait()
                 uncaptured += self._steps.capture(key, stages)
         return uncaptured
 
-    def _make_stages(self, key: tuple[int, int, bool, bool]) -> Stages:
-        """The one stage of a decode step: for so many sequences, over so many rows, drawn plainly, with adapters."""
-        batch, rows, plain, adapts = key
+    def _make_stages(self, key: _StepKey) -> Stages:
+        """The two stages of a decode step: the logits of so many sequences, over so many rows, and the choice of their
+        tokens: plainly, with adapters, under masks or biases."""
+        batch, rows, plain, adapts, _ = key
         kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
         name = f"plain decode of {batch} sequences, {rows} rows, {kind}"
-        stages = self._stages[key] = {name: self._decode_step(*key)}
+        forward, choose = self._decode_step(*key)
+        stages = self._stages[key] = {name: forward, f"choice of {name}": choose}
         return stages
 
     def force_token(self, slot: int, token_id: int) -> None:
@@ -368,9 +390,11 @@ class BaseEngineRunner(AdaptedRunner):
             self.await_rows()
             engine.enqueue()
 
-    def _decode_step(self, batch: int, key_range: int, plain: bool, adapts: bool) -> Callable[[], None]:
-        """What enqueues one token for each of the leading slots, from device state to device state. All that it works
-        on is looked up here, once."""
+    def _decode_step(
+        self, batch: int, key_range: int, plain: bool, adapts: bool, constrained: bool
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What enqueues the logits for each of the leading slots, and the choice of a token, from device state to
+        device state. All that they work on is looked up here, once."""
         slots = slice(0, batch)
         shape = replace(self._decode_shape(batch, adapts), key_range=key_range)
         engine = self._engine(shape, slots)
@@ -380,14 +404,18 @@ class BaseEngineRunner(AdaptedRunner):
         sampling, user, features = self.sampling, self._feature_user, self._buffers.features(batch, 1)
         logits, tokens = self._logits[slots], self._tokens[slots]
 
-        def step() -> None:
+        def forward() -> None:
             prepare()
             engine.enqueue()
+
+        def choose() -> None:
+            if constrained:
+                sampling.constrain(slots, logits)
             sampling.select(slots, logits, tokens, state, plain)
             if user is not None:
                 user.take_tokens(slots, tokens, features)
 
-        return step
+        return forward, choose
 
     def sequences(self, slots: slice) -> SequenceState:
         """The state of the slots."""

@@ -164,6 +164,10 @@ class LoadedEngines:
                 self._slots[shape] = slots
         return engine
 
+    def has(self, shape: EngineShape) -> bool:
+        """Whether the engine of a shape is held."""
+        return shape in self._engines
+
     def reads_mask(self, shape: EngineShape) -> bool:
         """Whether the engine of a shape reads its mask."""
         engine = self._engines.get(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -54,6 +55,18 @@ def sampling_row(values: SamplingValues) -> list[tuple[float, str]]:
     ]
 
 
+class StepRules(Protocol):
+    """Which tokens each row of logits may become, filled in while the logits are computed."""
+
+    def fill(self, trees: tuple[np.ndarray, np.ndarray] | None, rows: np.ndarray, masks: np.ndarray) -> int:
+        """Write masks uint32 [ceil(V / 32)] to the leading rows of `masks`, and to `rows` int32 which of them each row
+        of logits has, -1 for none; returns how many masks there are.
+
+        Rows are those of slots, or of the nodes of their `trees`: tokens and parents int32 [B, T], of which node 0 is
+        the root.
+        """
+
+
 class SamplingState:
     """Sampling parameters and buffers of all slots."""
 
@@ -97,6 +110,18 @@ class SamplingState:
         for array, (value, dtype), old in zip(self._rows, sampling_row(values), sampling_row(before), strict=True):
             if (value, dtype) != old:
                 self._backend.upload(array[slot : slot + 1], np.asarray([value], dtype))
+
+    def biased(self, slots):
+        return False
+
+    def clear_masks(self):
+        pass
+
+    def fill_masks(self, rules, rows, trees=None):
+        raise NotImplementedError
+
+    def constrain(self, slots, logits):
+        raise NotImplementedError
 
     def plain(self, slots: slice) -> bool:
         """True if argmax serves every one of the slots."""

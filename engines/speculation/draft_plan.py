@@ -20,6 +20,8 @@ from edgellm.kernels.errors import shown
 from edgellm.kernels.tree.contract import Level, candidate_count, level_start
 
 KINDS = ("tree", "chain", "choices")
+#: The kind of plans whose candidates come from the host: a text said before, tokens that rules force.
+GIVEN = "given"
 ACCEPTANCES = ("exact", "typical")
 #: The stages of a round in their order.
 DRAFT_ACCEPT, DRAFT_PROPOSAL, BASE_VERIFY, ACCEPTANCE = "draft accept", "draft proposal", "base verify", "acceptance"
@@ -38,7 +40,8 @@ class DraftPlan:
     root included. Engines and arrays may be wider than the tree: `built_top_k`, where it is not 0, is their width.
     `choices` are the nodes of a static tree, every parent before its children. `sampled` chains are
     drawn from the draft's own distribution. `acceptance` "typical" is lossy, with the posterior threshold epsilon and
-    the posterior alpha delta of `AcceptanceKernels.typical_accept`. Build one with `tree`, `chain` or `choices_plan`.
+    the posterior alpha delta of `AcceptanceKernels.typical_accept`. Of the kind `GIVEN` no draft model proposes: the
+    V-1 candidates, up to D deep, come with each round. Build one with `tree`, `chain`, `choices_plan` or `given`.
     """
 
     kind: str
@@ -53,7 +56,7 @@ class DraftPlan:
     built_top_k: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if self.kind not in (*KINDS, GIVEN):
             raise EngineError(f"the drafting kind is {self.kind!r}: expected one of {', '.join(KINDS)}")
         if self.acceptance not in ACCEPTANCES:
             raise EngineError(f"the acceptance is {self.acceptance!r}: expected one of {', '.join(ACCEPTANCES)}")
@@ -64,7 +67,7 @@ class DraftPlan:
         ):
             if value < least:
                 raise EngineError(f"{name} is {value}: expected at least {least}")
-        most = candidate_count(self.steps, self.top_k) + 1
+        most = candidate_count(self.levels, self.top_k) + 1
         if self.tree_size > most:
             raise EngineError(
                 f"verify_tree_size is {self.tree_size}: a tree of draft_top_k {self.top_k} and draft_steps "
@@ -83,8 +86,18 @@ class DraftPlan:
 
     @cached_property
     def is_static(self) -> bool:
-        """Whether the tree's shape is fixed in advance."""
-        return bool(self.choices)
+        """Whether no scores choose among the candidates."""
+        return bool(self.choices) or self.is_given
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the candidates come from the host."""
+        return self.kind == GIVEN
+
+    @property
+    def levels(self) -> int:
+        """The levels by which candidates are numbered: given ones are all of one."""
+        return 1 if self.is_given else self.steps
 
     @property
     def columns(self) -> int:
@@ -94,7 +107,7 @@ class DraftPlan:
     @cached_property
     def candidates(self) -> int:
         """C: how many candidates the arrays of all levels have together."""
-        return candidate_count(self.steps, self.columns)
+        return candidate_count(self.levels, self.columns)
 
     def level(self, number: int) -> Level:
         """A level as the kernels take it."""
@@ -108,8 +121,8 @@ class DraftPlan:
     @cached_property
     def name(self) -> str:
         """A short name for tables and messages."""
-        sizes = f"chain {self.steps}"
-        if self.kind != "chain":
+        sizes = f"{self.kind} {self.tree_size - 1 if self.is_given else self.steps}"
+        if self.kind not in ("chain", GIVEN):
             sizes = f"{self.kind} {self.top_k}/{self.steps}/{self.tree_size}"
         return sizes + (" sampled" if self.sampled else "") + (" typical" if self.acceptance == "typical" else "")
 
@@ -126,7 +139,7 @@ class DraftPlan:
     @cached_property
     def selection(self) -> tuple[int, ...]:
         """Of a static tree: the V-1 candidates to verify, ascending."""
-        return tuple(sorted(map(self._candidate, self.choices)))
+        return tuple(range(self.top_k)) if self.is_given else tuple(sorted(map(self._candidate, self.choices)))
 
     def shortened(self, steps: int) -> DraftPlan:
         """The same plan with at most `steps` levels, which must be at least 1."""
@@ -138,6 +151,8 @@ class DraftPlan:
 
     def fitting(self, room: int) -> DraftPlan | None:
         """The longest such plan that cannot emit more than `room` tokens; None where only plain decoding is left."""
+        if self.is_given:
+            return self if self.longest <= room else None
         return self.shortened(room - 1) if room >= 2 else None
 
     def widened(self, top_k: int) -> DraftPlan:
@@ -153,7 +168,7 @@ class DraftPlan:
         tree leaves nodes idle.
         """
         self.check(limits)
-        if not fixed_shapes or self.steps == 1 or self.top_k in limits.propose_widths:
+        if not fixed_shapes or self.levels == 1 or self.top_k in limits.propose_widths:
             return self
         if self.is_static:
             return self.widened(limits.draft_top_k)
@@ -165,6 +180,13 @@ class DraftPlan:
 
     def check(self, limits: EngineLimits) -> None:
         """Raise EngineError if engines of these limits cannot serve the plan."""
+        if self.is_given:
+            if limits.has_draft and self.longest > limits.accept_tokens:
+                raise EngineError(
+                    f"{self.steps} given tokens one after the other: the draft was built to take {limits.draft_steps} "
+                    "at a time"
+                )
+            return
         if not limits.has_draft:
             raise EngineError("the engine directory has no draft model: build it with edgellm build --draft")
         for name, found, most in (
@@ -218,6 +240,11 @@ def chain(steps: int, **rule: Any) -> DraftPlan:
     """The draft's likeliest tokens one after another, or, with `sampled=True`, drawn from its distribution."""
     choices = tuple((0,) * depth for depth in range(1, steps + 1))
     return DraftPlan("chain", 1, steps, steps + 1, choices, **rule)
+
+
+def given(nodes: int, depth: int) -> DraftPlan:
+    """A tree of up to `nodes` candidates, up to `depth` one after the other, that come with each round."""
+    return DraftPlan(GIVEN, nodes, depth, nodes + 1)
 
 
 def candidate_index(top_k: int, level: int, slot: int, rank: int) -> int:

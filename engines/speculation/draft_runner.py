@@ -31,7 +31,7 @@ from edgellm.engines.speculation.tree import CandidateBuffers, pending_entries
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, StepInputs
-from edgellm.kernels.tree.contract import Candidates, Expansion, HiddenRows
+from edgellm.kernels.tree.contract import Candidates, Expansion, HiddenRows, candidate_count
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class EagleDraftEngineRunner:
         self.pending = pending_entries(backend, limits.max_batch, limits.accept_tokens, draft.feature_size)
         layers = decoder_states(draft.decoder)
         self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, self.pending.start)
-        self._candidates = CandidateBuffers(backend, limits)
+        top_k, steps = limits.draft_top_k, limits.draft_steps
+        sizes = candidate_count(steps, top_k), max(1, steps - 1) * top_k, limits.verify_sizes[-1] - 1
+        self._candidates = CandidateBuffers(backend, limits.max_batch, *sizes)
         self._image_inputs = ImageInputs(backend, draft.decoder, limits, self._tables.rotary)
         self._allocate_buffers()
 

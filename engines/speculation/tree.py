@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, uploaded
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.kernels.acceptance.contract import Accepted, NodeLogits, Pending
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.sampling.contract import StepInputs
-from edgellm.kernels.tree.contract import Candidates, TreeNodes, candidate_count
+from edgellm.kernels.tree.contract import Candidates, TreeNodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,25 +32,36 @@ class VerifiedTree:
     emitted: Array
 
 
-class VerifiedTrees:
-    """Memory for the tree of any plan that engines of `limits` serve, in any number of leading slots."""
+@dataclass(frozen=True)
+class TreeLimits:
+    """The largest trees of a runner: `slots` of `nodes` tokens, the root included, of which `emitted` may be accepted,
+    the bonus token included, over `keys` KV rows."""
 
-    def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits, feature_size: int) -> None:
-        self._config, self._feature_size = config, feature_size
-        slots, nodes, emitted = limits.max_batch, limits.verify_sizes[-1], limits.accept_tokens
-        rows = slots * nodes
+    slots: int
+    nodes: int
+    emitted: int
+    keys: int
+
+
+class VerifiedTrees:
+    """Memory for trees up to `limits`, in any number of leading slots."""
+
+    def __init__(self, backend: Backend, config: DecoderConfig, limits: TreeLimits) -> None:
+        self._config, self._feature_size = config, len(config.feature_layers) * config.hidden_size
+        slots, emitted = limits.slots, limits.emitted
+        rows = slots * limits.nodes
 
         def integers(size: int) -> Array:
             return backend.zeros((size,), "int32")
 
-        ancestors = backend.zeros((rows * nodes,), "bool")
+        ancestors = backend.zeros((rows * limits.nodes,), "bool")
         self._nodes = TreeNodes(integers(rows), integers(rows), integers(rows), ancestors, integers(rows))
         self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * config.rotary_dim,), "compute")
-        self._mask = backend.zeros((rows * limits.tree_key_ranges[-1],), "bool")
+        self._mask = backend.zeros((rows * limits.keys,), "bool")
         logits, thresholds = (backend.zeros((size,), "float32") for size in (rows * config.vocab_size, rows))
         self._logits = NodeLogits(logits, thresholds, integers(rows))
-        self._features = backend.zeros((rows * feature_size,), "compute")
+        self._features = backend.zeros((rows * self._feature_size,), "compute")
         self._accepted = Accepted(integers(slots * emitted), integers(slots * emitted), integers(slots))
         self._emitted = integers(slots * (emitted + 1))
         self._views: dict[tuple[int, DraftPlan, int, int], VerifiedTree] = {}
@@ -84,18 +95,17 @@ class VerifiedTrees:
 
 
 class CandidateBuffers:
-    """Memory for the candidates of any plan that engines of `limits` serve, for any number of leading slots."""
+    """Memory for the candidates of plans, for any number of up to `slots` leading slots; of each slot, so many
+    candidates, places in frontiers, and selected nodes."""
 
-    def __init__(self, backend: Backend, limits: EngineLimits) -> None:
+    def __init__(self, backend: Backend, slots: int, candidates: int, frontiers: int, selected: int) -> None:
         self._backend = backend
-        slots, top_k, steps = limits.max_batch, limits.draft_top_k, limits.draft_steps
-        candidates = slots * candidate_count(steps, top_k)
         self._buffers = Candidates(
-            backend.zeros((candidates,), "int32"),
-            backend.zeros((candidates,), "float32"),
-            backend.zeros((candidates,), "int32"),
-            backend.zeros((slots * max(1, steps - 1) * top_k,), "int32"),
-            backend.zeros((slots * (limits.verify_sizes[-1] - 1),), "int32"),
+            backend.zeros((slots * candidates,), "int32"),
+            backend.zeros((slots * candidates,), "float32"),
+            backend.zeros((slots * candidates,), "int32"),
+            backend.zeros((slots * frontiers,), "int32"),
+            backend.zeros((slots * selected,), "int32"),
         )
         self._views: dict[tuple[int, DraftPlan], Candidates] = {}
 
@@ -109,7 +119,7 @@ class CandidateBuffers:
 
     def _make(self, batch: int, plan: DraftPlan) -> Candidates:
         shape = (batch, plan.candidates)
-        frontiers = (batch, max(1, plan.steps - 1), plan.columns)
+        frontiers = (batch, max(1, plan.levels - 1), plan.columns)
         selected = (batch, plan.tree_size - 1)
         views = _views(self._buffers, shape, shape, shape, frontiers, selected)
         if plan.sampled:  # drawn tokens are written without their parents, which are those before them

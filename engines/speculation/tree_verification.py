@@ -11,8 +11,8 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.tree import VerifiedTree, VerifiedTrees
-from edgellm.kernels.acceptance.contract import Chain, TypicalBounds
+from edgellm.engines.speculation.tree import CandidateBuffers, TreeLimits, VerifiedTree, VerifiedTrees, pending_entries
+from edgellm.kernels.acceptance.contract import Chain, Pending, TypicalBounds
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import SequenceState
@@ -20,17 +20,30 @@ from edgellm.kernels.tree.contract import Candidates
 
 #: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.
 GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
+#: Tokens of the largest tree of a base model without a draft, and the most of them that a round accepts.
+GIVEN_NODES, GIVEN_DEPTH = 32, 16
 
 
 class TreeVerification:
-    """Owns the verify engines and the arrays of the tree. `draft` supplies q and the mapping of sampled chains."""
+    """Owns the arrays of candidates and trees, and asks `engines` for those that verify.
+
+    A `draft` supplies q and the mapping of sampled chains, and takes what was accepted; without one the trees are
+    given. The arrays are made when they are first asked for.
+    """
 
     def __init__(
-        self, backend: Backend, base: BaseEngineRunner, draft: EagleDraftEngineRunner, engines: LoadedEngines
+        self, backend: Backend, base: BaseEngineRunner, draft: EagleDraftEngineRunner | None, engines: LoadedEngines
     ) -> None:
         self._backend, self._base, self._draft, self._engines = backend, base, draft, engines
-        self._sizes = base.limits.verify_sizes
-        self._trees = VerifiedTrees(backend, base.config, base.limits, draft.config.draft.feature_size)
+        limits = base.limits
+        self._sizes = limits.verify_sizes
+        if draft is None:
+            self._limits = TreeLimits(limits.max_batch, GIVEN_NODES, GIVEN_DEPTH + 1, limits.tree_key_ranges[-1])
+        else:
+            largest = limits.verify_sizes[-1], limits.accept_tokens, limits.tree_key_ranges[-1]
+            self._limits = TreeLimits(limits.max_batch, *largest)
+        self._made: tuple[VerifiedTrees, Pending] | None = None
+        self._given: CandidateBuffers | None = None
         self._draft_probabilities: Array | None = None
         self._workspaces: dict[str, Array] = {}
         #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
@@ -39,13 +52,43 @@ class TreeVerification:
 
     def tree(self, plan: DraftPlan, key_range: int, state: SequenceState) -> VerifiedTree:
         """The arrays of a plan's tree, padded to the engine's number of tokens, for sequences in a `state`."""
-        return self._trees.of(plan, self.engine_nodes(plan), key_range, state.kvcache_start_index)
+        return self._arrays()[0].of(plan, self.engine_nodes(plan), key_range, state.kvcache_start_index)
+
+    def candidates(self, batch: int, plan: DraftPlan) -> Candidates:
+        """The arrays in which the candidates of a plan grow, or are given, for the leading slots."""
+        if self._draft is not None and not plan.is_given:
+            return self._draft.candidates(batch, plan)
+        if self._given is None:
+            nodes = self._limits.nodes - 1
+            self._given = CandidateBuffers(self._backend, self._limits.slots, nodes, nodes, nodes)
+        return self._given.of(batch, plan)
+
+    @property
+    def most_nodes(self) -> int:
+        """Tokens of the largest tree, the root included."""
+        return self._limits.nodes
+
+    @property
+    def most_given(self) -> int:
+        """The most given tokens that a round accepts one after the other."""
+        return min(self._limits.emitted - 1, GIVEN_DEPTH)
 
     def engine_nodes(self, plan: DraftPlan) -> int:
         """T: the tokens of the engine that verifies a plan's tree."""
-        if not self._backend.fixed_shapes:
+        if not self._backend.fixed_shapes or not self._sizes:
             return plan.tree_size
         return next(size for size in self._sizes if size >= plan.tree_size)
+
+    def takes(self, batch: int, plan: DraftPlan) -> bool:
+        """Whether there are engines that verify a given plan's tree in so many slots, without a plan to be built."""
+        nodes = self.engine_nodes(plan) if plan.tree_size <= self._limits.nodes else 0
+        if not nodes or plan.longest > self._limits.emitted:
+            return False
+        if not self._backend.fixed_shapes:
+            return True
+        widest = self._limits.keys
+        shapes = [self.shape(batch, nodes, widest, adapts) for adapts in self._base.adapter_kinds]
+        return all(self._engines.has(shape) or self._backend.takes_any_key_range(shape) for shape in shapes)
 
     def shape(self, batch: int, nodes: int, key_range: int, adapts: bool) -> EngineShape:
         """The engine that verifies; `adapts` says whether a slot has an adapter."""
@@ -54,17 +97,18 @@ class TreeVerification:
 
     def verify_step(
         self, tree: VerifiedTree, candidates: Candidates, state: SequenceState, adapts: bool
-    ) -> Callable[[], None]:
-        """What chooses the tree's nodes, lays it out behind the committed rows, and computes logits and features of
-        all. `state` is that of the tree's slots; `adapts` says whether one of them has an adapter."""
+    ) -> tuple[Callable[[], None], Callable[[], None]]:
+        """What chooses the tree's nodes and lays it out behind the committed rows, and what computes logits and
+        features of all. `state` is that of the tree's slots; `adapts` says whether one of them has an adapter."""
         (batch, nodes), inputs, plan = tree.nodes.tokens.shape, tree.inputs, tree.plan
         slots = slice(0, batch)
         shape = self.shape(batch, nodes, inputs.attention_mask.shape[3], adapts)
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree))
-        tables, expansion = self._base.tables(slots), self._draft.expansion(plan)
+        tables = self._base.tables(slots)
+        expansion = None if self._draft is None or plan.is_given else self._draft.expansion(plan)
         prepare = partial(
             self._backend.draft_tree.prepare_verification,
-            plan.level(plan.steps),
+            plan.level(plan.levels),
             state,
             tables,
             candidates,
@@ -72,22 +116,21 @@ class TreeVerification:
             inputs,
             expansion,
         )
-
-        def verify() -> None:
-            prepare()
-            engine.enqueue()
-
-        return verify
+        return prepare, engine.enqueue
 
     def accept_step(
-        self, tree: VerifiedTree, candidates: Candidates, state: SequenceState, acceptance: str
+        self, tree: VerifiedTree, candidates: Candidates, state: SequenceState, acceptance: str, constrained: bool
     ) -> Callable[[], None]:
         """What chooses what is accepted of the tree, by one of this module's rules, moves the accepted KV rows
-        together, keeps their features for the draft, and takes the tokens into the state."""
+        together, keeps their features for the draft, and takes the tokens into the state. With `constrained` masks and
+        biases come before."""
         kernels, slots = self._backend.acceptance, slice(0, tree.nodes.tokens.shape[0])
-        rows, pending = self._base.sampling.rows(slots), rows_of(self._draft.pending, slots)
+        sampling = self._base.sampling
+        rows, pending = sampling.rows(slots), rows_of(self._arrays()[1], slots)
         logits, nodes, accepted, active = tree.logits, tree.nodes, tree.accepted, state.active
         steps: list[Callable[[], None]] = []
+        if constrained:
+            steps.append(partial(sampling.constrain, slots, logits.logits))
         if acceptance == GREEDY:
             steps.append(partial(kernels.eagle_accept, logits.logits, nodes, active, accepted, self._workspace()))
         elif acceptance == DRAWN:
@@ -114,18 +157,30 @@ class TreeVerification:
 
     def draw_child(self, batch: int, step: int, plan: DraftPlan) -> None:
         """Draw token `step` of a sampled chain from the draft's latest logits, and keep its distribution."""
+        assert self._draft is not None
         slots, logits = slice(0, batch), self._draft.logits(batch, 1)
         self._backend.acceptance.draft_sample(
             step,
             logits.reshape(batch, logits.shape[2]),
             self._base.sampling.rows(slots),
             self._base.sequences(slots).positions,
-            self._chain(self._draft.candidates(batch, plan), plan),
+            self._chain(self.candidates(batch, plan), plan),
             self._workspace(of_draft=True),
         )
 
+    def _arrays(self) -> tuple[VerifiedTrees, Pending]:
+        if self._made is None:
+            limits, backend = self._limits, self._backend
+            if self._draft is not None:
+                pending = self._draft.pending
+            else:
+                pending = pending_entries(backend, limits.slots, limits.emitted, 0)
+            self._made = VerifiedTrees(backend, self._base.config, limits), pending
+        return self._made
+
     def _chain(self, candidates: Candidates, plan: DraftPlan) -> Chain:
         """The sampled chains of the slots; memory for the draft's distributions is allocated when first needed."""
+        assert self._draft is not None
         limits, vocabulary = self._base.limits, self._draft.config.draft.draft_vocab_size
         if self._draft_probabilities is None:
             size = limits.max_batch * limits.draft_steps * vocabulary
@@ -135,8 +190,9 @@ class TreeVerification:
         return Chain(candidates.tokens, probabilities, self._draft.draft_to_target, self._draft.target_to_draft)
 
     def _bindings(self, shape: EngineShape, tree: VerifiedTree) -> dict[str, Array]:
-        bound = self._base.engine_weights() | tree.inputs._asdict()
-        bound |= {"logits": tree.logits.logits, "hidden_states": tree.features}
+        bound = self._base.engine_weights() | tree.inputs._asdict() | {"logits": tree.logits.logits}
+        if tree.features.shape[2]:
+            bound["hidden_states"] = tree.features
         slots = slice(0, shape.batch)
         return bound | self._base.states.bound(slots) | self._base.adapter_inputs(shape, slots)
 
@@ -145,11 +201,11 @@ class TreeVerification:
         first needed."""
         use = "draft" if of_draft else "accept"
         if use not in self._workspaces:
-            acceptance, limits = self._backend.acceptance, self._base.limits
-            slots, vocabulary = limits.max_batch, self._draft.config.draft.draft_vocab_size
+            acceptance, limits = self._backend.acceptance, self._limits
             if of_draft:
-                size = acceptance.draft_workspace_size(slots, vocabulary)
+                assert self._draft is not None
+                size = acceptance.draft_workspace_size(limits.slots, self._draft.config.draft.draft_vocab_size)
             else:
-                size = acceptance.accept_workspace_size(slots, limits.verify_sizes[-1])
+                size = acceptance.accept_workspace_size(limits.slots, limits.nodes)
             self._workspaces[use] = self._backend.zeros((size,), "uint8")
         return self._workspaces[use]

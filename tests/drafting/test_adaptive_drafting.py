@@ -14,7 +14,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EngineError
 
 
@@ -22,7 +22,7 @@ from edgellm.errors import EngineError
 def opened(path):
     """A runner of base and draft on the NumPy backend."""
     directory = EngineDirectory.open(path)
-    runner = EagleRunner.open(open_backend("numpy", directory), directory)
+    runner = DecodingRunner.open(open_backend("numpy", directory), directory)
     try:
         yield directory, runner
     finally:

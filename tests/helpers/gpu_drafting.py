@@ -12,7 +12,7 @@ from edgellm.engines.runners.comparison import open_runner, teacher_forced_logit
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from tools.bench.draw_comparison import draw_gap, first_difference, spacing
 
 COUNT = 40
@@ -27,7 +27,7 @@ def no_images(runner: BaseEngineRunner, index: int) -> None:
 
 
 def answers(
-    runner: EagleRunner,
+    runner: DecodingRunner,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[SamplingValues],
     plan: DraftPlan | None,

@@ -23,7 +23,7 @@ from edgellm.engines.backends.numpy_backend import NumpyEngine, NumpyTimestamp
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.observing.observer import DECODE, LAUNCH, PREFILL, ROUND, SNAPSHOT, TOKENS, WAIT, ObservedRunner
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
@@ -146,7 +146,7 @@ def test_answers_are_the_same_with_a_trace_and_without(
 def captured_answer(directory: EngineDirectory, observed: bool) -> tuple[list[int], FixedShapeBackend, Trace]:
     """An answer on a backend that captures, with what it captured."""
     backend, trace = FixedShapeBackend(directory), Trace()
-    runner = EagleRunner.open(backend, directory)
+    runner = DecodingRunner.open(backend, directory)
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
     sequence = DecodingSequence(
         PROMPT, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), 24), max_tokens=24
@@ -176,7 +176,7 @@ def test_a_captured_round_is_one_graph_unless_it_is_traced(tiny_draft_engines: P
 
 def test_an_observed_runner_has_all_that_the_loop_asks_of_one(tiny_draft_engines: Path) -> None:
     directory = EngineDirectory.open(tiny_draft_engines)
-    runner = EagleRunner.open(FixedShapeBackend(directory), directory)
+    runner = DecodingRunner.open(FixedShapeBackend(directory), directory)
     observed = ObservedRunner(runner, Trace())
     for name in Runner.__annotations__:
         assert getattr(observed, name) is getattr(runner, name)

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.decoding.runner import PlainRunner, Runner
+from edgellm.decoding.runner import Runner
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.snapshots.binding import LAYOUT, NONE, SnapshotBinding
 from edgellm.snapshots.snapshot import DIGEST, FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
@@ -65,11 +64,7 @@ def _open_runner(path: Path, draft: bool = False, backend: str = "numpy") -> Ite
     directory = EngineDirectory.open(path)
     opened = open_backend(backend, directory)
     try:
-        if draft:
-            runner: Runner = EagleRunner.open(opened, directory)
-        else:
-            with directory.checkpoint() as checkpoint:
-                runner = PlainRunner(BaseEngineRunner(opened, directory.config, directory.limits, checkpoint))
+        runner = DecodingRunner.open(opened, directory, drafts=draft)
     except BaseException:
         opened.close()
         raise
@@ -90,9 +85,7 @@ def _answer(
 ) -> list[int]:
     tokens = runner.start(slot, prompt, reused, SamplingValues()).wait().tolist()
     while len(tokens) < count:
-        step = runner.decode(slot + 1) if plan is None else runner.round(slot + 1, plan)
-        emitted = step.wait()[slot]
-        tokens += emitted if isinstance(emitted, list) else [int(emitted)]
+        tokens += runner.step(slot + 1, plan).wait()[slot]
     runner.stop(slot)
     return tokens[:count]
 

@@ -85,14 +85,14 @@ def forget(runner: Runner) -> None:
     """Leave nothing of earlier prompts in the caches."""
     for cache in [
         *runner.base.states.tensors.values(),
-        *(runner.draft.states.tensors.values() if hasattr(runner, "draft") else ()),
+        *(runner.draft.states.tensors.values() if runner.draft is not None else ()),
     ]:
         cache[...] = np.nan
 
 
 def missing_rows(runner: Runner) -> int:
     """Rows of a known prefix that a draft lets nobody reuse."""
-    return int(hasattr(runner, "draft"))
+    return int(runner.draft is not None)
 
 
 def test_contents_tell_images_apart(slots: Slots) -> None:
@@ -149,7 +149,7 @@ def test_a_snapshot_with_an_image_changes_no_logit(slots: Slots, tmp_path: Path,
     system, shown = prompt_with_images(config, [first])
     made = snapshots.compute(0, system, KVContents(), "with an image", images=shown)
     assert made.facts.binding == snapshot_binding(
-        directory, "numpy", "float32", hasattr(runner, "draft"), image_digests=shown.digests
+        directory, "numpy", "float32", runner.draft is not None, image_digests=shown.digests
     )
     if place == "memory":
         snapshots.store.put(made)

@@ -13,7 +13,7 @@ from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.draft_plan import tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.llm import LLM
 from edgellm.snapshots.file import read_snapshot, write_snapshot
@@ -23,12 +23,12 @@ from edgellm.snapshots.store import SnapshotStore
 
 SYSTEM = [(7 * index + 3) % 250 for index in range(40)]
 PROMPT = [*SYSTEM, 100, 50, 7]
-Opened = tuple[EagleRunner, SlotSnapshots]
+Opened = tuple[DecodingRunner, SlotSnapshots]
 
 
 def opened(path: Path, kv_cache: str, folder: Path) -> Iterator[Opened]:
     directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
-    runner = EagleRunner.open(open_backend("numpy", directory), directory)
+    runner = DecodingRunner.open(open_backend("numpy", directory), directory)
     yield runner, SlotSnapshots(SnapshotStore(folder=folder), runner, directory)
     runner.close()
 
@@ -43,12 +43,12 @@ def plain(tiny_draft_engines: Path, tmp_path: Path) -> Iterator[Opened]:
     yield from opened(tiny_draft_engines, "compute", tmp_path / "compute")
 
 
-def rows_of(runner: EagleRunner, slot: int, tokens: int) -> dict[str, np.ndarray]:
+def rows_of(runner: DecodingRunner, slot: int, tokens: int) -> dict[str, np.ndarray]:
     runner.base.await_rows()
     return {name: tensor[slot, :, :tokens].copy() for name, tensor in runner.base.states.tensors.items()}
 
 
-def forget(runner: EagleRunner) -> None:
+def forget(runner: DecodingRunner) -> None:
     for states in (runner.base.states, runner.draft.states):
         for tensor in states.tensors.values():
             tensor[...] = 77 if tensor.dtype == np.int8 else np.nan

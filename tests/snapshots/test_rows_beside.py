@@ -12,16 +12,15 @@ import numpy as np
 import pytest
 
 from edgellm.decoding.loop import DecodingLoop, FixedDrafting
-from edgellm.decoding.runner import PlainRunner, Runner
+from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EngineError
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
@@ -86,7 +85,7 @@ def answer_of(runner: Runner, directory: EngineDirectory, snapshots: SlotSnapsho
     sequence = DecodingSequence(
         PROMPT, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), 12), max_tokens=12
     )
-    plan = FixedDrafting(DraftPlan("chain", 1, 3, 4)) if isinstance(runner, EagleRunner) else None
+    plan = FixedDrafting(DraftPlan("chain", 1, 3, 4)) if runner.draft is not None else None
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
     for _ in DecodingLoop(runner, contents, plan, snapshots).run([sequence]):
         pass
@@ -94,10 +93,7 @@ def answer_of(runner: Runner, directory: EngineDirectory, snapshots: SlotSnapsho
 
 
 def opened(backend: LateBackend, directory: EngineDirectory) -> Runner:
-    if directory.draft is not None:
-        return EagleRunner.open(backend, directory)
-    with directory.checkpoint() as checkpoint:
-        return PlainRunner(BaseEngineRunner(backend, directory.config, directory.limits, checkpoint))
+    return DecodingRunner.open(backend, directory, drafts=directory.draft is not None)
 
 
 @pytest.fixture(params=["tiny_engines", "tiny_draft_engines"], ids=["plain", "draft"])

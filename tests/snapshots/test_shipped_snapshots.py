@@ -45,11 +45,11 @@ def slots(
 
 
 def answered(runner: Runner, prompt: Sequence[int], reused: int, count: int, sampling: SamplingValues) -> list[int]:
-    has_draft = hasattr(runner, "draft")
+    has_draft = runner.draft is not None
     plan = DraftingConfig.largest(runner.limits).plan(runner.limits) if has_draft else None
     tokens = runner.start(0, prompt, reused, sampling).wait().tolist()
     while len(tokens) < count:
-        tokens += runner.decode(1).wait().tolist() if plan is None else runner.round(1, plan).wait()[0]
+        tokens += runner.step(1, plan).wait()[0]
     runner.stop(0)
     return tokens[:count]
 
@@ -86,7 +86,7 @@ def compare(slots: tuple[Runner, EngineDirectory], folder: Path, questions: Sequ
         sampling = SamplingValues(temperature=0.8 * (number % 2), top_k=40, top_p=0.95, seed=number)
         cold = answered(runner, prompt, 0, count, sampling)
         reused = snapshots.restore(0, prompt, KVContents())
-        assert reused == len(system) - hasattr(runner, "draft")
+        assert reused == len(system) - runner.draft is not None
         warm = answered(runner, prompt, reused, count, sampling)
         if warm != cold:
             first = next(index for index in range(count) if warm[index] != cold[index])

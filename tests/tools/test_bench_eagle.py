@@ -14,7 +14,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def test_rounds_of_a_random_draft_get_the_lengths_of_the_schedule(make_checkpoin
     limits = EngineLimits(1, 16, 240, draft_top_k=4, draft_steps=3, verify_tree_size=12)
     build_engine_directory(base, tmp_path / "engines", limits, [], draft=tmp_path / "draft")
     directory = EngineDirectory.open(tmp_path / "engines")
-    runner = EagleRunner.open(open_backend("numpy", directory), directory)
+    runner = DecodingRunner.open(open_backend("numpy", directory), directory)
     wanted = iter(schedule(2.6, 3)[:40])
     expected = []
 

@@ -28,7 +28,7 @@ from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, he
 from edgellm.engines.quantization.device_layouts import PackedLayouts
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
@@ -221,13 +221,14 @@ def _backend(kind: str, directory: RandomDirectory) -> Any:
 
 @contextmanager
 def random_runner(directory: RandomDirectory, kind: str = "tensorrt") -> Iterator[Any]:
-    """A runner of a directory's model with random weights, closed at the end: an `EagleRunner` where it has a draft."""
+    """A runner of a directory's model with random weights, closed at the end: a `DecodingRunner` if it
+    has a draft."""
     backend, tensors = _backend(kind, directory), RandomTensors()
     runner: Any
     if directory.draft is None:
         runner = BaseEngineRunner(backend, directory.config, directory.limits, tensors)
     else:
-        runner = EagleRunner.open(backend, directory)
+        runner = DecodingRunner.open(backend, directory)
     try:
         yield runner
     finally:

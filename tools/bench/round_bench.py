@@ -17,7 +17,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 
 #: Prompts are prefilled in chunks that kernels take, so that no plans are built for them.
 CHUNK, CAPACITY = 16, 1024
@@ -42,7 +42,7 @@ def plans_of(directory: EngineDirectory) -> list[DraftPlan]:
 class RoundBench:
     """Measures the rounds of one runner in slot 0."""
 
-    def __init__(self, runner: EagleRunner) -> None:
+    def __init__(self, runner: DecodingRunner) -> None:
         self.runner, self.backend = runner, runner.backend
         self.stream = runner.backend.stream
         self.forced = ForcedAcceptance(runner.backend)

@@ -16,7 +16,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 
 LIMITS = EngineLimits(3, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12, max_lora_rank=4, lora_slots=2)
 NAMES = ("first", "second", None)
@@ -40,20 +40,20 @@ def directory(
     return EngineDirectory.open(folder / "engines")
 
 
-def opened(directory: EngineDirectory, backend: Backend) -> EagleRunner:
+def opened(directory: EngineDirectory, backend: Backend) -> DecodingRunner:
     read = {name: adapter.read(directory.config) for name, adapter in directory.adapters.items()}
-    return EagleRunner.open(backend, directory, adapters=read)
+    return DecodingRunner.open(backend, directory, adapters=read)
 
 
 @pytest.fixture(scope="module")
-def runner(directory: EngineDirectory) -> Iterator[EagleRunner]:
+def runner(directory: EngineDirectory) -> Iterator[DecodingRunner]:
     runner = opened(directory, open_backend("numpy", directory))
     yield runner
     runner.close()
 
 
 def answers(
-    runner: EagleRunner, names: tuple[str | None, ...], plan: DraftPlan | None, sampling: SamplingValues
+    runner: DecodingRunner, names: tuple[str | None, ...], plan: DraftPlan | None, sampling: SamplingValues
 ) -> list[list[int]]:
     """The first tokens of a prompt in each slot, each with its own adapter, all drafted by one plan."""
     found = []
@@ -69,7 +69,7 @@ def answers(
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_drafting_changes_no_token_under_an_adapter(runner: EagleRunner, sampling: SamplingValues) -> None:
+def test_drafting_changes_no_token_under_an_adapter(runner: DecodingRunner, sampling: SamplingValues) -> None:
     plain = {name: answers(runner, (name,), None, sampling) for name in NAMES}
     assert len({tuple(tokens[0]) for tokens in plain.values()}) == len(NAMES)
     for plan, names in ((chain(3), NAMES), (tree(4, 3, 12), tuple(reversed(NAMES)))):
@@ -78,13 +78,15 @@ def test_drafting_changes_no_token_under_an_adapter(runner: EagleRunner, samplin
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_each_sequence_of_a_drafted_batch_has_its_own(runner: EagleRunner, sampling: SamplingValues) -> None:
+def test_each_sequence_of_a_drafted_batch_has_its_own(runner: DecodingRunner, sampling: SamplingValues) -> None:
     for names in (NAMES, NAMES[::-1], ("second", "second", None)):
         expected = answers(runner, names, None, sampling)
         assert answers(runner, names, tree(4, 3, 12), sampling) == expected
 
 
-def test_what_is_captured_without_adapters_in_use_applies_them(directory: EngineDirectory, runner: EagleRunner) -> None:
+def test_what_is_captured_without_adapters_in_use_applies_them(
+    directory: EngineDirectory, runner: DecodingRunner
+) -> None:
     """Rounds and plain steps are captured before any sequence has an adapter."""
     captured, plan = opened(directory, FixedShapeBackend(directory)), tree(4, 3, 12)
     assert captured.capture_steps([plan]) == []

@@ -17,7 +17,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 
 HIDDEN, HEADS, HEAD_SIZE, INNER, VOCABULARY, DRAFT_VOCABULARY = 64, 4, 16, 128, 320, 300
 #: How much the layers of an agreeing base add to the embedding of its current token: less of it, more agreement.
@@ -161,13 +161,13 @@ def make_tiny_pair(
 
 
 @contextmanager
-def _open_eagle(directory: EngineDirectory, backend: str = "numpy") -> Iterator[EagleRunner]:
+def _open_eagle(directory: EngineDirectory, backend: str = "numpy") -> Iterator[DecodingRunner]:
     if backend.startswith("fixed"):
         opened = FixedShapeBackend(directory, backend[len("fixed on ") :])
     else:
         opened = open_backend(backend, directory)
     try:
-        runner = EagleRunner.open(opened, directory)
+        runner = DecodingRunner.open(opened, directory)
     except BaseException:
         opened.close()
         raise
@@ -179,6 +179,6 @@ def _open_eagle(directory: EngineDirectory, backend: str = "numpy") -> Iterator[
 
 @pytest.fixture(scope="session")
 def open_eagle() -> Callable[..., object]:
-    """(directory, backend="numpy") to a context manager that gives an `EagleRunner`; "fixed" is `FixedShapeBackend`,
+    """(directory, backend="numpy") to a context manager that gives an `DecodingRunner`; "fixed" is `FixedShapeBackend`,
     "fixed on sm_90" the same with the choice of that GPU."""
     return _open_eagle

@@ -11,7 +11,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 
 RANGE, HIDDEN_SIZE = 128, 64
 TOKENS = np.array([(11 * index + 5) % 300 for index in range(20)], np.int32)
@@ -22,13 +22,13 @@ def eagle(
     request: pytest.FixtureRequest,
     make_engines: Callable[..., EngineDirectory],
     open_eagle: Callable[..., object],
-) -> Iterator[EagleRunner]:
+) -> Iterator[DecodingRunner]:
     with open_eagle(make_engines(request.param, agreeing=False)) as runner:
         yield runner
 
 
 @pytest.fixture
-def draft(eagle: EagleRunner) -> EagleDraftEngineRunner:
+def draft(eagle: DecodingRunner) -> EagleDraftEngineRunner:
     return eagle.draft
 
 

@@ -13,7 +13,7 @@ import pytest
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 
 PLANS = [
     chain(4),
@@ -51,14 +51,14 @@ def eagle(
     request: pytest.FixtureRequest,
     make_engines: Callable[..., EngineDirectory],
     open_eagle: Callable[..., object],
-) -> Iterator[EagleRunner]:
+) -> Iterator[DecodingRunner]:
     generation, agreeing, *kv_cache = request.param
     with open_eagle(make_engines(generation, agreeing).with_kv_cache(*kv_cache or (None,))) as runner:
         yield runner
 
 
 def answers(
-    runner: EagleRunner,
+    runner: DecodingRunner,
     prompts: Sequence[Sequence[int]],
     samplings: Sequence[SamplingValues],
     choose: Callable[[int], DraftPlan | None],
@@ -93,7 +93,7 @@ def answers(
         pytest.param("filtered", marks=pytest.mark.slow),
     ],
 )
-def test_one_slot(eagle: EagleRunner, name: str) -> None:
+def test_one_slot(eagle: DecodingRunner, name: str) -> None:
     sampling = SAMPLINGS[name]
     plain, plain_steps = answers(eagle, PROMPTS[:1], [sampling], lambda step: None)
     for plan in PLANS:
@@ -103,14 +103,14 @@ def test_one_slot(eagle: EagleRunner, name: str) -> None:
 
 
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2], PLANS[-1]], ids=lambda plan: plan.name)
-def test_slots_of_different_lengths_and_samplings(eagle: EagleRunner, plan: DraftPlan) -> None:
+def test_slots_of_different_lengths_and_samplings(eagle: DecodingRunner, plan: DraftPlan) -> None:
     samplings = [SAMPLINGS[name] for name in ("greedy", "everything", "filtered", "sampled")]
     alone = [answers(eagle, [p], [s], lambda step: None)[0][0] for p, s in zip(PROMPTS, samplings, strict=True)]
     together, _ = answers(eagle, PROMPTS, samplings, lambda step: plan)
     assert together == alone
 
 
-def test_a_changing_mixture_of_plans_and_plain_steps(eagle: EagleRunner) -> None:
+def test_a_changing_mixture_of_plans_and_plain_steps(eagle: DecodingRunner) -> None:
     """Also plain steps for longer than the draft's pending entries last."""
     kinds = [*PLANS, None, None, None, None, None, None, None, PLANS[0], None, PLANS[2]]
     for name in ("greedy", "everything"):
@@ -134,14 +134,14 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
             assert again == sampled
 
 
-def test_sampled_chains_are_greedy_at_temperature_0(eagle: EagleRunner) -> None:
+def test_sampled_chains_are_greedy_at_temperature_0(eagle: DecodingRunner) -> None:
     for name in ("greedy", "penalized"):
         plain, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: None)
         chained, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: chain(3, sampled=True))
         assert chained == plain
 
 
-def test_typical_acceptance_is_exact_at_temperature_0_and_takes_fewer_steps_above(eagle: EagleRunner) -> None:
+def test_typical_acceptance_is_exact_at_temperature_0_and_takes_fewer_steps_above(eagle: DecodingRunner) -> None:
     lossy = tree(4, 4, 16, acceptance="typical")
     for name in ("greedy", "penalized"):
         plain, _ = answers(eagle, PROMPTS[:1], [SAMPLINGS[name]], lambda step: None)
@@ -152,7 +152,7 @@ def test_typical_acceptance_is_exact_at_temperature_0_and_takes_fewer_steps_abov
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "everything"])
-def test_to_the_end_of_the_context(eagle: EagleRunner, sampling: str) -> None:
+def test_to_the_end_of_the_context(eagle: DecodingRunner, sampling: str) -> None:
     """The last rounds are shorter, the very last step is plain."""
     count = eagle.limits.kv_capacity - len(PROMPTS[2])
     plain, _ = answers(eagle, PROMPTS[2:3], [SAMPLINGS[sampling]], lambda step: None, count)

@@ -14,7 +14,7 @@ from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.runners.captured_steps import Stages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 
 PLANS = [
     chain(4),
@@ -33,7 +33,7 @@ PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, l
 COUNT = 32
 
 
-def answers(runner: EagleRunner, sampling: SamplingValues, plans: Sequence[DraftPlan | None]) -> list[list[int]]:
+def answers(runner: DecodingRunner, sampling: SamplingValues, plans: Sequence[DraftPlan | None]) -> list[list[int]]:
     """The first tokens of all prompts together, the plans in turn, each step launched before the last one is read."""
     found = [runner.start(slot, prompt, 0, sampling).wait().tolist() for slot, prompt in enumerate(PROMPTS)]
     steps = [runner.step(len(PROMPTS), plans[0])]
@@ -132,7 +132,7 @@ def test_captures_of_a_long_context(
     """At a context of 32,768 tokens, batch 8: one capture for each batch size, plan and way of drawing."""
     directory = replace(make_engines(3), limits=EngineLimits(8, 16, 32768, 10, 6, 60))
     plans = [chain(2), chain(3), chain(5), tree(10, 3, 8), tree(10, 3, 16), tree(10, 4, 16), tree(10, 5, 32)]
-    runner = EagleRunner.open(backend_type(directory), directory)
+    runner = DecodingRunner.open(backend_type(directory), directory)
     plain, drafted = runner.base._steps, runner._steps = _Keys(), _Keys()
     try:
         assert runner.capture_steps([*plans, tree(10, 6, 60)]) == []

@@ -19,7 +19,7 @@ from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.tree import VerifiedTree
 from edgellm.llm import LLM, SHIPPED_MODEL
 from edgellm.requests import Request
@@ -54,14 +54,14 @@ def directory(
 
 
 @pytest.fixture
-def runner(directory: EngineDirectory, open_eagle: Callable[..., object]) -> Iterator[EagleRunner]:
+def runner(directory: EngineDirectory, open_eagle: Callable[..., object]) -> Iterator[DecodingRunner]:
     with open_eagle(directory, "tensorrt") as opened:
         yield opened
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_drafted_answers_are_those_of_plain_decoding(
-    directory: EngineDirectory, runner: EagleRunner, sampling: SamplingValues
+    directory: EngineDirectory, runner: DecodingRunner, sampling: SamplingValues
 ) -> None:
     plain = [answers(runner, [prompt], [sampling], None)[0] for prompt in PROMPTS]
     for plan in PLANS:
@@ -72,7 +72,7 @@ def test_drafted_answers_are_those_of_plain_decoding(
 
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[2]], ids=lambda plan: plan.name)
 def test_slots_of_different_lengths_and_samplings(
-    directory: EngineDirectory, runner: EagleRunner, plan: DraftPlan
+    directory: EngineDirectory, runner: DecodingRunner, plan: DraftPlan
 ) -> None:
     samplings = [GREEDY, SAMPLED]
     alone = [answers(runner, [p], [s], None)[0] for p, s in zip(PROMPTS[:2], samplings, strict=True)]
@@ -81,7 +81,7 @@ def test_slots_of_different_lengths_and_samplings(
 
 
 def test_the_draft_and_the_verified_tree_agree_with_numpy(
-    directory: EngineDirectory, runner: EagleRunner, open_eagle: Callable[..., object]
+    directory: EngineDirectory, runner: DecodingRunner, open_eagle: Callable[..., object]
 ) -> None:
     """The same prompt, one round of a chain: candidates of the draft, logits of the base, on both backends."""
     with open_eagle(directory, "numpy") as reference:
@@ -123,13 +123,13 @@ def test_captured_rounds_equal_uncaptured_ones_and_stages_captured_alone(
     assert found[0] == found[1] == found[2]
 
 
-def test_lossy_and_sampled_kinds_run_and_repeat(runner: EagleRunner) -> None:
+def test_lossy_and_sampled_kinds_run_and_repeat(runner: DecodingRunner) -> None:
     for plan in (chain(3, sampled=True), tree(4, 3, 12, acceptance="typical")):
         first, second = (answers(runner, PROMPTS[:2], [SAMPLED, GREEDY], plan) for _ in range(2))
         assert first == second
 
 
-def test_acceptance_can_be_simulated(runner: EagleRunner) -> None:
+def test_acceptance_can_be_simulated(runner: DecodingRunner) -> None:
     """The benchmark's seam: here the tree's tokens are replaced by what the base's logits draw, level by level."""
     wanted = 2
     runner.start(0, PROMPTS[0], 0, GREEDY).wait()
@@ -147,7 +147,7 @@ def test_acceptance_can_be_simulated(runner: EagleRunner) -> None:
     assert runner.backend.read(before.emitted).wait()[0, 0] == wanted + 1
 
 
-def test_a_moved_slot_goes_on(runner: EagleRunner) -> None:
+def test_a_moved_slot_goes_on(runner: DecodingRunner) -> None:
     runner.start(0, PROMPTS[1], 0, SAMPLED).wait()
     expected = [token for _ in range(6) for token in runner.round(1, PLANS[2]).wait()[0]]
     runner.stop(0)

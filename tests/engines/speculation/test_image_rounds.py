@@ -19,7 +19,7 @@ from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def _untied(family: str) -> dict:
     return changes
 
 
-def prompts_of(runner: EagleRunner, seed: int = 1) -> list:
+def prompts_of(runner: DecodingRunner, seed: int = 1) -> list:
     """Two prompts with images, which straddle chunks of 16, and one of text."""
     images = [tiny_image(runner.backend, runner.config, grid, seed) for seed, grid in enumerate([(4, 6), (8, 4)])]
     if runner.config.family == "llava":
@@ -66,7 +66,7 @@ def prompts_of(runner: EagleRunner, seed: int = 1) -> list:
     return [both, prompt_with_images(runner.config, images[1:]), (text, None)]
 
 
-def answers(runner: EagleRunner, prompts: list, sampling: SamplingValues, plan: DraftPlan | None) -> tuple:
+def answers(runner: DecodingRunner, prompts: list, sampling: SamplingValues, plan: DraftPlan | None) -> tuple:
     """The first tokens of each prompt, and how many steps they took."""
     found = [runner.start(slot, ids, 0, sampling, images).wait().tolist() for slot, (ids, images) in enumerate(prompts)]
     steps = 0
@@ -160,7 +160,7 @@ def test_rows_of_prefill_and_of_rounds_are_the_same(
             np.testing.assert_allclose(before, cache[0, :, : rows - 1], atol=2e-4)
 
 
-def host_caches(runner: EagleRunner) -> list[np.ndarray]:
+def host_caches(runner: DecodingRunner) -> list[np.ndarray]:
     """Keys and values of base and draft."""
     caches = [*runner.base.states.tensors.values(), *runner.draft.states.tensors.values()]
     return [cache if isinstance(cache, np.ndarray) else host_view(cache) for cache in caches]

@@ -1,8 +1,10 @@
-"""Decodes with an EAGLE draft: rounds that draft, verify and accept, mixed with plain steps as the caller likes.
+"""Decodes: plain steps, and rounds that draft, verify and accept, mixed as the caller likes.
 
 A round is one captured launch: the draft takes the pending entries (accept), proposes level by level, the base verifies
 the best of it, acceptance walks the tree, and the state advances on the device. The host reads how many tokens each
-slot got, and which. Rounds and plain steps leave the same state behind: they may follow each other in any order.
+slot got, and which. Candidates may be given by the host instead, with a draft model or without one. Where rules say
+which tokens may come, a step is two launches: the host fills masks while the first computes the logits, the second
+chooses. Rounds and plain steps leave the same state behind: they may follow each other in any order.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimit
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prompt_images import PromptImages
-from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.draft_plan import DRAFT_ACCEPT, DraftPlan
+from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
+from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DraftPlan
 from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
-from edgellm.engines.speculation.eagle_round import EagleRound, RoundKey, SlotProgress, StepReadback
+from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, SlotProgress, StepReadback, padded_trees
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.contracts import rows_of
@@ -36,18 +38,19 @@ _TREE_PHASES = ("verify", "accept", "propose")
 
 class _RoundKind(NamedTuple):
     """Rounds alike but for the key ranges, named as in `RoundKey`. `engines` are the accept, propose and verify engine,
-    each of the largest key range, with the rows behind the committed ones that it needs."""
+    each of the largest key range (None: it does not run), with the rows behind the committed ones that it needs."""
 
     batch: int
     plan: DraftPlan
     acceptance: str
     adapts: bool
+    constrained: bool
     accept_tokens: int
-    engines: tuple[tuple[EngineShape, int], ...]
+    engines: tuple[tuple[EngineShape | None, int], ...]
 
 
-class EagleRunner:
-    """A base model and its draft, each with its runner (`base`, `draft`).
+class DecodingRunner:
+    """A base model and its draft, each with its runner (`base`, and `draft`, which may be None).
 
     `limits.max_batch` slots each hold one sequence, the leading ones are decoded together. Readbacks must be waited for
     in the order in which they were made. Not thread-safe.
@@ -57,34 +60,39 @@ class EagleRunner:
         self,
         backend: Backend,
         config: DecoderConfig,
-        draft: DraftConfig,
+        draft: DraftConfig | None,
         limits: EngineLimits,
         checkpoint: Checkpoint,
-        draft_checkpoint: Checkpoint,
+        draft_checkpoint: Checkpoint | None,
         progress: Callable[[int, int], None] | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
         vision_memory: Mapping[str, int] | None = None,
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
         shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
+        if draft is None:
+            shapes = []
         self._engines = LoadedEngines(
             backend, [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
         )
+        user = None if draft is None else self
         self.base = BaseEngineRunner(
-            backend, config, limits, checkpoint, progress, draft, self, adapters, vision_memory
+            backend, config, limits, checkpoint, progress, draft, user, adapters, vision_memory
         )
-        self.draft = EagleDraftEngineRunner(
-            backend, DraftRunnerConfig(draft, limits), draft_checkpoint, self.base.weights, self._engines
-        )
-        if draft.decoder.mrope_section or not config.mrope_section:  # else rows are the draft's positions
-            self.draft.use_offsets(self.base.offsets)
-        if draft.image_embeddings:
-            self.draft.use_image_rows(self.base.image_rows)
+        self.draft: EagleDraftEngineRunner | None = None
+        if draft is not None and draft_checkpoint is not None:
+            self.draft = EagleDraftEngineRunner(
+                backend, DraftRunnerConfig(draft, limits), draft_checkpoint, self.base.weights, self._engines
+            )
+            if draft.decoder.mrope_section or not config.mrope_section:  # else rows are the draft's positions
+                self.draft.use_offsets(self.base.offsets)
+            if draft.image_embeddings:
+                self.draft.use_image_rows(self.base.image_rows)
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         self._steps = CapturedSteps(backend)
-        self._rounds: dict[RoundKey, EagleRound] = {}
-        self._latest_round: EagleRound | None = None
-        self._kinds: dict[tuple[int, DraftPlan, bool, bool, int], _RoundKind] = {}
+        self._rounds: dict[RoundKey, Round] = {}
+        self._latest_round: Round | None = None
+        self._kinds: dict[tuple[int, DraftPlan, bool, bool, bool, int], _RoundKind] = {}
         self._progress = SlotProgress(self.base.lengths)
 
     @classmethod
@@ -95,18 +103,22 @@ class EagleRunner:
         progress: Callable[[int, int], None] | None = None,
         adapters: Mapping[str, LoraAdapter] | None = None,
         vision_memory: Mapping[str, int] | None = None,
-    ) -> EagleRunner:
-        """The runner of a directory's base and draft; `progress` gets the base's weights in bytes, done and in all.
+        drafts: bool = True,
+    ) -> DecodingRunner:
+        """The runner of a directory's base and, where it `drafts`, of its draft; `progress` gets the base's weights in
+        bytes, done and in all.
 
         The base takes `adapters` and counts `vision_memory` as `BaseEngineRunner` does; the draft has none. Raises
-        EngineDirectoryError where there is no draft, and what loading raises.
+        EngineDirectoryError where there is no draft that drafts, and what loading raises.
         """
-        config, draft, limits = directory.model_config("draft"), directory.draft, directory.limits
-        assert isinstance(config, DraftConfig) and draft is not None
-        with closing(directory.checkpoint()) as base_files, closing(draft.checkpoint()) as draft_files:
-            return cls(
-                backend, directory.config, config, limits, base_files, draft_files, progress, adapters, vision_memory
-            )
+        base, limits, more = directory.config, directory.limits, (progress, adapters, vision_memory)
+        with closing(directory.checkpoint()) as base_files:
+            if not drafts:
+                return cls(backend, base, None, limits, base_files, None, *more)
+            config, draft = directory.model_config("draft"), directory.draft
+            assert isinstance(config, DraftConfig) and draft is not None
+            with closing(draft.checkpoint()) as draft_files:
+                return cls(backend, base, config, limits, base_files, draft_files, *more)
 
     def observe_stages(self, around: Callable[[str], AbstractContextManager[None]] | None) -> None:
         """Surround the enqueueing of each stage of rounds with what `around` gives for its name (None: nothing any
@@ -126,58 +138,98 @@ class EagleRunner:
         reused: int,
         sampling: SamplingValues,
         images: PromptImages | None = None,
+        rules: StepRules | None = None,
     ) -> Readback:
         """As `BaseEngineRunner.start`; the first `reused` rows must be there in the base and in the draft."""
-        one = slice(slot, slot + 1)
-        self.backend.upload(self.draft.pending.counts[one], np.zeros(1, np.int32))
-        first, self._latest_round = self.base.start(slot, prompt_ids, reused, sampling, images), None
+        if self.draft is not None:
+            self.backend.upload(self.draft.pending.counts[slot : slot + 1], np.zeros(1, np.int32))
+        first, self._latest_round = self.base.start(slot, prompt_ids, reused, sampling, images, rules), None
         self._progress.start(slot, len(prompt_ids))
         return first
 
-    def step(self, batch: int, plan: DraftPlan | None) -> StepReadback:
-        """A round of `plan`, or without one a plain step."""
-        return self.decode(batch) if plan is None else self.round(batch, plan)
+    def step(
+        self,
+        batch: int,
+        plan: DraftPlan | None,
+        rules: StepRules | None = None,
+        trees: Sequence[GivenTree] | None = None,
+    ) -> StepReadback:
+        """A round of `plan`, or without one a plain step. `rules` fill masks while the logits are computed; `trees`
+        are the candidates of each slot for a plan that takes given ones."""
+        return self.decode(batch, rules) if plan is None else self.round(batch, plan, rules, trees)
 
-    def decode(self, batch: int) -> StepReadback:
+    def decode(self, batch: int, rules: StepRules | None = None) -> StepReadback:
         """One token for each of the `batch` leading slots, without drafting; what drafting needs later is kept.
 
         Raises EngineError where a sequence has no KV row left.
         """
         progress = self._progress
-        full = max(progress.pending[:batch]) >= self.limits.accept_tokens
+        full = self.draft is not None and max(progress.pending[:batch]) >= self.limits.accept_tokens
         if full:
             self._flush(batch)
-        emitted, self._latest_round = self.base.decode(batch), None
+        emitted, self._latest_round = self.base.decode(batch, rules), None
         return progress.launched(StepReadback(progress, batch, None, emitted, full))
 
-    def round(self, batch: int, plan: DraftPlan) -> StepReadback:
-        """Draft and verify for the `batch` leading slots; what they got is in the readback.
+    def round(
+        self,
+        batch: int,
+        plan: DraftPlan,
+        rules: StepRules | None = None,
+        trees: Sequence[GivenTree] | None = None,
+    ) -> StepReadback:
+        """Draft, or take the given `trees`, and verify for the `batch` leading slots; what they got is in the readback.
 
         Raises EngineError if the engines cannot serve the plan, or a sequence could outgrow the context.
         """
+        if plan.is_given != (trees is not None):
+            raise EngineError(f"a round of {plan.name}: trees are given to a plan of given candidates, and to no other")
         longest = max(self.base.lengths[:batch])
         if longest + plan.longest > self.limits.kv_capacity:
             raise EngineError(
                 f"a round of {plan.name} may emit {plan.longest} tokens, but a sequence of {longest} has room for "
                 f"{self.limits.kv_capacity - longest} of {self.limits.kv_capacity}: take a shorter plan"
             )
-        current = self.prepare_round(batch, plan)
-        self._steps.run(current.key, current.stages)
+        current = self.prepare_round(batch, plan, rules is not None)
+        if trees is not None:
+            current.give(trees)
+        if rules is None:
+            self.base.sampling.clear_masks()
+            self._steps.run(current.key, current.stages)
+        else:
+            stages = dict(current.stages)
+            accept = {ACCEPTANCE: stages.pop(ACCEPTANCE)}
+            self._steps.run((current.key, BASE_VERIFY), stages)
+            shown = current.nodes() if trees is None else padded_trees(trees, *current.shape)
+            self.base.sampling.fill_masks(rules, shown[0].size, shown)
+            self._steps.run((current.key, ACCEPTANCE), accept)
         self._latest_round = current
         emitted = self.backend.read(current.emitted)
         return self._progress.launched(StepReadback(self._progress, batch, current.key.plan, emitted, True))
 
-    def prepare_round(self, batch: int, plan: DraftPlan) -> EagleRound:
+    def prepare_round(self, batch: int, plan: DraftPlan, ruled: bool = False) -> Round:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
         themselves, too, in their order."""
         slots, base = slice(0, batch), self.base
-        asked = batch, plan, base.sampling.plain(slots), base.adapts(slots), max(self._progress.pending[:batch])
+        pending = 0 if self.draft is None else max(self._progress.pending[:batch])
+        constrained = ruled or base.sampling.biased(slots)
+        asked = batch, plan, base.sampling.plain(slots), base.adapts(slots), constrained, pending
         return self._round(self._kinds.get(asked) or self._make_kind(*asked), max(base.lengths[:batch]))
+
+    def takes_given(self, batch: int, plan: DraftPlan) -> bool:
+        """Whether a round of a plan of given candidates can run now in the `batch` leading slots: there are engines
+        that verify its tree, and room for it."""
+        longest = max(self.base.lengths[:batch])
+        bucket = self._bucket(batch)
+        nodes = self.verification.engine_nodes(plan) if self.verification.takes(bucket, plan) else 0
+        fits = longest + plan.longest <= self.limits.kv_capacity and longest + nodes <= self.limits.kv_rows
+        return nodes > 0 and fits
 
     def capture_steps(self, plans: Sequence[DraftPlan]) -> list[str]:
         """Capture plain steps, and rounds of these plans, of every kind now, rather than when they come up; names the
         stages that cannot be captured. See `BaseEngineRunner.capture_steps`."""
         failed = self.base.capture_steps()
+        if self.draft is None:
+            return failed
         for bucket in self.limits.batches:
             tokens = self.draft.accept_shape_tokens(bucket, self.limits.accept_tokens)
             widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
@@ -185,44 +237,55 @@ class EagleRunner:
                 names = self._steps.capture(*self._flush_step(bucket, tokens, key_range))
                 failed += [f"{name} of {bucket} sequences, {key_range} rows" for name in names]
             for plan, plain, adapts in product(plans, (True, False), self.base.adapter_kinds):
-                for current in self._rounds_of(self._make_kind(bucket, plan, plain, adapts, tokens)):
+                for current in self._rounds_of(self._make_kind(bucket, plan, plain, adapts, False, tokens)):
                     names, key = self._steps.capture(current.key, current.stages), current.key
                     kind = f"{key.plan.name} of {bucket} sequences, {key.verify_range} rows, {key.acceptance}"
                     failed += [f"{name}, {kind}{', with adapters' if adapts else ''}" for name in names]
         return failed
 
-    def _make_kind(self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, most_pending: int) -> _RoundKind:
+    def _make_kind(
+        self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, most_pending: int
+    ) -> _RoundKind:
         """The kind of the rounds of `plan` in the leading slots, none of which has more pending entries; `plain`: all
         draw by argmax. Raises EngineError where the engines cannot serve the plan."""
         served, bucket = plan.for_engines(self.limits, self.backend.fixed_shapes), self._bucket(batch)
         acceptance = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN
         if plain:
             served, acceptance = served.deterministic(), GREEDY
-        tokens = self.draft.accept_shape_tokens(bucket, most_pending)
+        tokens = 0 if self.draft is None else self.draft.accept_shape_tokens(bucket, most_pending)
         widest, nodes = self.limits.tree_key_ranges[-1], self.verification.engine_nodes(served)
-        engines = (
-            (self.draft.accept_shape(bucket, tokens, widest), tokens),
-            (self.draft.propose_shape(bucket, served.columns, widest), (served.steps - 1) * served.columns),
-            (self.verification.shape(bucket, nodes, widest, adapts), nodes),
-        )
-        kind = _RoundKind(bucket, served, acceptance, adapts, tokens, engines)
-        self._kinds[batch, plan, plain, adapts, most_pending] = kind
+        engines: list[tuple[EngineShape | None, int]] = [(None, 0), (None, 0)]
+        if self.draft is not None:
+            engines[0] = self.draft.accept_shape(bucket, tokens, widest), tokens
+            if not plan.is_given:
+                behind = (served.steps - 1) * served.columns
+                engines[1] = self.draft.propose_shape(bucket, served.columns, widest), behind
+        engines.append((self.verification.shape(bucket, nodes, widest, adapts), nodes))
+        kind = _RoundKind(bucket, served, acceptance, adapts, constrained, tokens, tuple(engines))
+        self._kinds[batch, plan, plain, adapts, constrained, most_pending] = kind
         return kind
 
-    def _rounds_of(self, kind: _RoundKind) -> list[EagleRound]:
+    def _rounds_of(self, kind: _RoundKind) -> list[Round]:
         """The rounds of a kind that come up as sequences grow."""
-        changes = {size - rows + 1 for widest, rows in kind.engines for size in self._engines.key_ranges(widest)}
+        changes = {
+            size - rows + 1
+            for widest, rows in kind.engines
+            if widest is not None
+            for size in self._engines.key_ranges(widest)
+        }
         longest = self.limits.kv_capacity - kind.plan.longest
         lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
         return list({each.key: each for each in (self._round(kind, length) for length in lengths)}.values())
 
-    def _round(self, kind: _RoundKind, length: int) -> EagleRound:
+    def _round(self, kind: _RoundKind, length: int) -> Round:
         """The round of a kind where the longest sequence has `length` committed rows."""
-        ranges = [self._engines.key_range(widest, length + rows) for widest, rows in kind.engines]
+        ranges = [
+            0 if widest is None else self._engines.key_range(widest, length + rows) for widest, rows in kind.engines
+        ]
         key = RoundKey(*kind[:-1], *ranges)
         current = self._rounds.get(key)
         if current is None:
-            current = self._rounds[key] = EagleRound(self.base, self.draft, self.verification, key)
+            current = self._rounds[key] = Round(self.base, self.draft, self.verification, key)
         return current
 
     def set_adapter(self, slot: int, name: str | None) -> None:
@@ -231,15 +294,15 @@ class EagleRunner:
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The base's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
-        once it was waited for; see `EagleRound.logits`."""
+        once it was waited for; see `Round.logits`."""
         if self._latest_round is None:
             return self.base.logits(slot)[np.newaxis]
         return self._latest_round.logits(slot, count)
 
-    def draft_rows(self, slot: int) -> int:
+    def draft_rows(self, slot: int) -> int | None:
         """How many of the draft's rows are committed by work that was waited for; entry i goes with base rows 0..i and
-        token i + 1."""
-        return self._progress.draft_rows[slot]
+        token i + 1. None without a draft."""
+        return None if self.draft is None else self._progress.draft_rows[slot]
 
     def stop(self, slot: int) -> None:
         """Leave `slot` idle; its KV rows stay."""
@@ -253,22 +316,26 @@ class EagleRunner:
         Finished sequences make room this way: the running ones lead. Everything must have been waited for.
         """
         self.base.move(source, target)
-        self.draft.states.swap(source, target)
-        pending = self.draft.pending
-        for array in (pending.features, pending.token_ids, pending.counts, pending.last):
-            self.backend.copy(array[target : target + 1], array[source : source + 1])
+        if self.draft is not None:
+            self.draft.states.swap(source, target)
+            pending = self.draft.pending
+            for array in (pending.features, pending.token_ids, pending.counts, pending.last):
+                self.backend.copy(array[target : target + 1], array[source : source + 1])
         self._progress.move(source, target)
         self.stop(source)
 
     def swap_rows(self, first: int, second: int) -> None:
         """Exchange the KV rows of two idle slots."""
-        self.base.states.swap(first, second)
-        self.draft.states.swap(first, second)
+        for model in self._models():
+            model.states.swap(first, second)
 
     def copy_rows(self, source: int, target: int) -> None:
         """Let the idle slot `target` hold the KV rows of the idle slot `source`, too."""
-        self.base.states.copy(source, target)
-        self.draft.states.copy(source, target)
+        for model in self._models():
+            model.states.copy(source, target)
+
+    def _models(self) -> tuple[BaseEngineRunner | EagleDraftEngineRunner, ...]:
+        return (self.base,) if self.draft is None else (self.base, self.draft)
 
     def close(self) -> None:
         """Free everything, as `BaseEngineRunner.close` does."""
@@ -279,7 +346,8 @@ class EagleRunner:
             self._rounds.clear()
             self._latest_round = None
             self._engines.clear()
-            self.draft.close()
+            if self.draft is not None:
+                self.draft.close()
             self.base.close()
 
     def take_chunk(
@@ -292,6 +360,7 @@ class EagleRunner:
         images: PromptImages | None,
     ) -> None:
         """See `FeatureUser`: the draft's entries pair each feature with the token after it; the last has none yet."""
+        assert self.draft is not None
         entries = prompt_ids[position + 1 : position + tokens + 1]
         self.base.await_rows()  # the draft's, too
         if len(entries):
@@ -300,11 +369,13 @@ class EagleRunner:
 
     def take_tokens(self, slots: slice, tokens: Array, features: Array) -> None:
         """See `FeatureUser`: a plain step's feature and token join the pending entries."""
+        assert self.draft is not None
         pending, state = rows_of(self.draft.pending, slots), self.base.sequences(slots)
         self.backend.acceptance.append_pending(features, tokens, state, pending)
 
     def _flush(self, batch: int) -> None:
         """Let the draft take the pending entries, so that there is room for more."""
+        assert self.draft is not None
         bucket = self._bucket(batch)
         tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
         widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
@@ -315,6 +386,7 @@ class EagleRunner:
         self._progress.draft_took_pending(batch)
 
     def _flush_step(self, batch: int, tokens: int, key_range: int) -> tuple[tuple, Stages]:
+        assert self.draft is not None
         stages = {DRAFT_ACCEPT: self.draft.accept_step(batch, tokens, key_range)}
         return ("flush", batch, tokens, key_range), stages
 

@@ -14,7 +14,7 @@ from edgellm.engines.errors import EngineDirectoryError, EngineError
 from edgellm.engines.runners.captured_steps import CapturedSteps
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, chain, tree
-from edgellm.engines.speculation.eagle_runner import EagleRunner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.engines.speculation.tree import VerifiedTree
 
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]
@@ -27,12 +27,12 @@ def runner(
     request: pytest.FixtureRequest,
     make_engines: Callable[..., EngineDirectory],
     open_eagle: Callable[..., object],
-) -> Iterator[EagleRunner]:
+) -> Iterator[DecodingRunner]:
     with open_eagle(make_engines(request.param)) as opened:
         yield opened
 
 
-def rounds(runner: EagleRunner, count: int, plan: object = PLANS[1], batch: int = 1) -> list[list[int]]:
+def rounds(runner: DecodingRunner, count: int, plan: object = PLANS[1], batch: int = 1) -> list[list[int]]:
     """The tokens of each slot in `count` rounds of `plan` (None: plain steps)."""
     found: list[list[int]] = [[] for _ in range(batch)]
     for _ in range(count):
@@ -41,7 +41,7 @@ def rounds(runner: EagleRunner, count: int, plan: object = PLANS[1], batch: int 
     return found
 
 
-def draft_state(runner: EagleRunner, slot: int = 0) -> dict[str, np.ndarray]:
+def draft_state(runner: DecodingRunner, slot: int = 0) -> dict[str, np.ndarray]:
     """The draft's committed rows, once it has taken what is pending, and the logits that follow."""
     length = runner.base.lengths[slot]
     tokens = runner.draft.accept_shape_tokens(slot + 1, runner._progress.pending[slot])
@@ -56,7 +56,7 @@ def assert_close(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) 
 
 
 @pytest.mark.parametrize("plan", [*PLANS, None], ids=["chain", "tree", "plain"])
-def test_the_draft_sees_what_a_prefill_of_the_same_tokens_shows_it(runner: EagleRunner, plan: object) -> None:
+def test_the_draft_sees_what_a_prefill_of_the_same_tokens_shows_it(runner: DecodingRunner, plan: object) -> None:
     """Whatever led to the tokens, chunks of a prompt, rounds or plain steps: features, ids and positions agree."""
     answer = runner.start(0, PROMPT, 0, GREEDY).wait().tolist()
     answer += rounds(runner, 12 if plan is None else 5, plan)[0]
@@ -70,7 +70,7 @@ def test_the_draft_sees_what_a_prefill_of_the_same_tokens_shows_it(runner: Eagle
 
 
 @pytest.mark.parametrize("reused", [1, 15, 16, 17, 38])
-def test_a_reused_prefix_changes_nothing(runner: EagleRunner, reused: int) -> None:
+def test_a_reused_prefix_changes_nothing(runner: DecodingRunner, reused: int) -> None:
     runner.start(0, PROMPT, 0, GREEDY).wait()
     expected = draft_state(runner)
     runner.start(0, PROMPT[: reused + 1] + [5, 6, 7], 0, GREEDY).wait()
@@ -80,7 +80,7 @@ def test_a_reused_prefix_changes_nothing(runner: EagleRunner, reused: int) -> No
     assert_close(draft_state(runner), expected)
 
 
-def test_what_the_draft_has_committed_is_known_once_a_step_was_read(runner: EagleRunner) -> None:
+def test_what_the_draft_has_committed_is_known_once_a_step_was_read(runner: DecodingRunner) -> None:
     runner.start(0, PROMPT, 0, GREEDY).wait()
     assert runner.draft_rows(0) == len(PROMPT) - 1
     first = runner.round(1, PLANS[1])
@@ -94,7 +94,7 @@ def test_what_the_draft_has_committed_is_known_once_a_step_was_read(runner: Eagl
     assert runner.draft_rows(0) == len(PROMPT) + count + plain
 
 
-def test_a_moved_slot_goes_on_as_if_it_had_stayed(runner: EagleRunner) -> None:
+def test_a_moved_slot_goes_on_as_if_it_had_stayed(runner: DecodingRunner) -> None:
     sampled = SamplingValues(1.0, 0, 0.9, 0.0, 1.2, 0.3, 0.2, seed=5)
     runner.start(0, PROMPT[:9], 0, sampled).wait()
     expected = rounds(runner, 8)[0]
@@ -109,7 +109,7 @@ def test_a_moved_slot_goes_on_as_if_it_had_stayed(runner: EagleRunner) -> None:
     assert rounds(runner, 1, batch=3)[2] == []
 
 
-def test_an_idle_slot_among_others_keeps_its_rows_and_emits_nothing(runner: EagleRunner) -> None:
+def test_an_idle_slot_among_others_keeps_its_rows_and_emits_nothing(runner: DecodingRunner) -> None:
     runner.start(0, PROMPT[:20], 0, GREEDY).wait()
     rounds(runner, 3)
     kept, committed = runner.base.lengths[0], runner.draft_rows(0)
@@ -127,7 +127,7 @@ def test_an_idle_slot_among_others_keeps_its_rows_and_emits_nothing(runner: Eagl
         np.testing.assert_array_equal(cache[0, :, :committed], expected)
 
 
-def test_rounds_that_are_read_late_leave_bounds_that_become_exact(runner: EagleRunner) -> None:
+def test_rounds_that_are_read_late_leave_bounds_that_become_exact(runner: DecodingRunner) -> None:
     runner.start(0, PROMPT, 0, GREEDY).wait()
     expected = rounds(runner, 4)[0]
     runner.stop(0)
@@ -141,7 +141,7 @@ def test_rounds_that_are_read_late_leave_bounds_that_become_exact(runner: EagleR
     assert found[: len(expected)] == expected[: len(found)]
 
 
-def test_a_round_without_room_is_refused_and_a_shorter_one_runs(runner: EagleRunner) -> None:
+def test_a_round_without_room_is_refused_and_a_shorter_one_runs(runner: DecodingRunner) -> None:
     prompt = [1] * (runner.limits.kv_capacity - 3)
     runner.start(0, prompt, 0, GREEDY).wait()
     with pytest.raises(EngineError, match="may emit 5 tokens, but a sequence of 93 has room for 3 of 96"):
@@ -158,13 +158,13 @@ def test_a_round_without_room_is_refused_and_a_shorter_one_runs(runner: EagleRun
         (tree(4, 3, 17), "verify_tree_size is 17 for a tree: the engines were built for at most 16"),
     ],
 )
-def test_plans_beyond_the_engines_are_refused(runner: EagleRunner, plan: object, message: str) -> None:
+def test_plans_beyond_the_engines_are_refused(runner: DecodingRunner, plan: object, message: str) -> None:
     runner.start(0, PROMPT, 0, GREEDY).wait()
     with pytest.raises(EngineError, match=message):
         runner.round(1, plan)
 
 
-def test_bad_prompts_are_refused_and_the_runner_goes_on(runner: EagleRunner) -> None:
+def test_bad_prompts_are_refused_and_the_runner_goes_on(runner: DecodingRunner) -> None:
     runner.start(0, PROMPT, 0, GREEDY).wait()
     expected = rounds(runner, 3)
     runner.stop(0)
@@ -178,10 +178,10 @@ def test_bad_prompts_are_refused_and_the_runner_goes_on(runner: EagleRunner) -> 
 def test_a_directory_without_a_draft_is_refused(tiny_engines: object) -> None:
     directory = EngineDirectory.open(tiny_engines)
     with pytest.raises(EngineDirectoryError, match="--draft"):
-        EagleRunner.open(NumpyBackend(directory.config), directory)
+        DecodingRunner.open(NumpyBackend(directory.config), directory)
 
 
-def test_acceptance_can_be_simulated_between_verification_and_acceptance(runner: EagleRunner) -> None:
+def test_acceptance_can_be_simulated_between_verification_and_acceptance(runner: DecodingRunner) -> None:
     """The benchmark's seam: logits overwritten along the chain, the kernels of acceptance run as ever."""
     wanted = 3
 
@@ -196,7 +196,7 @@ def test_acceptance_can_be_simulated_between_verification_and_acceptance(runner:
     assert [len(runner.round(1, chain(4)).wait()[0]) for _ in range(4)] == [wanted + 1] * 4
 
 
-def test_the_stages_of_a_round_run_one_by_one(runner: EagleRunner) -> None:
+def test_the_stages_of_a_round_run_one_by_one(runner: DecodingRunner) -> None:
     runner.start(0, PROMPT, 0, GREEDY).wait()
     expected = rounds(runner, 1)[0]
     runner.start(0, PROMPT, 0, GREEDY).wait()

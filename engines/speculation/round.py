@@ -20,59 +20,77 @@ class RoundKey(NamedTuple):
     """What tells rounds apart, of `plan` in the `batch` leading slots.
 
     `acceptance` is a rule of `tree_verification`; `adapts` says whether a slot has an adapter, so that other engines
-    verify; `accept_tokens` are the tokens that the accept engine takes; the key ranges are those of the accept, propose
-    and verify engines.
+    verify; `constrained` whether masks or biases come before acceptance; `accept_tokens` are the tokens that the accept
+    engine takes; the key ranges are those of the accept, propose and verify engines (0 for one that does not run).
     """
 
     batch: int
     plan: DraftPlan
     acceptance: str
     adapts: bool
+    constrained: bool
     accept_tokens: int
     accept_range: int
     propose_range: int
     verify_range: int
 
 
-class EagleRound:
+class Round:
     """A round: what enqueues each of its `stages`, by name, in their order, with the arrays that they work on.
 
     `emitted` [B, W+1] int32 are the number of tokens of each slot, then these, then -1.
     """
 
     def __init__(
-        self, base: BaseEngineRunner, draft: EagleDraftEngineRunner, verification: TreeVerification, key: RoundKey
+        self,
+        base: BaseEngineRunner,
+        draft: EagleDraftEngineRunner | None,
+        verification: TreeVerification,
+        key: RoundKey,
     ) -> None:
         self.key, self._base = key, base
         batch, plan = key.batch, key.plan
         state = base.sequences(slice(0, batch))
-        candidates, tree = draft.candidates(batch, plan), verification.tree(plan, key.verify_range, state)
-        self._tree, self.emitted = tree, tree.emitted
+        self._candidates = verification.candidates(batch, plan)
+        self._tree = verification.tree(plan, key.verify_range, state)
+        self.emitted = self._tree.emitted
+        lay_out, verify = verification.verify_step(self._tree, self._candidates, state, key.adapts)
+        accept = verification.accept_step(self._tree, self._candidates, state, key.acceptance, key.constrained)
+        self._laid_out: LaidOut | None = None
+        if key.constrained and not plan.is_given:
+            self._laid_out = LaidOut(base, self._tree.nodes.tokens, self._tree.nodes.parents)
+        self.stages: dict[str, Callable[[], None]] = {}
+        if draft is not None:
+            self.stages[DRAFT_ACCEPT] = draft.accept_step(batch, key.accept_tokens, key.accept_range)
+            if not plan.is_given:
+                self.stages[DRAFT_PROPOSAL] = _in_order(_proposal(base, draft, verification, key))
+        shown = [] if self._laid_out is None else [self._laid_out.show]
+        self.stages[BASE_VERIFY] = _in_order([lay_out, *shown, verify])
+        self.stages[ACCEPTANCE] = accept
 
-        def extension(level: int) -> Callable[[], None]:
-            """What adds the candidates of `level`, from the draft's latest logits."""
-            if key.acceptance == SAMPLED:
-                return partial(verification.draw_child, batch, level - 1, plan)
-            return draft.expand_step(batch, level, plan)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[B, T] of the trees, padded to what the engine takes."""
+        batch, nodes = self._tree.nodes.tokens.shape
+        return batch, nodes
 
-        proposal = [extension(1)]
-        for level in range(1, plan.steps):
-            propose = draft.propose_step(batch, level, plan, state.kvcache_start_index, key.propose_range)
-            proposal += [propose, extension(level + 1)]
+    def give(self, trees: Sequence[GivenTree]) -> None:
+        """Bring the candidates of each slot; for a plan whose candidates are given, before its stages run."""
+        backend, (batch, nodes) = self._base.backend, self._candidates.tokens.shape
+        tokens, parents = padded_trees(trees, batch, nodes + 1)
+        parents = np.where(parents > 0, parents - 1, np.int32(-1))  # numbered without the root
+        backend.upload(self._candidates.tokens, np.ascontiguousarray(tokens[:, 1:]))
+        backend.upload(self._candidates.parents, np.ascontiguousarray(parents[:, 1:]))
 
-        def propose_all() -> None:
-            for step in proposal:
-                step()
-
-        self.stages: dict[str, Callable[[], None]] = {
-            DRAFT_ACCEPT: draft.accept_step(batch, key.accept_tokens, key.accept_range),
-            DRAFT_PROPOSAL: propose_all,
-            BASE_VERIFY: verification.verify_step(tree, candidates, state, key.adapts),
-            ACCEPTANCE: verification.accept_step(tree, candidates, state, key.acceptance),
-        }
+    def nodes(self) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and parents [B, T] int32 of the trees of a constrained round that a draft model proposed, as soon as
+        they are laid out; while the base computes what follows them."""
+        assert self._laid_out is not None
+        return self._laid_out.wait()
 
     def logits(self, slot: int, count: int) -> np.ndarray:
-        """The base's logits [count, V] float32 for the tokens that the round gave a slot, once it was waited for.
+        """The base's logits [count, V] float32 for the tokens that the round gave a slot, once it was waited for, after
+        masks and biases.
 
         Where tokens were drawn, acceptance has divided them by the temperature, which is undone here; penalties are
         not.
@@ -84,6 +102,74 @@ class EagleRound:
         found = np.stack([backend.read(rows[node : node + 1]).wait()[0] for node in nodes])
         temperature = self._base.sampling.values(slice(slot, slot + 1))[0].temperature
         return found if self.key.acceptance == GREEDY or temperature == 0 else found * np.float32(temperature)
+
+
+class GivenTree(NamedTuple):
+    """Candidates for one slot: `tokens` [N], and the `parents` [N] int32 of each, an earlier place, -1 of those that
+    follow the sequence's last token."""
+
+    tokens: Sequence[int] | np.ndarray
+    parents: Sequence[int] | np.ndarray
+
+
+def padded_trees(trees: Sequence[GivenTree], batch: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and parents [batch, nodes] int32 of trees with their roots, as `TreeNodes` has them: place 0 is the root,
+    whose token is not told (-1); what is behind a tree, or has no slot, is padding."""
+    tokens, parents = np.full((2, batch, nodes), -1, np.int32)
+    for slot, tree in enumerate(trees):
+        count = len(tree.tokens)
+        tokens[slot, 1 : count + 1] = tree.tokens
+        parents[slot, 1 : count + 1] = np.asarray(tree.parents, np.int32) + 1
+    return tokens, parents
+
+
+class LaidOut:
+    """Copies of the tokens and parents of trees in memory that the host sees, and the signal that they are there."""
+
+    def __init__(self, base: BaseEngineRunner, *arrays: object) -> None:
+        backend = self._backend = base.backend
+        self._sources = arrays
+        self._copies = [backend.host_visible(array.shape, "int32") for array in arrays]  # type: ignore[attr-defined]
+        self._signal = backend.signal()
+
+    def show(self) -> None:
+        """Enqueue the copies and the signal."""
+        for copy, source in zip(self._copies, self._sources, strict=True):
+            self._backend.copy(copy, source)  # type: ignore[arg-type]
+        self._signal.give()
+
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """What was shown latest."""
+        self._signal.wait()
+        tokens, parents = (self._backend.seen(copy) for copy in self._copies)
+        return tokens, parents
+
+
+def _proposal(
+    base: BaseEngineRunner, draft: EagleDraftEngineRunner, verification: TreeVerification, key: RoundKey
+) -> list[Callable[[], None]]:
+    """What lets the draft model propose, level by level."""
+    batch, plan = key.batch, key.plan
+    committed = base.sequences(slice(0, batch)).kvcache_start_index
+
+    def extension(level: int) -> Callable[[], None]:
+        """What adds the candidates of `level`, from the draft's latest logits."""
+        if key.acceptance == SAMPLED:
+            return partial(verification.draw_child, batch, level - 1, plan)
+        return draft.expand_step(batch, level, plan)
+
+    steps = [extension(1)]
+    for level in range(1, plan.steps):
+        steps += [draft.propose_step(batch, level, plan, committed, key.propose_range), extension(level + 1)]
+    return steps
+
+
+def _in_order(steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def run() -> None:
+        for step in steps:
+            step()
+
+    return run
 
 
 class SlotProgress:
