@@ -86,7 +86,7 @@ def compare(slots: tuple[Runner, EngineDirectory], folder: Path, questions: Sequ
         sampling = SamplingValues(temperature=0.8 * (number % 2), top_k=40, top_p=0.95, seed=number)
         cold = answered(runner, prompt, 0, count, sampling)
         reused = snapshots.restore(0, prompt, KVContents())
-        assert reused == len(system) - runner.draft is not None
+        assert reused == len(system) - (runner.draft is not None)
         warm = answered(runner, prompt, reused, count, sampling)
         if warm != cold:
             first = next(index for index in range(count) if warm[index] != cold[index])

@@ -84,7 +84,7 @@ def test_a_snapshot_changes_no_token(slots: Slots, answer: Answer, tmp_path: Pat
     expected = [answer(runner, prompt, 0, plan=plan) for prompt in PROMPTS]
     contents = KVContents()
     made = snapshots.compute(0, SYSTEM, contents, "system")
-    assert contents.reusable([*SYSTEM, 1]) == len(SYSTEM) - runner.draft is not None
+    assert contents.reusable([*SYSTEM, 1]) == len(SYSTEM) - (runner.draft is not None)
     if place == "memory":
         snapshots.store.put(made)
     elif place == "disk":
@@ -97,7 +97,7 @@ def test_a_snapshot_changes_no_token(slots: Slots, answer: Answer, tmp_path: Pat
         forget(runner)  # what is not restored would show
         contents = KVContents()
         reused = snapshots.restore(0, prompt, contents)
-        assert reused == len(SYSTEM) - runner.draft is not None == contents.reusable(prompt)
+        assert reused == len(SYSTEM) - (runner.draft is not None) == contents.reusable(prompt)
         found.append(answer(runner, prompt, reused, plan=plan))
     assert found == expected
 
@@ -226,7 +226,7 @@ def test_a_prefix_of_a_snapshot_is_as_good(slots: Slots, answer: Answer, tmp_pat
         forget(runner)
         contents = KVContents()
         reused = snapshots.restore(0, prompt, contents)
-        assert reused == common - runner.draft is not None
+        assert reused == common - (runner.draft is not None)
         assert np.isnan(next(iter(runner.base.states.tensors.values()))[0, :, common * bool(reused) :]).all()
         assert contents.reusable(prompt) == reused
         assert answer(runner, prompt, reused) == expected
@@ -258,7 +258,7 @@ def test_the_slots_own_rows_are_kept_where_they_are_as_good(slots: Slots) -> Non
     assert same_rows(rows_of(runner, 0, len(PROMPTS[0])), before)
     assert contents.reusable(PROMPTS[0]) == len(PROMPTS[0]) - 1
     contents.replace(PROMPTS[0][:5], draft_rows(runner, 5))
-    assert snapshots.restore(0, PROMPTS[1], contents) == len(SYSTEM) - runner.draft is not None
+    assert snapshots.restore(0, PROMPTS[1], contents) == len(SYSTEM) - (runner.draft is not None)
 
 
 def test_a_damaged_snapshot_is_dropped_and_the_next_best_taken(
@@ -276,7 +276,7 @@ def test_a_damaged_snapshot_is_dropped_and_the_next_best_taken(
     contents = KVContents()
     with caplog.at_level(logging.WARNING, "edgellm.snapshots"):
         reused = snapshots.restore(0, PROMPTS[0], contents)
-    assert reused == 30 - runner.draft is not None == contents.reusable(PROMPTS[0])
+    assert reused == 30 - (runner.draft is not None) == contents.reusable(PROMPTS[0])
     assert f"{path} is damaged" in caplog.text
     assert answer(runner, PROMPTS[0], reused) == expected
     assert [error.reason for error in snapshots.store.refused.values()] == ["damaged"]
