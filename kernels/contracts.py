@@ -3,8 +3,10 @@
 An array is declared by its axes and dtype, `Annotated[OwnArray, "BT int32"]`; what belongs together is a bundle, a
 NamedTuple of such fields. A letter names an axis, which has one size in all arguments of a call; a digit is an axis of
 just that size. "compute" is the dtype of the model's activations (float16 or bfloat16 on the GPU, float32 on NumPy),
-one in all arguments; "rows" is that, or int8; "any" is whatever comes. Wrong shapes, dtypes and limits raise
-`KernelError` that names the argument, what was found and what was expected.
+one in all arguments; "rows" is that, or int8; "any" is whatever comes. Records, several numbers of their own dtypes
+each, are declared by a class whose annotated fields name these, `Annotated[OwnArray, "S record", Settings]`: memory
+holds them as words, [S, K] uint32, kernels see the struct, twins a structured dtype (`record_dtype`). Wrong shapes,
+dtypes and limits raise `KernelError` that names the argument, what was found and what was expected.
 
 Kernels take everything as one struct by value, in 64-bit words: the arguments in their order, then the sizes of the
 axes, called by their letters. `cuda_header` writes these structs for the compiler.
@@ -14,13 +16,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.errors import KernelError
 
 #: The most rows of a launch that are not on the first axis of its grid.
@@ -34,6 +36,7 @@ _MAY_BE_EMPTY = frozenset("NL")
 _CUDA_TYPES = {
     "float32": "float*",
     "int32": "int*",
+    "uint32": "unsigned*",
     "int64": "long long*",
     "uint64": "unsigned long long*",
     "uint8": "unsigned char*",
@@ -53,8 +56,9 @@ class _Field(NamedTuple):
     """An array (with axes) or a number of a bundle, or of a method where `name` has no dot."""
 
     name: str
-    axes: str
+    axes: tuple[str, ...]
     dtype: str  # or the CUDA type of a number
+    record: type | None = None  # what the words are
 
 
 class _Parameter(NamedTuple):
@@ -83,8 +87,8 @@ class Contract:
         hints = get_type_hints(method, include_extras=True)
         hints.pop("return", None)
         self.parameters = tuple(_parameter(name, annotation) for name, annotation in hints.items())
-        letters = "".join(field.axes for parameter in self.parameters for field in parameter.fields)
-        self.letters = tuple(dict.fromkeys(letter for letter in letters if letter.isalpha()))
+        axes = (axis for parameter in self.parameters for field in parameter.fields for axis in field.axes)
+        self.letters = tuple(dict.fromkeys(axis for axis in axes if axis.isalpha()))
 
     @property
     def cuda_struct(self) -> str:
@@ -141,15 +145,21 @@ def cuda_header(*protocols: type) -> str:
     """Source of the structs of all bundles and kernels of some protocols."""
     contracts = [contract for protocol in protocols for contract in _contracts(protocol).values()]
     bundles: dict[str, str] = {}
+
+    def add(name: str, members: Sequence[str], *assertions: str) -> None:
+        # Guarded, as headers of several protocols may come together.
+        guard = f"#ifndef STRUCT_{name}", f"#define STRUCT_{name}"
+        text = "\n".join((*guard, f"struct {name} {{", *members, "};", *assertions, "#endif"))
+        assert bundles.setdefault(name, text) == text, f"two bundles are called {name}"
+
     for parameter in (parameter for contract in contracts for parameter in contract.parameters):
+        for record in (field.record for field in parameter.fields if field.record is not None):
+            dtype, name = record_dtype(record), record.__name__
+            members = [f"    {_CUDA_TYPES[dtype[field].name][:-1]} {field};" for field in dtype.names or ()]
+            add(name, members, f'static_assert(sizeof({name}) == {dtype.itemsize}, "not what the host writes");')
         if parameter.bundle is not None:
             members = [_cuda_member(field, field.name.partition(".")[2]) for field in parameter.fields]
-            name = parameter.bundle.__name__
-            # Guarded, as headers of several protocols may come together.
-            text = "\n".join(
-                (f"#ifndef STRUCT_{name}", f"#define STRUCT_{name}", f"struct {name} {{", *members, "};", "#endif")
-            )
-            assert bundles.setdefault(name, text) == text, f"two bundles are called {name}"
+            add(parameter.bundle.__name__, members)
     structs = dict.fromkeys(contract.cuda_struct for contract in contracts)
     return "\n".join(("#pragma once", *bundles.values(), *structs, ""))
 
@@ -157,6 +167,14 @@ def cuda_header(*protocols: type) -> str:
 def rows_of(bundle: _Bundle, rows: slice | int) -> _Bundle:
     """The same bundle of some rows of the first axis of its arrays, or of one row, without that axis."""
     return type(bundle)(*(array[rows] for array in bundle))
+
+
+@lru_cache
+def record_dtype(record: type) -> np.dtype:
+    """The annotated fields of a class, each at the place that C compilers give it; its size is a number of words."""
+    hints = get_type_hints(record, include_extras=True)
+    fields = [(name, get_args(hint)[1]) for name, hint in hints.items() if get_origin(hint) is Annotated]
+    return np.dtype(fields, align=True)
 
 
 @lru_cache
@@ -182,13 +200,19 @@ def _parameter(name: str, annotation: Any) -> _Parameter:
 
 def _field(name: str, annotation: Any) -> _Field:
     if annotation in _NUMBERS:
-        return _Field(name, "", _NUMBERS[annotation])
-    axes, dtype = get_args(annotation)[1].split()
-    return _Field(name, axes, dtype)
+        return _Field(name, (), _NUMBERS[annotation])
+    _, declared, *records = get_args(annotation)
+    axes, dtype = declared.split()
+    if not records:
+        return _Field(name, tuple(axes), dtype)
+    words = record_dtype(records[0]).itemsize // ITEM_SIZES["uint32"]
+    return _Field(name, (*axes, str(words)), "uint32", records[0])
 
 
 def _cuda_member(field: _Field, name: str) -> str:
-    return f"    {_CUDA_TYPES[field.dtype]} {name};" if field.axes else f"    alignas(8) {field.dtype} {name};"
+    if not field.axes:
+        return f"    alignas(8) {field.dtype} {name};"
+    return f"    {_CUDA_TYPES[field.dtype] if field.record is None else f'{field.record.__name__}*'} {name};"
 
 
 def _size_type(letter: str) -> str:

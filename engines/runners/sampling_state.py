@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,48 +12,54 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend, Readback, uploaded
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.contracts import rows_of
-from edgellm.kernels.sampling.contract import SamplingRows, SequenceState
+from edgellm.kernels.sampling.contract import SequenceState
+from edgellm.kernels.sampling.record import SamplingRecord
 
 
 @dataclass(frozen=True)
-class SamplingValues:
-    """One sequence's sampling, as the kernels take it (`SamplingRows`)."""
+class SamplingValues(SamplingRecord):
+    """One sequence's sampling: its record, and what is added to the logits of single tokens, (id, bias) in 0..V-1."""
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    sequence: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
-    @cached_property
-    def penalizes(self) -> bool:
-        """True if the tokens so far change the logits."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-
-    @cached_property
-    def plain(self) -> bool:
-        """True for the argmax of the unchanged logits."""
-        return self.temperature == 0.0 and not self.penalizes
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "biased", int(bool(self.logit_bias)))
 
 
-def sampling_row(values: SamplingValues) -> list[tuple[float, str]]:
-    """Values and dtypes of a sequence's row, in the order of `SamplingRows`."""
-    return [
-        (values.repetition_penalty, "float32"),
-        (values.presence_penalty, "float32"),
-        (values.frequency_penalty, "float32"),
-        (values.temperature, "float32"),
-        (values.top_k, "int32"),
-        (values.top_p, "float32"),
-        (values.min_p, "float32"),
-        (values.seed, "uint64"),
-        (values.sequence, "int32"),
-    ]
+class TokenMasks:
+    """The masks of a step's tokens: memory for up to R rows of logits, on the host (pinned on the GPU) and the device.
+
+    `host_masks` [R, W] uint32 and `host_rows` [R] int32 are for the caller to fill: row r of the logits that the next
+    `SamplingState.constrain` is given obeys mask `host_rows[r]`, none where that is -1, as all are at first. Bit i % 32
+    of word i // 32 of a mask is set where token i may come next; at least one has to be. There is one buffer: what was
+    uploaded is on its way until a later token was waited for, and must stay as it is until then.
+    """
+
+    def __init__(self, backend: Backend, rows: int, vocab_size: int) -> None:
+        self._backend = backend
+        words = -(-vocab_size // 32)
+        shape, size = (rows, words), np.dtype(np.uint32).itemsize
+        self.host_masks = backend.host_memory(rows * words * size).view(np.uint32).reshape(shape)
+        self.host_rows = backend.host_memory(rows * size).view(np.int32)
+        #: On the device, as `SamplingKernels.constrain_logits` takes them.
+        self.masks = backend.zeros(shape, "uint32")
+        self.rows = backend.empty((rows,), "int32")
+        self.host_masks.fill(0)
+        self.clear()
+
+    def upload(self, rows: int, masks: int) -> None:
+        """Bring the first so many of `host_rows` and of `host_masks` to the device, in order with the other work."""
+        count, words = self.host_masks.shape
+        if rows:
+            self._backend.upload_rows(self.rows.reshape(1, count, 1), self.host_rows.reshape(1, count, 1), rows)
+        if masks:
+            device = self.masks.reshape(1, count, words)
+            self._backend.upload_rows(device, self.host_masks.reshape(1, count, words), masks)
+
+    def clear(self) -> None:
+        """No row has a mask any more, on the host and, in order with the other work, on the device."""
+        self.host_rows.fill(-1)
+        self.upload(self.host_rows.size, 0)
 
 
 class StepRules(Protocol):
@@ -70,15 +77,27 @@ class StepRules(Protocol):
 class SamplingState:
     """Sampling parameters and buffers of all slots."""
 
-    def __init__(self, backend: Backend, slots: int, vocab_size: int, longest_prompt: int) -> None:
-        self._backend = backend
+    def __init__(
+        self, backend: Backend, slots: int, vocab_size: int, longest_prompt: int, mask_rows: int | None = None
+    ) -> None:
+        """`mask_rows`: the most rows of logits that `constrain` is given at a time; as many as slots by default."""
+        self._backend, self._vocab_size, self._mask_rows = backend, vocab_size, mask_rows or slots
         self._values = [SamplingValues()] * slots
-        neutral = sampling_row(SamplingValues())
-        self._rows = SamplingRows(*[uploaded(backend, np.full(slots, value, dtype)) for value, dtype in neutral])
+        self._rows = uploaded(backend, np.stack([values.words() for values in self._values]))
         self._processed = backend.empty((slots, vocab_size), "float32")
         self._thresholds = backend.zeros((slots,), "float32")
         self._prompt = backend.empty((longest_prompt,), "int32")
         self.token_counts = backend.zeros((slots, vocab_size), "int32")
+
+    @cached_property
+    def masks(self) -> TokenMasks:
+        """The memory of masks, made when it is first asked for: before anything is captured that uses it."""
+        return TokenMasks(self._backend, self._mask_rows, self._vocab_size)
+
+    @cached_property
+    def _bias(self) -> Array:
+        """[S, V] float32, read of slots that are biased alone; made like `masks`."""
+        return self._backend.empty((len(self._values), self._vocab_size), "float32")
 
     def set(self, slot: int, values: SamplingValues, prompt_ids: Sequence[int]) -> None:
         """Start a request in `slot`."""
@@ -98,18 +117,35 @@ class SamplingState:
         """How the slots draw."""
         return self._values[slots]
 
-    def rows(self, slots: slice) -> SamplingRows:
-        """The parameters of the slots."""
-        return rows_of(self._rows, slots)
+    def rows(self, slots: slice) -> Array:
+        """The parameters of the slots, as kernels take them (`SamplingRows`)."""
+        return self._rows[slots]
 
     def _take(self, slot: int, values: SamplingValues) -> None:
         """Bring what changes to the device: most requests draw as the one before."""
         before, self._values[slot] = self._values[slot], values
         if before == values:
             return
-        for array, (value, dtype), old in zip(self._rows, sampling_row(values), sampling_row(before), strict=True):
-            if (value, dtype) != old:
-                self._backend.upload(array[slot : slot + 1], np.asarray([value], dtype))
+        self._backend.upload(self._rows[slot : slot + 1], values.words()[None])
+        if values.logit_bias and values.logit_bias != before.logit_bias:
+            bias = np.zeros((1, self._vocab_size), np.float32)
+            for token, amount in values.logit_bias:
+                bias[0, token] = amount
+            self._backend.upload(self._bias[slot : slot + 1], bias)
+
+    def biased(self, slots: slice) -> bool:
+        """True if one of the slots has biases, so that `constrain` has something to do without masks."""
+        return any(values.biased for values in self._values[slots])
+
+    def constrain(self, slots: slice, logits: Array) -> None:
+        """Masks, then biases, of `logits` [n, V] or [n, T, V] of the n slots, in place: before anything reads them.
+
+        Row r of them, n * T in all, obeys what was uploaded for row r of `masks`.
+        """
+        count = math.prod(logits.shape[:-1])
+        masks, flat = self.masks, logits.reshape(count, self._vocab_size)
+        kernels = self._backend.kernels
+        kernels.constrain_logits(flat, masks.rows[:count], masks.masks, self._bias[slots], self.rows(slots))
 
     def biased(self, slots):
         return False

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(ROW_THREADS, 4) draft_scale(DraftSampleArgumen
     unsigned slot = blockIdx.y, vocabulary = a.U;
     const float* source = a.logits + (size_t)slot * vocabulary;
     float* target = scaled + (size_t)slot * vocabulary;
-    float divisor = a.rows.temperature[slot] == 0.0f ? 1.0f : a.rows.temperature[slot];
+    float divisor = a.rows[slot].temperature == 0.0f ? 1.0f : a.rows[slot].temperature;
     bool aligned = aligned_16(source);
     unsigned long long best = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);
@@ -73,8 +73,8 @@ __global__ void draft_draw(DraftSampleArguments a, float* scaled, acceptance::Ro
     const float* values = scaled + (size_t)slot * vocabulary;
     float* probabilities = a.chain.probabilities + ((size_t)slot * a.D + a.step) * vocabulary;
     Row& row = workspace[slot];
-    Distribution q = row_distribution(values, thresholds[slot], a.rows.temperature[slot], row);
-    DrawWords random = draw_words(a.rows.seeds[slot], a.rows.sequences[slot], a.positions[slot] + a.step);
+    Distribution q = row_distribution(values, thresholds[slot], a.rows[slot].temperature, row);
+    DrawWords random = draw_words(a.rows[slot], a.positions[slot] + a.step);
     bool aligned = aligned_16(values);
     unsigned long long best = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);
@@ -122,9 +122,9 @@ __global__ void chain_test(AcceptSampledChainArguments a) {
     if (drafted && unsigned(token) < vocabulary) {
         size_t row = first_row + node;
         const float* values = a.nodes.logits + row * vocabulary;
-        Distribution p = row_distribution(values, a.nodes.thresholds[row], a.rows.temperature[slot], rows[node]);
+        Distribution p = row_distribution(values, a.nodes.thresholds[row], a.rows[slot].temperature, rows[node]);
         DraftProbabilities q = draft_probabilities(a.chain, slot, node, a.D, a.U);
-        DrawWords random = draw_words(a.rows.seeds[slot], a.rows.sequences[slot], a.tree.draw_positions[row]);
+        DrawWords random = draw_words(a.rows[slot], a.tree.draw_positions[row]);
         float p_of_token = p.probability(values[token], token);
         accepts = p_of_token > 0.0f && uniform(random.words(0, TEST_STREAM).x) * q.of(token) <= p_of_token;
     }
@@ -155,9 +155,9 @@ __global__ void chain_draw(AcceptSampledChainArguments a) {
     unsigned node = stop & (STOP_REJECTED - 1);
     size_t row = first_row + node;
     const float* values = a.nodes.logits + row * vocabulary;
-    Distribution p = row_distribution(values, a.nodes.thresholds[row], a.rows.temperature[slot], rows[node]);
+    Distribution p = row_distribution(values, a.nodes.thresholds[row], a.rows[slot].temperature, rows[node]);
     DraftProbabilities q = draft_probabilities(a.chain, slot, node, a.D, a.U);
-    DrawWords random = draw_words(a.rows.seeds[slot], a.rows.sequences[slot], a.tree.draw_positions[row]);
+    DrawWords random = draw_words(a.rows[slot], a.tree.draw_positions[row]);
     bool aligned = aligned_16(values);
     unsigned long long best = 0, fallback = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(vocabulary);

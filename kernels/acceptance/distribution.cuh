@@ -47,8 +47,8 @@ struct DrawWords {
     }
 };
 
-__device__ inline DrawWords draw_words(unsigned long long seed, int sequence, int position) {
-    return {make_uint2(unsigned(seed), unsigned(seed >> 32)), unsigned(sequence), unsigned(position)};
+__device__ inline DrawWords draw_words(const SamplingRecord& record, int position) {
+    return {make_uint2(unsigned(record.seed), unsigned(record.seed >> 32)), unsigned(record.sequence), unsigned(position)};
 }
 
 __device__ inline unsigned word_of(const uint4& words, unsigned place) {

@@ -45,9 +45,10 @@ class Distribution:
 
 
 class Draws:
-    """The random words of n draws, named by `seeds` [n] uint64, `sequences` and `positions` [n] int32 and a stream."""
+    """The random words of n draws, named by their slots' `records` [n], `positions` [n] int32 and a stream."""
 
-    def __init__(self, seeds: np.ndarray, sequences: np.ndarray, positions: np.ndarray, stream: int) -> None:
+    def __init__(self, records: np.ndarray, positions: np.ndarray, stream: int) -> None:
+        seeds, sequences = records["seed"], records["sequence"]
         self._keys = (seeds & np.uint64(0xFFFFFFFF), seeds >> np.uint64(32))
         self._sequences = sequences.astype(np.int64)
         self._positions = positions.astype(np.int64)

@@ -32,7 +32,7 @@ __global__ void process_tree_logits(ProcessTreeLogitsArguments a) {
     __shared__ unsigned marks[MARK_WORDS], path_size;
     unsigned slot = blockIdx.z, tree_size = gridDim.y, vocabulary = a.V;
     size_t row = (size_t)slot * tree_size + blockIdx.y;
-    LogitSettings settings = logit_settings(a.rows, slot);
+    LogitSettings settings = logit_settings(a.rows[slot]);
     if (threadIdx.x < MARK_WORDS) marks[threadIdx.x] = 0;
     if (threadIdx.x == 0) path_size = 0;
     __syncthreads();

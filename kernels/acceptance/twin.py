@@ -18,9 +18,10 @@ from edgellm.kernels.acceptance.contract import (
 from edgellm.kernels.acceptance.distribution import Distribution, Draws, divided, is_typical
 from edgellm.kernels.acceptance.walks import accept_chains, deepest_path, walk, walk_all, write_accepted
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.contracts import Contracts, rows_of
+from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.sampling.contract import SamplingRows, SequenceState
+from edgellm.kernels.sampling.contract import SequenceState
+from edgellm.kernels.sampling.record import penalizes, records
 from edgellm.kernels.sampling.twin import NumpySampling, likeliest
 from edgellm.kernels.tree.contract import TreeNodes
 
@@ -38,7 +39,7 @@ class NumpyAcceptance:
         logits: np.ndarray,
         token_counts: np.ndarray,
         tree: TreeNodes,
-        rows: SamplingRows,
+        rows: np.ndarray,
         processed: np.ndarray,
     ) -> None:
         """Penalties and temperature of every node; see the contract."""
@@ -46,7 +47,7 @@ class NumpyAcceptance:
         if processed is not logits:
             np.copyto(processed, logits)
         for slot in range(sizes["B"]):
-            self._process(slot, range(sizes["T"]), processed, token_counts, tree, _of_slot(rows, slot))
+            self._process(slot, range(sizes["T"]), processed, token_counts, tree, rows[slot : slot + 1])
 
     def accept_workspace_size(self, batch: int, tree_size: int) -> int:
         """0: NumPy needs no workspace."""
@@ -64,11 +65,11 @@ class NumpyAcceptance:
         _check("accept_drawn", drawn, tree, active, accepted)
         walk_all(lambda slot, node: int(drawn[slot, node]), tree, active, accepted)
 
-    def draw_nodes(self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows) -> None:
+    def draw_nodes(self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: np.ndarray) -> None:
         """What plain decoding draws at every node; see the contract."""
         sizes = _check("draw_nodes", nodes, tree, state, rows)
         for slot in range(sizes["B"]):
-            own = _of_slot(rows, slot)
+            own = rows[slot : slot + 1]
             for node in range(sizes["T"]):
                 self._filter(slot, node, nodes, tree, state, own)
                 self._draw(slot, node, nodes, tree, own)
@@ -78,7 +79,7 @@ class NumpyAcceptance:
         nodes: NodeLogits,
         tree: TreeNodes,
         active: np.ndarray,
-        rows: SamplingRows,
+        rows: np.ndarray,
         bounds: TypicalBounds,
         accepted: Accepted,
         workspace: np.ndarray,
@@ -89,7 +90,7 @@ class NumpyAcceptance:
             tokens, parents, depths = tree.tokens[slot], tree.parents[slot], tree.depths[slot]
             if active[slot] != 1:
                 write_accepted(slot, [], [], accepted)
-            elif rows.temperature[slot] == 0:
+            elif records(rows)[slot]["temperature"] == 0:
                 walk(lambda slot, node: int(nodes.drawn[slot, node]), slot, tree, accepted)
             else:
 
@@ -109,17 +110,18 @@ class NumpyAcceptance:
         self,
         step: int,
         logits: np.ndarray,
-        rows: SamplingRows,
+        rows: np.ndarray,
         positions: np.ndarray,
         chain: Chain,
         workspace: np.ndarray,
     ) -> None:
         """Draw token `step` of sampled chains from the draft's q and keep q; see the contract."""
         sizes = _check("draft_sample", step, logits, rows, positions, chain, workspace)
-        scaled, thresholds = divided(logits, rows.temperature), np.empty(sizes["B"], np.float32)
+        temperature = records(rows)["temperature"]
+        scaled, thresholds = divided(logits, temperature), np.empty(sizes["B"], np.float32)
         self._sampling.filter_threshold(scaled, rows, thresholds)
-        probabilities = Distribution(scaled, thresholds, rows.temperature).probabilities()
-        draws = Draws(rows.seeds, rows.sequences, positions + np.int32(step), DRAFT_STREAM)
+        probabilities = Distribution(scaled, thresholds, temperature).probabilities()
+        draws = Draws(records(rows), positions + np.int32(step), DRAFT_STREAM)
         chain.tokens[:, step] = chain.draft_to_target[draws.by_weight(probabilities)]
         chain.probabilities[:, step] = probabilities
 
@@ -128,27 +130,28 @@ class NumpyAcceptance:
         nodes: NodeLogits,
         tree: TreeNodes,
         active: np.ndarray,
-        rows: SamplingRows,
+        rows: np.ndarray,
         chain: Chain,
         accepted: Accepted,
         workspace: np.ndarray,
     ) -> None:
         """Speculative sampling of chains, all slots of one depth at once; see the contract."""
         _check("accept_sampled_chain", nodes, tree, active, rows, chain, accepted, workspace)
+        temperature = records(rows)["temperature"]
 
         def distribution(slots: np.ndarray, node: int) -> Distribution:
-            return Distribution(nodes.logits[slots, node], nodes.thresholds[slots, node], rows.temperature[slots])
+            return Distribution(nodes.logits[slots, node], nodes.thresholds[slots, node], temperature[slots])
 
-        accept_chains(distribution, tree, active, rows, chain, accepted)
+        accept_chains(distribution, tree, active, records(rows), chain, accepted)
 
     def accept_draws(
-        self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: SamplingRows, accepted: Accepted
+        self, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, rows: np.ndarray, accepted: Accepted
     ) -> None:
         """Process, filter and draw the nodes that the walk visits, and no others; see the contract."""
         _check("accept_draws", nodes, tree, state, rows, accepted)
 
         def draw(slot: int, node: int) -> int:
-            own = _of_slot(rows, slot)
+            own = rows[slot : slot + 1]
             self._filter(slot, node, nodes, tree, state, own)
             return self._draw(slot, node, nodes, tree, own)
 
@@ -159,20 +162,21 @@ class NumpyAcceptance:
         nodes: NodeLogits,
         tree: TreeNodes,
         state: SequenceState,
-        rows: SamplingRows,
+        rows: np.ndarray,
         chain: Chain,
         accepted: Accepted,
         workspace: np.ndarray,
     ) -> None:
         """Process and filter the nodes that the chain reaches, and no others; see the contract."""
         _check("accept_sampled_draws", nodes, tree, state, rows, chain, accepted, workspace)
+        temperature = records(rows)["temperature"]
 
         def distribution(slots: np.ndarray, node: int) -> Distribution:
             for slot in slots.tolist():
-                self._filter(slot, node, nodes, tree, state, _of_slot(rows, slot))
-            return Distribution(nodes.logits[slots, node], nodes.thresholds[slots, node], rows.temperature[slots])
+                self._filter(slot, node, nodes, tree, state, rows[slot : slot + 1])
+            return Distribution(nodes.logits[slots, node], nodes.thresholds[slots, node], temperature[slots])
 
-        accept_chains(distribution, tree, state.active, rows, chain, accepted)
+        accept_chains(distribution, tree, state.active, records(rows), chain, accepted)
 
     def move_accepted(
         self,
@@ -243,16 +247,16 @@ class NumpyAcceptance:
         logits: np.ndarray,
         token_counts: np.ndarray,
         tree: TreeNodes,
-        own: SamplingRows,
+        own: np.ndarray,
     ) -> None:
         """`process_tree_logits` of some nodes of one slot, whose settings are its `own`, in place."""
-        penalizes = own.repetition_penalty[0] != 1 or own.presence_penalty[0] != 0 or own.frequency_penalty[0] != 0
+        path_counts = bool(penalizes(records(own)[0]))
         counts = token_counts[slot : slot + 1]
-        if penalizes:
+        if path_counts:
             counts = counts.copy()
         for node in nodes:
             path: Sequence[int] = ()
-            if penalizes:
+            if path_counts:
                 path = _path_tokens(tree.tokens[slot], tree.ancestors[slot, node], counts.shape[1])
             for token in path:
                 counts[0, token] += 1
@@ -262,23 +266,19 @@ class NumpyAcceptance:
                 counts[0, token] -= 1
 
     def _filter(
-        self, slot: int, node: int, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, own: SamplingRows
+        self, slot: int, node: int, nodes: NodeLogits, tree: TreeNodes, state: SequenceState, own: np.ndarray
     ) -> None:
         """Process one node's row of logits in place and find its threshold."""
         self._process(slot, [node], nodes.logits, state.token_counts, tree, own)
         place = (slot, slice(node, node + 1))
         self._sampling.filter_threshold(nodes.logits[place], own, nodes.thresholds[place])
 
-    def _draw(self, slot: int, node: int, nodes: NodeLogits, tree: TreeNodes, own: SamplingRows) -> int:
+    def _draw(self, slot: int, node: int, nodes: NodeLogits, tree: TreeNodes, own: np.ndarray) -> int:
         """The token that plain decoding draws at a node whose row was filtered."""
         place = (slot, slice(node, node + 1))
         logits, thresholds, drawn = (array[place] for array in nodes)
         self._sampling.sample(logits, thresholds, own, tree.draw_positions[place], drawn)
         return int(drawn[0])
-
-
-def _of_slot(rows: SamplingRows, slot: int) -> SamplingRows:
-    return rows_of(rows, slice(slot, slot + 1))
 
 
 def check_alike(caches: Sequence[Array]) -> None:

@@ -32,7 +32,7 @@ __global__ void typical_accept(TypicalAcceptArguments a) {
     Tree tree = tree_of(a.tree, slot, tree_size);
     const int* drawn = a.nodes.drawn + first_row;
     Row* rows = rows_of(a.workspace, slot, tree_size);
-    bool greedy = a.rows.temperature[slot] == 0.0f;
+    bool greedy = a.rows[slot].temperature == 0.0f;
     if (!greedy) {
         for (unsigned node = threadIdx.x; node < tree_size; node += blockDim.x) {
             int parent = tree.parents[node], token = tree.tokens[node];

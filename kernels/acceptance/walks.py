@@ -11,7 +11,6 @@ import numpy as np
 
 from edgellm.kernels.acceptance.contract import RESIDUAL_STREAM, TARGET_STREAM, TEST_STREAM, Accepted, Chain
 from edgellm.kernels.acceptance.distribution import Distribution, Draws
-from edgellm.kernels.sampling.contract import SamplingRows
 from edgellm.kernels.tree.contract import TreeNodes
 
 
@@ -77,12 +76,12 @@ def accept_chains(
     distribution: Callable[[np.ndarray, int], Distribution],
     tree: TreeNodes,
     active: np.ndarray,
-    rows: SamplingRows,
+    records: np.ndarray,
     chain: Chain,
     accepted: Accepted,
 ) -> None:
-    """`AcceptanceKernels.accept_sampled_chain`, with p of (slots, node) from `distribution`; all slots of a depth at
-    once."""
+    """`AcceptanceKernels.accept_sampled_chain`, with p of (slots, node) from `distribution` and the slots'
+    `records`; all slots of a depth at once."""
     for array, value in zip(accepted, (-1, -1, 0), strict=True):
         array.fill(value)
     slots = np.flatnonzero(active == 1)
@@ -92,7 +91,7 @@ def accept_chains(
     mapping = np.where(known, chain.target_to_draft, 0)
 
     def draws(slots: np.ndarray, node: int, stream: int) -> Draws:
-        return Draws(rows.seeds[slots], rows.sequences[slots], tree.draw_positions[slots, node], stream)
+        return Draws(records[slots], tree.draw_positions[slots, node], stream)
 
     for node in range(longest + 1):
         accepted.indices[slots, node] = node

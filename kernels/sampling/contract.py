@@ -8,10 +8,11 @@ A NaN among logits counts as -inf; a row without any larger value selects id 0.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import limited
+from edgellm.kernels.sampling.record import SamplingRecord
 
 #: Bit of a token count that says that the token occurs in the prompt; bits 0..29 count the generated ones.
 IN_PROMPT = 1 << 30
@@ -37,18 +38,8 @@ class SequenceState(NamedTuple):
     emitted: Annotated[OwnArray, "BE int32"]
 
 
-class SamplingRows(NamedTuple):
-    """How each of S slots draws its tokens. A kernel of B rows takes those of row r from slot r / (B / S)."""
-
-    repetition_penalty: Annotated[OwnArray, "S float32"]
-    presence_penalty: Annotated[OwnArray, "S float32"]
-    frequency_penalty: Annotated[OwnArray, "S float32"]
-    temperature: Annotated[OwnArray, "S float32"]
-    top_k: Annotated[OwnArray, "S int32"]
-    top_p: Annotated[OwnArray, "S float32"]
-    min_p: Annotated[OwnArray, "S float32"]
-    seeds: Annotated[OwnArray, "S uint64"]
-    sequences: Annotated[OwnArray, "S int32"]
+#: How each of S slots draws its tokens. A kernel of B rows takes those of row r from slot r / (B / S).
+SamplingRows: TypeAlias = Annotated[OwnArray, "S record", SamplingRecord]
 
 
 class ModelTables(NamedTuple):
@@ -83,6 +74,13 @@ def _check_filtered(sizes: dict[str, Any]) -> str | None:
     return _check_rows(sizes)
 
 
+def _check_masked(sizes: dict[str, Any]) -> str | None:
+    words = -(-sizes["V"] // 32)
+    if sizes["W"] != words:
+        return f"masks have {sizes['W']} words; expected {words}, a bit for each of {sizes['V']} tokens"
+    return _check_rows(sizes)
+
+
 class SamplingKernels(Protocol):
     """One implementation of these kernels."""
 
@@ -106,6 +104,24 @@ class SamplingKernels(Protocol):
         With a `state` the sequences then take their tokens (see `SequenceState`).
         """
 
+    @limited(_check_masked)
+    def constrain_logits(
+        self,
+        logits: Annotated[OwnArray, "BV float32"],
+        mask_rows: Annotated[OwnArray, "B int32"],
+        masks: Annotated[OwnArray, "MW uint32"],
+        bias: Annotated[OwnArray, "SV float32"],
+        rows: SamplingRows,
+    ) -> None:
+        """What `logits` lose and gain before anything else reads them, in place.
+
+        Token i of row r becomes -inf where bit i % 32 of word i // 32 of row mask_rows[r] of `masks` is not set; an
+        index outside of 0..M-1 (-1 by custom) stands for no mask. Where the record of its slot is `biased`, the others
+        get the slot's row of `bias` added; a sum that is NaN becomes -inf. Rows without either keep their bits, and
+        neither `masks` nor `bias` is read for them. That a mask leaves a token is the caller's duty: a row that has
+        lost everything selects id 0.
+        """
+
     @limited(_check_rows)
     def process_logits(
         self,
@@ -114,7 +130,7 @@ class SamplingKernels(Protocol):
         rows: SamplingRows,
         processed: Annotated[OwnArray, "BV float32"],
     ) -> None:
-        """Penalties, then temperature: `logits` to `processed` (may be the same array).
+        """Penalties, then temperature: `logits` (after `constrain_logits`) to `processed` (may be the same array).
 
         `token_counts` counts the generated tokens in bits 0..29; bit 30 (`IN_PROMPT`) says that the token occurs in the
         prompt. In this order: a token seen in the prompt or generated has its logit divided by the repetition penalty
@@ -154,9 +170,9 @@ class SamplingKernels(Protocol):
         Gumbel-max: the token is the argmax (lowest id of equals) of processed + g, where g = -log(-log1p(-u)),
         u = (x + 0.5) * 2^-32 in float32, at most 1 - 2^-24, and x is word (id % 4) of
         Philox4x32-10 (Salmon et al. 2011) with counter (id // 4, position, sequence, 0) and key (low, high) words of
-        the seed; `sequences` and `positions` name the draw. Where the temperature is 0, g is 0: argmax. So a draw
-        depends on nothing but its arguments. With a `state`, whose positions may be these, the sequences then take
-        their tokens (see `SequenceState`).
+        the seed; sequence and `positions` name the draw. Where the temperature is 0, g is 0: argmax. So a draw depends
+        on nothing but its arguments. With a `state`, whose positions may be these, the sequences then take their tokens
+        (see `SequenceState`).
         """
 
     def count_tokens(

@@ -37,9 +37,9 @@ struct FilterSettings {
 };
 
 __device__ inline FilterSettings row_settings(const FilterThresholdArguments& a) {
-    unsigned slot = blockIdx.y / (a.B / a.S);
-    int k = a.rows.top_k[slot];
-    float p = a.rows.top_p[slot], least = a.rows.min_p[slot];
+    const SamplingRecord& record = a.rows[blockIdx.y / (a.B / a.S)];
+    int k = record.top_k;
+    float p = record.top_p, least = record.min_p;
     return {k > 0 && unsigned(k) < a.V, p < 1.0f, least > 0.0f, unsigned(k), p, least};
 }
 

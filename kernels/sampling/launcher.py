@@ -49,6 +49,9 @@ DRAWING = _source(
     *("filter_range", "filter_histogram", "filter_select", "process_logits", "sample", "count_tokens"),
 )
 
+#: What brings masks and biases to the logits; most requests have neither.
+CONSTRAINING = _source("constrain", ("sampling/constrain.cu",), "constrain_logits")
+
 
 class EmbeddingTable(NamedTuple):
     """What kernels know of a packed embedding table when they are compiled: see decode/packed_codes.cuh."""
@@ -127,6 +130,16 @@ class CudaSampling(Launcher):
         sizes = self._check("argmax", logits, tokens, state)
         packed = self._check.pack("argmax", sizes, logits, tokens, state)
         self._launch_rows(Kernel(self._step, "argmax"), sizes, packed, self._best, self._finished, early=True)
+
+    def constrain_logits(
+        self, logits: DeviceArray, mask_rows: DeviceArray, masks: DeviceArray, bias: DeviceArray, rows: SamplingRows
+    ) -> None:
+        """Masks, then biases, in place; it overlaps the kernel before it and lets the next one do so. See the
+        contract."""
+        arguments = (logits, mask_rows, masks, bias, rows)
+        sizes = self._check("constrain_logits", *arguments)
+        packed = self._check.pack("constrain_logits", sizes, *arguments)
+        self._launch_rows(Kernel(CONSTRAINING, "constrain_logits"), sizes, packed, early=True)
 
     def process_logits(
         self, logits: DeviceArray, token_counts: DeviceArray, rows: SamplingRows, processed: DeviceArray

@@ -11,9 +11,8 @@ struct LogitSettings {
     __device__ bool penalizes() const { return repetition != 1.0f || presence != 0.0f || frequency != 0.0f; }
 };
 
-__device__ inline LogitSettings logit_settings(const SamplingRows& rows, unsigned slot) {
-    return {rows.repetition_penalty[slot], rows.presence_penalty[slot], rows.frequency_penalty[slot],
-            rows.temperature[slot]};
+__device__ inline LogitSettings logit_settings(const SamplingRecord& record) {
+    return {record.repetition_penalty, record.presence_penalty, record.frequency_penalty, record.temperature};
 }
 
 // A token seen in the prompt or generated; `seen` is its count as of Kernels.process_logits, not 0.

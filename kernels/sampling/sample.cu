@@ -9,21 +9,21 @@
 // Repetition, presence and frequency penalty of each token, then the temperature. Grid (blocks of a row, rows).
 __global__ void process_logits(ProcessLogitsArguments a) {
     size_t start = (size_t)blockIdx.y * a.V;
-    LogitSettings settings = logit_settings(a.rows, blockIdx.y / (a.B / a.S));
+    LogitSettings settings = logit_settings(a.rows[blockIdx.y / (a.B / a.S)]);
     process_row(a.logits + start, a.processed + start, RowCounts{a.token_counts + start}, settings, a.V);
 }
 
 // Gumbel-max over the values that pass the row's threshold; without the noise at temperature 0. Grid (blocks of a row,
 // rows). The draw's positions are those before the sequence takes its token, which may be the state's own.
 __global__ void sample(SampleArguments a, unsigned long long* best, unsigned* finished) {
-    unsigned slot = blockIdx.y / (a.B / a.S);
+    const SamplingRecord& record = a.rows[blockIdx.y / (a.B / a.S)];
     const float* row = a.processed + (size_t)blockIdx.y * a.V;
     bool aligned = aligned_16(row);
     float threshold = a.thresholds[blockIdx.y];
-    bool greedy = a.rows.temperature[slot] == 0.0f;
-    unsigned long long seed = a.rows.seeds[slot];
+    bool greedy = record.temperature == 0.0f;
+    unsigned long long seed = record.seed;
     uint2 key = make_uint2(unsigned(seed), unsigned(seed >> 32));
-    unsigned sequence = a.rows.sequences[slot], position = a.positions[blockIdx.y];
+    unsigned sequence = record.sequence, position = a.positions[blockIdx.y];
     unsigned long long candidate = 0;
     for (unsigned group = blockIdx.x * blockDim.x + threadIdx.x; group < group_count(a.V);
          group += gridDim.x * blockDim.x) {
@@ -32,7 +32,8 @@ __global__ void sample(SampleArguments a, unsigned long long* best, unsigned* fi
         bool any = false;
         for (unsigned i = 0; i < 4; ++i) {
             values.value[i] = without_nan(values.value[i]);
-            passes[i] = values.value[i] >= threshold;
+            // Of a masked row little is left, and what is -inf is drawn only where nothing else is.
+            passes[i] = values.value[i] >= threshold && values.value[i] > minus_infinity();
             any |= passes[i];
         }
         if (!any) continue;

@@ -14,10 +14,10 @@ from edgellm.kernels.sampling.contract import (
     IN_PROMPT,
     ModelTables,
     SamplingKernels,
-    SamplingRows,
     SequenceState,
     StepInputs,
 )
+from edgellm.kernels.sampling.record import penalizes, records
 
 _check = Contracts(SamplingKernels, np.ndarray)
 _COUNT_BITS = IN_PROMPT - 1
@@ -48,8 +48,24 @@ class NumpySampling:
         if state is not None:
             _advance(tokens, state)
 
+    def constrain_logits(
+        self, logits: np.ndarray, mask_rows: np.ndarray, masks: np.ndarray, bias: np.ndarray, rows: np.ndarray
+    ) -> None:
+        """Masks, then biases, in place; rows without either cost nothing. See the contract."""
+        sizes = _check("constrain_logits", logits, mask_rows, masks, bias, rows)
+        biased = records(rows)["biased"]
+        for row, mask_row in enumerate(mask_rows.tolist()):
+            values, slot = logits[row], row // (sizes["B"] // sizes["S"])
+            if biased[slot]:
+                with np.errstate(invalid="ignore"):  # inf - inf, replaced
+                    np.add(values, bias[slot], out=values)
+                np.copyto(values, _MINUS_INFINITY, where=np.isnan(values))
+            if 0 <= mask_row < sizes["M"]:
+                bits = np.unpackbits(masks[mask_row].view(np.uint8), count=sizes["V"], bitorder="little")
+                np.copyto(values, _MINUS_INFINITY, where=bits == 0)
+
     def process_logits(
-        self, logits: np.ndarray, token_counts: np.ndarray, rows: SamplingRows, processed: np.ndarray
+        self, logits: np.ndarray, token_counts: np.ndarray, rows: np.ndarray, processed: np.ndarray
     ) -> None:
         """Penalties, then temperature; neutral settings cost nothing. See the contract."""
         sizes = _check("process_logits", logits, token_counts, rows, processed)
@@ -57,24 +73,24 @@ class NumpySampling:
             np.copyto(processed, logits)
         for row, values in enumerate(processed):
             slot = row // (sizes["B"] // sizes["S"])
-            repetition, presence, frequency, temperature = (setting[slot] for setting in rows[:4])
-            if repetition != 1 or presence != 0 or frequency != 0:
-                _penalize(values, token_counts[row], repetition, presence, frequency)
-            if temperature not in (0, 1):
-                np.divide(values, temperature, out=values)
+            record = records(rows)[slot]
+            if penalizes(record):
+                _penalize(values, token_counts[row], record)
+            if record["temperature"] not in (0, 1):
+                np.divide(values, record["temperature"], out=values)
 
-    def filter_threshold(self, processed: np.ndarray, rows: SamplingRows, thresholds: np.ndarray) -> None:
+    def filter_threshold(self, processed: np.ndarray, rows: np.ndarray, thresholds: np.ndarray) -> None:
         """The bound of top-k, top-p and min-p of each row; see the contract."""
         sizes = _check("filter_threshold", processed, rows, thresholds)
         for row, values in enumerate(processed):
             slot = row // (sizes["B"] // sizes["S"])
-            thresholds[row] = _threshold(values, int(rows.top_k[slot]), rows.top_p[slot], rows.min_p[slot])
+            thresholds[row] = _threshold(values, records(rows)[slot])
 
     def sample(
         self,
         processed: np.ndarray,
         thresholds: np.ndarray,
-        rows: SamplingRows,
+        rows: np.ndarray,
         positions: np.ndarray,
         tokens: np.ndarray,
         state: SequenceState | None = None,
@@ -82,14 +98,15 @@ class NumpySampling:
         """Draw a token of each row by Gumbel-max; a `state` takes them. See the contract."""
         sizes = _check("sample", processed, thresholds, rows, positions, tokens, state)
         for row, values in enumerate(processed):
-            slot = row // (sizes["B"] // sizes["S"])
-            ids = np.flatnonzero(_without_nan(values) >= thresholds[row])
+            record = records(rows)[row // (sizes["B"] // sizes["S"])]
+            # Of a masked row little is left, and what is -inf is drawn only where nothing else is.
+            ids = np.flatnonzero((values >= thresholds[row]) & (values > _MINUS_INFINITY))
             if not ids.size:
                 tokens[row] = 0
                 continue
-            scores = _without_nan(values[ids])
-            if rows.temperature[slot] != 0:
-                scores += _gumbel_of_ids(ids, int(rows.seeds[slot]), int(rows.sequences[slot]), int(positions[row]))
+            scores = values[ids]
+            if record["temperature"] != 0:
+                scores += _gumbel_of_ids(ids, int(record["seed"]), int(record["sequence"]), int(positions[row]))
             tokens[row] = ids[scores.argmax()]
         if state is not None:
             _advance(tokens, state)
@@ -165,21 +182,21 @@ def _without_nan(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), _MINUS_INFINITY, values) if maximum != maximum else values
 
 
-def _penalize(
-    values: np.ndarray, counts: np.ndarray, repetition: np.float32, presence: np.float32, frequency: np.float32
-) -> None:
+def _penalize(values: np.ndarray, counts: np.ndarray, record: np.void) -> None:
     """Apply the three penalties to `values` [V] in place, at the tokens that were seen."""
+    repetition = record["repetition_penalty"]
     seen = counts.nonzero()[0]
     penalized = values[seen]
     penalized = np.where(penalized > 0, penalized / repetition, penalized * repetition)
     generated = counts[seen] & _COUNT_BITS
-    penalized -= np.where(generated > 0, presence, np.float32(0))
-    penalized -= frequency * generated.astype(np.float32)
+    penalized -= np.where(generated > 0, record["presence_penalty"], np.float32(0))
+    penalized -= record["frequency_penalty"] * generated.astype(np.float32)
     values[seen] = penalized
 
 
-def _threshold(values: np.ndarray, top_k: int, top_p: np.float32, min_p: np.float32) -> np.float32:
+def _threshold(values: np.ndarray, record: np.void) -> np.float32:
     """The bound of top-k, top-p and min-p on one row; see the contract for their meaning."""
+    top_k, top_p, min_p = int(record["top_k"]), record["top_p"], record["min_p"]
     filters_k, filters_p, filters_min = 0 < top_k < values.size, top_p < 1, min_p > 0
     if not (filters_k or filters_p or filters_min):
         return _MINUS_INFINITY

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from edgellm.kernels.acceptance.contract import Accepted
-from edgellm.kernels.sampling.contract import SamplingRows, SequenceState
+from edgellm.kernels.sampling.contract import SequenceState
+from edgellm.kernels.sampling.record import SamplingRecord, records
 from edgellm.kernels.tree.contract import TreeNodes
 
-_NEUTRAL = SamplingRows(1, 0, 0, 1, 0, 1, 0, 0, 0)
-_DTYPES = SamplingRows(*[np.float32] * 4, np.int32, np.float32, np.float32, np.uint64, np.int32)
 
-
-def sampling_rows(slots: int, **settings: float | Sequence[float] | np.ndarray) -> SamplingRows:
-    """Settings of `slots` slots: given ones, each for all slots or for every one, and neutral ones."""
-    fields = zip(SamplingRows._fields, _NEUTRAL, _DTYPES, strict=True)
-    values = (np.broadcast_to(np.asarray(settings.get(name, neutral), dtype), slots) for name, neutral, dtype in fields)
-    return SamplingRows(*[np.ascontiguousarray(value) for value in values])
+def sampling_rows(slots: int, **settings: float | Sequence[float] | np.ndarray) -> np.ndarray:
+    """Records of `slots` slots, [S, K] uint32: given fields, each for all slots or for every one, and neutral ones but
+    for the temperature, which is 1."""
+    rows = np.tile(SamplingRecord(temperature=1.0).words(), (slots, 1))
+    for name, values in settings.items():
+        records(rows)[name] = values
+    return rows
 
 
 def sequence_state(batch: int, vocabulary: int = 1, **arrays: np.ndarray) -> SequenceState:

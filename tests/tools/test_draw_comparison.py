@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from edgellm.engines.runners.sampling_state import SamplingValues, sampling_row
-from edgellm.kernels.sampling.contract import IN_PROMPT, SamplingRows
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.kernels.sampling.contract import IN_PROMPT
 from edgellm.kernels.sampling.twin import NumpySampling
 from tools.bench.draw_comparison import draw_gap, first_difference
 
@@ -26,7 +26,7 @@ def drawn(logits: np.ndarray, values: SamplingValues) -> int:
     counts[0, PROMPT] = IN_PROMPT
     for token_id in ANSWER:
         counts[0, token_id] += 1
-    rows = SamplingRows(*[np.array([value], dtype) for value, dtype in sampling_row(values)])
+    rows = values.words()[None]
     processed, threshold = logits[None].copy(), np.zeros(1, np.float32)
     kernels.process_logits(processed, counts, rows, processed)
     kernels.filter_threshold(processed, rows, threshold)
@@ -107,7 +107,7 @@ def test_top_p_drops_the_drawn_token_when_what_is_likelier_reaches_it() -> None:
 def drawn_at(logits: np.ndarray, seed: int) -> int:
     kernels, token, threshold = NumpySampling(), np.zeros(1, np.int32), np.zeros(1, np.float32)
     logits = np.ascontiguousarray(logits[None], np.float32)
-    rows = SamplingRows(*[np.array([value], dtype) for value, dtype in sampling_row(replace(TOP_P, seed=seed))])
+    rows = replace(TOP_P, seed=seed).words()[None]
     kernels.filter_threshold(logits, rows, threshold)
     kernels.sample(logits, threshold, rows, np.zeros(1, np.int32), token)
     return int(token[0])

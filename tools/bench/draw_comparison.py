@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from edgellm.engines.runners.sampling_state import SamplingValues, sampling_row
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.portable_math import gumbel
 from edgellm.kernels.random_numbers import philox_4x32
-from edgellm.kernels.sampling.contract import IN_PROMPT, SamplingRows
+from edgellm.kernels.sampling.contract import IN_PROMPT
 from edgellm.kernels.sampling.twin import NumpySampling
 
 
@@ -41,7 +41,7 @@ def draw_gap(
     np.add.at(counts[0], list(answer_ids), 1)
 
     processed = logits[None].astype(np.float32)
-    NumpySampling().process_logits(processed, counts, _rows(sampling), processed)
+    NumpySampling().process_logits(processed, counts, sampling.words()[None], processed)
     filters = _Filters(processed[0], sampling)
     scores = processed[0].copy()
     if sampling.temperature:
@@ -89,13 +89,9 @@ class _Filters:
 
     def _threshold_of(self, top_p: float, min_p: float) -> np.float32:
         threshold = np.empty(1, np.float32)
-        rows = _rows(replace(self._sampling, top_p=top_p, min_p=min_p))
+        rows = replace(self._sampling, top_p=top_p, min_p=min_p).words()[None]
         NumpySampling().filter_threshold(self._values[None], rows, threshold)
         return threshold[0]
-
-
-def _rows(sampling: SamplingValues) -> SamplingRows:
-    return SamplingRows(*[np.array([value], dtype) for value, dtype in sampling_row(sampling)])
 
 
 def _log_odds(probability: float) -> float:

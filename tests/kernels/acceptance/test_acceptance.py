@@ -17,9 +17,9 @@ from edgellm.kernels.acceptance.contract import (
     TypicalBounds,
 )
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
-from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.sampling.contract import IN_PROMPT, SamplingRows
+from edgellm.kernels.sampling.contract import IN_PROMPT
+from edgellm.kernels.sampling.record import records
 from edgellm.kernels.sampling.twin import NumpySampling
 
 ACCEPTANCE, KERNELS = NumpyAcceptance(), NumpySampling()
@@ -93,13 +93,14 @@ def test_tree_logits_have_the_bits_of_plain_decoding(rng):
     counts = rng.integers(0, 2, (slots, vocabulary)).astype(np.int32)
     counts[:, 3] |= IN_PROMPT
     settings = ([1.3, 1, 1, 0.8], [0.2, 0, -0.4, 0], [0.5, 0, 0.1, 0], [0.7, 1, 0, 1.5])
-    rows = sampling_rows(4, **dict(zip(SamplingRows._fields, settings, strict=False)))
+    names = "repetition_penalty", "presence_penalty", "frequency_penalty", "temperature"
+    rows = sampling_rows(4, **dict(zip(names, settings, strict=True)))
     before = counts.copy()
     processed = np.empty_like(logits)
     ACCEPTANCE.process_tree_logits(logits, counts, tree, rows, processed)
     np.testing.assert_array_equal(counts, before)
     for slot in range(slots):
-        own = rows_of(rows, slice(slot, slot + 1))
+        own = rows[slot : slot + 1]
         for node in range(size):
             emitted = counts[slot : slot + 1].copy()
             for step in range(1, size):
@@ -179,7 +180,7 @@ def chain_arguments(rng, slots=5, steps=3, vocabulary=6, draft_vocabulary=4):
         "nodes": NodeLogits(processed, thresholds, drawn),
         "tree": tree_nodes(rng.integers(0, vocabulary, shape).astype(np.int32), draw_positions=positions),
         "active": np.ones(slots, np.int32),
-        "rows": sampling_rows(slots, seeds=np.arange(slots), sequences=np.arange(slots)),
+        "rows": sampling_rows(slots, seed=np.arange(slots), sequence=np.arange(slots)),
         "chain": Chain(np.zeros((slots, steps), np.int32), q, draft_to_target, target_to_draft),
     }
 
@@ -215,7 +216,7 @@ def test_sampled_chains_end_where_they_must(rng):
     """Idle slots, chains cut by -1, by W and by D, drafts that p excludes, greedy slots."""
     arguments = chain_arguments(rng, 6, 3)
     tokens, (processed, thresholds, _) = arguments["tree"].tokens, arguments["nodes"]
-    temperature = arguments["rows"].temperature
+    temperature = records(arguments["rows"])["temperature"]
     arguments["active"][0] = 0
     tokens[1, 1] = -1
     thresholds[2, 0] = np.sort(processed[2, 0])[-2]  # two tokens pass
@@ -259,7 +260,7 @@ def test_draft_sample_at_temperature_0_is_the_argmax(rng):
     assert set(chain.probabilities[:, [0, 2]].ravel()) == {-9}
 
 
-def draw_parameters(slots: int) -> SamplingRows:
+def draw_parameters(slots: int) -> np.ndarray:
     """Slots with different settings, the last greedy."""
     rows = np.arange(slots)
     return sampling_rows(
@@ -271,8 +272,8 @@ def draw_parameters(slots: int) -> SamplingRows:
         top_k=np.where(rows % 3 == 0, 4, 0),
         top_p=np.where(rows % 3 == 1, 0.8, 1),
         min_p=np.where(rows % 3 == 2, 0.1, 0),
-        seeds=rows.astype(np.uint64) << np.uint64(40),
-        sequences=rows,
+        seed=rows.astype(np.uint64) << np.uint64(40),
+        sequence=rows,
     )
 
 

@@ -16,7 +16,7 @@ from kernel_bundles import accepted_arrays, sampling_rows, sequence_state, tree_
 from edgellm.kernels.acceptance.contract import Accepted, Chain, NodeLogits, Pending, TypicalBounds
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.sampling.contract import IN_PROMPT, SamplingRows
+from edgellm.kernels.sampling.contract import IN_PROMPT
 from edgellm.kernels.sampling.twin import NumpySampling
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +95,7 @@ def test_process_tree_logits(gpu, rng, slots, size, vocabulary):
     counts = rng.integers(0, 2, (slots, vocabulary)).astype(np.int32)
     counts[rng.random(counts.shape) < 0.2] |= IN_PROMPT
     settings = ([1.3, 1, 1, 0.8], [0.2, 0, -0.4, 0], [0.5, 0, 0.1, 0], [0.7, 1, 0, 1.5])
-    named = zip(SamplingRows._fields, settings, strict=False)
+    named = zip(("repetition_penalty", "presence_penalty", "frequency_penalty", "temperature"), settings, strict=True)
     rows = sampling_rows(slots, **{name: values[:slots] for name, values in named})
     assert_equals_twin(gpu, "process_tree_logits", logits, counts, tree, rows, np.zeros_like(logits))
     device = [on_device(gpu, value) for value in (logits, counts, tree, rows)]
@@ -172,8 +172,8 @@ def test_draft_sample(gpu, rng, vocabulary):
         top_k=[0, 40, 0, 5, 0, 3, 0, 0],
         top_p=[1, 0.9, 1, 0.5, 1, 1, 0.99, 0.8],
         min_p=[0, 0, 0, 0.01, 0.1, 0, 0, 0],
-        seeds=rng.integers(0, 2**64, slots, dtype=np.uint64),
-        sequences=np.arange(slots) - 1,
+        seed=rng.integers(0, 2**64, slots, dtype=np.uint64),
+        sequence=np.arange(slots) - 1,
     )
     positions = np.array([0, 1, 2, 3, 2**31 - 1, 5, 6, 7], np.int32)
     workspace = gpu.empty((gpu.acceptance.draft_workspace_size(slots, vocabulary),), "uint8")
@@ -214,7 +214,7 @@ def test_accept_sampled_chain(gpu, rng, slots, size, steps, most, vocabulary):
     temperature = np.ones(slots, np.float32)
     temperature[2::4] = 0
     seeds = rng.integers(0, 2**64, slots, dtype=np.uint64)
-    settings = sampling_rows(slots, temperature=temperature, seeds=seeds, sequences=np.arange(slots))
+    settings = sampling_rows(slots, temperature=temperature, seed=seeds, sequence=np.arange(slots))
     tree = tree_nodes(tokens, draw_positions=rng.integers(0, 1000, (slots, size)).astype(np.int32))
     nodes = NodeLogits(rows, thresholds_of(rng, rows), np.zeros((slots, size), np.int32))
     chain = Chain(np.zeros((slots, steps), np.int32), q, draft_to_target.astype(np.int32), target_to_draft)
@@ -232,7 +232,7 @@ def test_accept_sampled_chain_many_times(gpu, rng):
     shape, identity = (slots, steps + 1), np.arange(vocabulary, dtype=np.int32)
     nodes = NodeLogits(rows, np.full(shape, -np.inf, np.float32), np.zeros(shape, np.int32))
     chain = Chain(np.zeros((slots, steps), np.int32), q, identity, identity)
-    settings, active = sampling_rows(slots, seeds=3, sequences=np.arange(slots)), np.ones(slots, np.int32)
+    settings, active = sampling_rows(slots, seed=3, sequence=np.arange(slots)), np.ones(slots, np.int32)
     seen = set()
     for number in range(20):
         draws = (q.cumsum(axis=2) < rng.random((slots, steps, 1))).sum(axis=2).clip(max=vocabulary - 1)
@@ -262,8 +262,8 @@ def test_acceptance_from_the_logits_on(gpu, rng, vocabulary):
         temperature=[1, 0.7, 1, 0],
         top_k=[0, 5, 0, 0],
         top_p=[1, 1, 0.9, 1],
-        seeds=np.arange(4),
-        sequences=np.arange(4),
+        seed=np.arange(4),
+        sequence=np.arange(4),
     )
     nodes = NodeLogits(logits, np.zeros((slots, size), np.float32), np.zeros((slots, size), np.int32))
     q = rng.random((slots, steps, vocabulary)).astype(np.float32)

@@ -19,8 +19,7 @@ from kernel_bundles import accepted_arrays, sampling_rows, sequence_state, tree_
 from edgellm.kernels.acceptance.contract import TARGET_STREAM, Accepted, Chain, NodeLogits, Pending
 from edgellm.kernels.acceptance.distribution import Draws
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
-from edgellm.kernels.contracts import rows_of
-from edgellm.kernels.sampling.contract import SamplingRows
+from edgellm.kernels.sampling.record import records
 from edgellm.kernels.sampling.twin import NumpySampling
 from edgellm.kernels.tree.contract import TreeNodes
 
@@ -40,7 +39,7 @@ class Settings:
     presence: float = 0.0
     frequency: float = 0.0
 
-    def rows(self, count: int, **names: np.ndarray) -> SamplingRows:
+    def rows(self, count: int, **names: np.ndarray) -> np.ndarray:
         """The settings of `count` slots, whose draws have `names`."""
         penalties = {f"{name}_penalty": getattr(self, name) for name in ("repetition", "presence", "frequency")}
         filters = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -136,7 +135,7 @@ class Slots:
 
     def __init__(self, count: int, settings: Settings, most: int) -> None:
         self.count, self.most = count, most
-        names = {"seeds": np.full(count, 2**40 + 17, np.uint64), "sequences": np.arange(count)}
+        names = {"seed": np.full(count, 2**40 + 17, np.uint64), "sequence": np.arange(count)}
         self.settings = settings.rows(count, **names)
         self.start = np.full(count, 6, np.int32)
         counts = np.zeros((count, VOCABULARY), np.int32)
@@ -163,18 +162,18 @@ class Slots:
         # all slots have the same settings, so few rows differ
         distinct, which = np.unique(values.reshape(-1, VOCABULARY), axis=0, return_inverse=True)
         thresholds = np.empty(len(distinct), np.float32)
-        KERNELS.filter_threshold(distinct, rows_of(self.settings, slice(0, 1)), thresholds)
+        KERNELS.filter_threshold(distinct, self.settings[:1], thresholds)
         return values, thresholds[which].reshape(self.count, rows)
 
     def drawn(self, values: np.ndarray, thresholds: np.ndarray, draw_positions: np.ndarray) -> np.ndarray:
         """The token that plain decoding draws at every node, [B, T]: `SamplingKernels.sample`, of all rows at once."""
         rows = thresholds.shape[1]
-        greedy = self.settings.temperature.repeat(rows) == 0
+        greedy = records(self.settings)["temperature"].repeat(rows) == 0
         values = values.reshape(-1, VOCABULARY)
         if greedy.any():
             return values.argmax(axis=1).astype(np.int32).reshape(self.count, rows)
-        names = (self.settings.seeds.repeat(rows), self.settings.sequences.repeat(rows), draw_positions.reshape(-1))
-        tokens = Draws(*names, TARGET_STREAM).by_score(values, values >= thresholds.reshape(-1, 1))
+        draws = Draws(records(self.settings).repeat(rows), draw_positions.reshape(-1), TARGET_STREAM)
+        tokens = draws.by_score(values, values >= thresholds.reshape(-1, 1))
         return tokens.reshape(self.count, rows)
 
     def accepted(self) -> Accepted:
@@ -255,7 +254,7 @@ def chain_tokens_emitted(tables: Tables, settings: Settings, draft: Settings, co
     """Rounds with chains sampled from the draft under its own settings. `wrong`: what is done wrong, see the test."""
     steps = 2
     slots = Slots(count, settings, steps + 1)
-    draft_rows = draft.rows(count, seeds=slots.settings.seeds, sequences=slots.settings.sequences)
+    draft_rows = draft.rows(count, seed=records(slots.settings)["seed"], sequence=records(slots.settings)["sequence"])
     target_to_draft = np.full(VOCABULARY, -1, np.int32)
     target_to_draft[DRAFT_IDS] = np.arange(DRAFT_IDS.size)
     ancestors = np.ascontiguousarray(np.broadcast_to(np.tri(steps + 1, dtype=bool), (count, steps + 1, steps + 1)))

@@ -161,7 +161,7 @@ def draws(row, count, *, threshold=-np.inf, temperature=1.0, seed=7, sequence=0,
     KERNELS.sample(
         np.ascontiguousarray(np.broadcast_to(np.asarray(row, np.float32), (count, len(row)))),
         np.full(count, threshold, np.float32),
-        sampling_rows(1, temperature=temperature, seeds=seed, sequences=sequence),
+        sampling_rows(1, temperature=temperature, seed=seed, sequence=sequence),
         np.arange(first, first + count, dtype=np.int32),
         tokens,
     )
@@ -244,7 +244,7 @@ def test_active_sequences_take_their_tokens_and_idle_ones_emit_none():
 
 def test_a_sequence_that_takes_its_draw_draws_at_its_position_before():
     rows = np.random.default_rng(3).normal(size=(2, 50)).astype(np.float32)
-    draw = (floats(-np.inf, -np.inf), sampling_rows(2, seeds=[4, 5], sequences=[0, 1]))
+    draw = (floats(-np.inf, -np.inf), sampling_rows(2, seed=[4, 5], sequence=[0, 1]))
     positions, alone, tokens = integers(3, 9), integers(0, 0), integers(0, 0)
     KERNELS.sample(rows, *draw, positions, alone)
     counts, emitted = np.zeros((2, 50), np.int32), np.zeros((2, 1), np.int32)
@@ -275,7 +275,7 @@ def test_rows_of_a_slot_share_its_settings():
         "temperature": [0.5, 2],
         "top_k": [7, 0],
         "top_p": [1, 0.7],
-        "seeds": [3, 4],
+        "seed": [3, 4],
         "presence_penalty": [0, 1],
     }
     for name, values in settings.items():

@@ -142,10 +142,10 @@ def test_sample(gpu, random_numbers, vocabulary, bound):
     sequences = np.array([0, 1, 2, 3, -1, 5, 6, 7], np.int32)
     for position in (0, 1, 2**31 - 1):
         positions = np.full(8, position, np.int32)
-        draws = sampling_rows(8, temperature=temperature, seeds=seeds, sequences=sequences)
+        draws = sampling_rows(8, temperature=temperature, seed=seeds, sequence=sequences)
         tokens = np.full(8, -5, np.int32)
         assert_equals_twin(gpu, "sample", rows, thresholds, draws, positions, tokens, repeats=1)
-        shared = sampling_rows(4, temperature=temperature[:4], seeds=seeds[:4], sequences=sequences[:4])
+        shared = sampling_rows(4, temperature=temperature[:4], seed=seeds[:4], sequence=sequences[:4])
         assert_equals_twin(gpu, "sample", rows, thresholds, shared, positions, tokens, repeats=1)
 
 
@@ -153,7 +153,7 @@ def test_sample_many_draws(gpu, random_numbers):
     """Thousands of draws from a flat row, where near ties happen: all equal, as both compute the same bits."""
     rows = random_numbers.normal(0, 0.1, (8, 4099)).astype(np.float32)
     rows_on_device = device_copy(gpu, rows)
-    draws = sampling_rows(8, seeds=np.arange(8, dtype=np.uint64) << np.uint64(60), sequences=np.arange(8))
+    draws = sampling_rows(8, seed=np.arange(8, dtype=np.uint64) << np.uint64(60), sequence=np.arange(8))
     constant = (np.full(8, -np.inf, np.float32), draws)
     constant_on_device = [on_device(gpu, value) for value in constant]
     tokens = np.empty(8, np.int32)
@@ -197,7 +197,7 @@ def test_sample_that_a_state_takes(gpu, random_numbers, batch):
     vocabulary = 4099
     rows = random_numbers.normal(0, 3, (batch, vocabulary)).astype(np.float32)
     state = sequence_state(random_numbers, batch, vocabulary)
-    draws = sampling_rows(batch, seeds=np.arange(batch), sequences=np.arange(batch))
+    draws = sampling_rows(batch, seed=np.arange(batch), sequence=np.arange(batch))
     thresholds, tokens = np.zeros(batch, np.float32), np.zeros(batch, np.int32)
     device_rows, device_thresholds, device_draws, device_tokens, device_state = (
         on_device(gpu, value) for value in (rows, thresholds, draws, tokens, state)
@@ -302,8 +302,8 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
     values = {
         "logits": random_numbers.normal(0, 2, (batch, vocabulary)).astype(np.float32),
         "rows": sampling_rows(
-            2, repetition_penalty=[1.2, 1.1], temperature=[0.9, 0], top_k=[100, 0], top_p=[0.9, 1], seeds=[1, 2],
-            sequences=[0, 1],
+            2, repetition_penalty=[1.2, 1.1], temperature=[0.9, 0], top_k=[100, 0], top_p=[0.9, 1], seed=[1, 2],
+            sequence=[0, 1],
         ),
         "processed": np.zeros((batch, vocabulary), np.float32),
         "thresholds": np.zeros(batch, np.float32),
@@ -336,7 +336,7 @@ def test_time_of_a_large_vocabulary(gpu, random_numbers):
     """Prints microseconds of the kernels in a CUDA graph (pytest -s); the bounds only catch a kernel gone wrong."""
     rows = device_copy(gpu, random_numbers.normal(0, 3, (1, 128_256)).astype(np.float32))
     tokens, thresholds = gpu.zeros((1,), "int32"), gpu.zeros((1,), "float32")
-    draws = on_device(gpu, sampling_rows(1, top_k=50, top_p=0.9, seeds=1))
+    draws = on_device(gpu, sampling_rows(1, top_k=50, top_p=0.9, seed=1))
     bounded_steps = {
         "argmax": (lambda: gpu.kernels.argmax(rows, tokens), 50),
         "filter_threshold": (lambda: gpu.kernels.filter_threshold(rows, draws, thresholds), 300),
