@@ -59,7 +59,9 @@ class Structure:
         if self.json is False:
             given.append("json")
         if len(given) != 1:
-            raise RequestError(f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_KINDS)}")
+            raise RequestError(
+                f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_KINDS)}"
+            )
         if self.whitespace not in get_args(Whitespace):
             expected = ", ".join(get_args(Whitespace))
             raise RequestError(f"whitespace is {shown(self.whitespace)}: expected one of {expected}")
@@ -125,7 +127,7 @@ class Structure:
 
 
 def structure_of(value: Any) -> Structure:
-    """The structure that a short form means: "json_object", a list of choices, a schema or a class; RequestError else."""
+    """What a short form means: "json_object", a list of choices, a schema, a class; RequestError for anything else."""
     if isinstance(value, Structure):
         return value
     if value == "json_object":
@@ -135,7 +137,8 @@ def structure_of(value: Any) -> Structure:
     if isinstance(value, (Mapping, type)):
         return Structure(json=value)
     raise RequestError(
-        f"structure is {shown(value)}: expected Structure(...), a JSON schema, a class, a list of choices or 'json_object'"
+        f"structure is {shown(value)}: expected Structure(...), a JSON schema, a class, a list of choices, or "
+        "'json_object'"
     )
 
 
@@ -163,7 +166,8 @@ def structure_of_response_format(value: Any) -> Structure | None:
     extra = set(described) - {"name", "description", "schema", "strict"} if isinstance(described, Mapping) else {"none"}
     if extra or "schema" not in described:
         raise RequestError(
-            f"response_format's json_schema is {shown(described)}: expected {{'name': ..., 'schema': ..., 'strict': ...}}"
+            f"response_format's json_schema is {shown(described)}: expected "
+            "{'name': ..., 'schema': ..., 'strict': ...}"
         )
     return Structure(json=described["schema"])
 
@@ -197,7 +201,7 @@ def _json_grammar(schema: Any, whitespace: Whitespace) -> str:
     try:
         return str(LLMatcher.grammar_from_json_schema(json.dumps(enforced_schema(schema)), overrides=options))
     except ValueError as error:
-        raise RequestError(f"the JSON schema cannot be enforced: {error}") from error
+        raise RequestError(f"the JSON schema cannot be enforced ({error}): say it in another way") from error
 
 
 def _lark(text: str) -> str:

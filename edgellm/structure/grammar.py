@@ -221,7 +221,7 @@ class GrammarVocabulary:
         limits = LLParserLimits(verbose_errors=False, **FUEL)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
-            raise RequestError(f"{what} cannot be enforced: {matcher_error(matcher)}")
+            raise RequestError(f"{what} cannot be enforced ({matcher_error(matcher)}): say it in another way")
         compiled = Grammar(matcher, self._eos_token_ids, self._vocab_size)
         trial, row = GrammarConstraint(compiled), np.empty(mask_words(self._vocab_size), np.int32)
         try:

@@ -7,37 +7,26 @@ from __future__ import annotations
 
 import json
 import math
-import re
-import warnings
-from collections.abc import Callable, Iterable
-from decimal import Decimal
+from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
 
 from edgellm.errors import RequestError, did_you_mean, shown
+from edgellm.structure.schema_keywords import CHECKS, COUNTS, NUMBERS, TYPES, check_pattern, schema_error
 
 #: Of JSON: values nested in others, values in all, bytes as text.
 MOST_LEVELS, MOST_VALUES, MOST_BYTES = 60, 50_000, 128 * 1024
-#: Whole numbers beyond are rounded on the way to masks.
-LARGEST_NUMBER = 2**53
-#: multipleOf 0.25 is 25 hundredths: automata have a state for each remainder of such a number.
-LARGEST_DIVISOR = 2000
-
-TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 #: They say nothing about what is valid. `discriminator` is pydantic's hint beside a `oneOf`.
 ANNOTATIONS = frozenset(
-    "title description default examples example $comment deprecated readOnly writeOnly $schema $id discriminator".split()
+    ["title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "$schema", "$id"]
+    + ["discriminator"]
 )
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties")
-_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 _OTHERS = ("type", "enum", "const", "$ref", "required", "pattern", "format")
-ENFORCED = frozenset((*_LISTS, *_MAPPINGS, *_SCHEMAS, *_COUNTS, *_NUMBERS, *_OTHERS))
-#: JSON's short escapes; other control characters are never written.
-_ESCAPED = "\b\f\n\r\t"
+ENFORCED = frozenset((*_LISTS, *_MAPPINGS, *_SCHEMAS, *COUNTS, *NUMBERS, *_OTHERS))
 
 
 def enforced_schema(schema: Any) -> Any:
@@ -51,6 +40,7 @@ def enforced_schema(schema: Any) -> Any:
     enforced = walk.schema({} if schema is True else schema, "#")
     walk.check_references()
     walk.check_alternatives()
+    walk.check_narrow_ranges()
     return enforced
 
 
@@ -100,13 +90,13 @@ class _Walk:
             self.found[place] = schema
             return schema
         if not isinstance(schema, dict):
-            raise _error(place, f"is {shown(schema)}", "a schema: an object, true or false")
+            raise schema_error(place, f"is {shown(schema)}", "a schema: an object, true or false")
         enforced: dict[str, Any] = {}
         self.found[place] = enforced
         for keyword, value in schema.items():
             here = f"{place}/{_escaped(keyword)}"
             if keyword == "$id" and place != "#":
-                raise _error(here, "names a part of the schema", "$id at the schema's root alone: leave it out")
+                raise schema_error(here, "names a part of the schema", "$id at the schema's root alone: leave it out")
             if keyword in ENFORCED:
                 enforced[keyword] = self._keyword(keyword, value, here)
             elif keyword not in ANNOTATIONS:
@@ -117,25 +107,25 @@ class _Walk:
     def _keyword(self, keyword: str, value: Any, here: str) -> Any:
         if keyword in _LISTS:
             if not isinstance(value, (list, tuple)) or not value:
-                raise _error(here, f"is {shown(value)}", "a list of at least one schema")
+                raise schema_error(here, f"is {shown(value)}", "a list of at least one schema")
             return [self.schema(each, f"{here}/{place}") for place, each in enumerate(value)]
         if keyword in _MAPPINGS:
             if not isinstance(value, dict):
-                raise _error(here, f"is {shown(value)}", "schemas by name")
+                raise schema_error(here, f"is {shown(value)}", "schemas by name")
             if keyword == "patternProperties":
                 for pattern in value:
-                    _check_pattern(pattern, here)
+                    check_pattern(pattern, here)
             return {name: self.schema(each, f"{here}/{_escaped(name)}") for name, each in value.items()}
         if keyword == "items" and isinstance(value, (list, tuple)):
-            raise _error(here, "is a list", "one schema for all items: a schema for each place is prefixItems")
+            raise schema_error(here, "is a list", "one schema for all items: a schema for each place is prefixItems")
         if keyword in _SCHEMAS:
             return self.schema(value, here)
         if keyword == "$ref":
             if not isinstance(value, str) or not value.startswith("#"):
-                raise _error(here, f"is {shown(value)}", "a place in this schema, as in #/$defs/NAME")
+                raise schema_error(here, f"is {shown(value)}", "a place in this schema, as in #/$defs/NAME")
             self._references.append((here, value))
             return value
-        return _CHECKS[keyword](value, here)
+        return CHECKS[keyword](value, here)
 
     def check_references(self) -> None:
         """Each $ref leads to a subschema, and there is an end to what it describes."""
@@ -143,13 +133,13 @@ class _Walk:
         for here, reference in self._references:
             targets[reference] = self.target(reference)
             if targets[reference] is None:
-                raise _error(here, f"is {shown(reference)}, where there is no schema", "a place in this schema")
+                raise schema_error(here, f"is {shown(reference)}, where there is no schema", "a place in this schema")
         ending: set[str] = set()
         while more := {each for each in targets if each not in ending and self._ends(targets[each], ending)}:
             ending |= more
         for here, reference in self._references:
             if reference not in ending and self.target(reference) is not False:
-                raise _error(
+                raise schema_error(
                     here,
                     f"leads back to {reference} for ever: no value of it ever ends",
                     "a way out, such as an optional property or an alternative without the $ref",
@@ -190,11 +180,29 @@ class _Walk:
             for second in range(len(alternatives)):
                 for first in range(second):
                     if not self._disjoint(alternatives[first], alternatives[second], 0):
-                        raise _error(
+                        raise schema_error(
                             f"{place}/oneOf",
                             f"has alternatives {first} and {second}, which one value may both fulfil",
                             "alternatives of different type, const or enum, or objects that all require a property "
                             "whose const tells them apart; or anyOf, where several may hold",
+                        )
+
+    def check_narrow_ranges(self) -> None:
+        """Refuse a range of less than 1 that begins or ends right behind a whole number: llguidance lets that number
+        itself through (seen in 1.9.1). Where schemas are merged, any bound may meet any other."""
+        schemas = [each for each in self.found.items() if isinstance(each[1], dict)]
+        for group in [schemas] if any(_merges(each) for _, each in schemas) else [[each] for each in schemas]:
+            for place, schema in group:
+                for keyword, others, sign in (("exclusiveMinimum", _HIGH, 1), ("exclusiveMaximum", _LOW, -1)):
+                    bound = schema.get(keyword)
+                    if bound is None or bound != int(bound) or schema.get("type") == "integer":
+                        continue
+                    near = [each[name] for _, each in group for name in others if name in each]
+                    if any(0 < sign * (other - bound) < 1 for other in near):
+                        raise schema_error(
+                            f"{place}/{keyword}",
+                            f"is {bound}, with another bound less than 1 away, and {bound} itself would get through",
+                            "a bound that is no whole number, such as 0.001 for above 0, or one that may be reached",
                         )
 
     def _disjoint(self, first: Any, second: Any, depth: int) -> bool:
@@ -224,17 +232,24 @@ class _Walk:
         return schema
 
 
+def _merges(schema: dict[str, Any]) -> bool:
+    """Whether several schemas describe one value here."""
+    return (
+        "allOf" in schema
+        or "patternProperties" in schema
+        or (bool({"anyOf", "oneOf", "$ref"} & set(schema)) and len(set(schema) - {"$defs", "definitions", "type"}) > 1)
+    )
+
+
 def _escaped(name: str) -> str:
     return name.replace("~", "~0").replace("/", "~1")
 
 
-def _error(place: str, found: str, expected: str) -> RequestError:
-    return RequestError(f"the JSON schema, at {place}, {found}: expected {expected}")
-
-
 def _not_enforced(keyword: str, place: str) -> RequestError:
     if keyword == "x-guidance":
-        return _error(place, "has x-guidance, which would change how answers are made", "a plain schema: leave it out")
+        return schema_error(
+            place, "has x-guidance, which would change how answers are made", "a plain schema: leave it out"
+        )
     close = did_you_mean(keyword, sorted(ENFORCED))
     hint = f"{close[2:]} " if close.startswith(": did") else ""
     return RequestError(
@@ -288,7 +303,9 @@ def _check_bounds(schema: dict[str, Any], place: str) -> None:
     """Refuse bounds between which there is nothing."""
     for low, high in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
         if low in schema and high in schema and schema[low] > schema[high]:
-            raise _error(place, f"has {low} {schema[low]} above {high} {schema[high]}", "bounds that a value can fulfil")
+            raise schema_error(
+                place, f"has {low} {schema[low]} above {high} {schema[high]}", "bounds that a value can fulfil"
+            )
     for low, high in (
         ("minimum", "maximum"),
         ("minimum", "exclusiveMaximum"),
@@ -297,108 +314,19 @@ def _check_bounds(schema: dict[str, Any], place: str) -> None:
     ):
         strict = "exclusive" in low + high  # then equal bounds leave nothing, either
         if low in schema and high in schema and (schema[low], strict) >= (schema[high], True):
-            raise _error(place, f"has {low} {schema[low]} and {high} {schema[high]}", "bounds that a value can fulfil")
+            raise schema_error(
+                place, f"has {low} {schema[low]} and {high} {schema[high]}", "bounds that a value can fulfil"
+            )
     required = schema.get("required", ())
     if len(required) > schema.get("maxProperties", math.inf):
-        raise _error(place, f"requires {len(required)} properties, more than maxProperties", "fewer of them")
+        raise schema_error(place, f"requires {len(required)} properties, more than maxProperties", "fewer of them")
     if schema.get("minProperties", 0) > len(required):
-        raise _error(
+        raise schema_error(
             f"{place}/minProperties",
             f"is {schema['minProperties']}, which would not be enforced (one key may be written twice)",
             "as many required properties, by name",
         )
     if schema.get("items") is False and schema.get("minItems", 0) > len(schema.get("prefixItems", ())):
-        raise _error(place, f"has minItems {schema['minItems']}, but no items behind prefixItems", "fewer of them")
-
-
-def _type(value: Any, here: str) -> Any:
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not names or not all(each in TYPES for each in names):
-        raise _error(here, f"is {shown(value)}", f"one of {', '.join(TYPES)}, or a list of some")
-    return value
-
-
-def _named_values(value: Any, here: str) -> Any:
-    if not isinstance(value, (list, tuple)) or not value:
-        raise _error(here, f"is {shown(value)}", "a list of at least one value")
-    return [_named_value(each, here) for each in value]
-
-
-def _named_value(value: Any, here: str) -> Any:
-    """A value of an enum or a const; one that masks would change is refused."""
-    if isinstance(value, (list, tuple)):
-        return [_named_value(each, here) for each in value]
-    if isinstance(value, dict):
-        return {_named_value(name, here): _named_value(each, here) for name, each in value.items()}
-    if isinstance(value, str):
-        wrong = [each for each in value if (ord(each) < 0x20 and each not in _ESCAPED) or ord(each) == 0x7F]
-        if wrong:
-            raise _error(here, f"has the control character {wrong[0]!r}", "text without those: no answer writes them")
-    elif not isinstance(value, bool) and isinstance(value, (int, float)):
-        return _number(value, here)
-    return value
-
-
-def _number(value: Any, here: str) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _error(here, f"is {shown(value)}", "a number")
-    if abs(value) > LARGEST_NUMBER:
-        raise _error(here, f"is {shown(value)}", f"a number from -{LARGEST_NUMBER} to {LARGEST_NUMBER}")
-    return value
-
-
-def _divisor(value: Any, here: str) -> int | float:
-    number = _number(value, here)
-    digits = Decimal(repr(number)).normalize().as_tuple().digits
-    if number <= 0 or int("".join(map(str, digits))) > LARGEST_DIVISOR:
-        raise _error(here, f"is {shown(value)}", f"a positive number whose digits are at most {LARGEST_DIVISOR}")
-    return number
-
-
-def _count(value: Any, here: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
-        raise _error(here, f"is {shown(value)}", "a whole number from 0")
-    return value
-
-
-def _required(value: Any, here: str) -> list[str]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
-        raise _error(here, f"is {shown(value)}", "a list of properties' names")
-    return list(dict.fromkeys(value))
-
-
-def _check_pattern(pattern: Any, here: str) -> str:
-    """Refuse what means something else elsewhere: JSON Schema's patterns are JavaScript's, masks have Rust's."""
-    if not isinstance(pattern, str):
-        raise _error(here, f"is {shown(pattern)}", "a regular expression")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # nested sets and the like
-            re.compile(pattern, re.ASCII | re.MULTILINE)
-    except (re.error, Warning, RecursionError, OverflowError) as error:
-        raise _error(here, f"is {shown(pattern)} ({error})", "a regular expression as JavaScript and Python read it") from (
-            error
+        raise schema_error(
+            place, f"has minItems {schema['minItems']}, but no items behind prefixItems", "fewer of them"
         )
-    extension = re.search(r"\(\?(?!:)", pattern)
-    if extension:
-        raise _error(here, f"is {shown(pattern)}, with (? at {extension.start()}", "no groups but ( and (?:")
-    return pattern
-
-
-def _format(value: Any, here: str) -> str:
-    if value not in FORMATS:
-        raise _error(here, f"is {shown(value)}, which would not be enforced", f"one of {', '.join(FORMATS)}")
-    return str(value)
-
-
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    **dict.fromkeys(_COUNTS, _count),
-    **dict.fromkeys(_NUMBERS, _number),
-    "multipleOf": _divisor,
-    "type": _type,
-    "enum": _named_values,
-    "const": _named_value,
-    "required": _required,
-    "pattern": _check_pattern,
-    "format": _format,
-}

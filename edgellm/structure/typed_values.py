@@ -94,7 +94,7 @@ def _named(values: Any, place: str) -> list[Any]:
 
 
 def instance(cls: type, value: dict[str, Any]) -> Any:
-    """The instance of a dataclass that JSON describes, which fulfils its schema; what its own checks raise is raised."""
+    """The instance of a dataclass that JSON of its schema describes; what its own checks raise is raised."""
     hints = _hints(cls)
     return cls(**{name: _value(hints[name], each) for name, each in value.items()})
 
