@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from edgellm.drafting.controller import DraftingReport
     from edgellm.errors import (
         AdapterError,
+        ConstraintError,
         ContextError,
         EdgeLLMError,
         EngineDirectoryError,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from edgellm.serving.async_generation import AsyncGeneration, AsyncSession
     from edgellm.sessions import Content, Session
     from edgellm.snapshots.system_prompt import CachedPrompt
+    from edgellm.structure.description import Structure
     from edgellm.text.output import FinishReason
 
 # Silent unless a program that uses the package configures logging.
@@ -71,6 +73,7 @@ __all__ = [
     "AsyncSession",
     "CachedPrompt",
     "Chunk",
+    "ConstraintError",
     "Content",
     "ContextError",
     "DraftingConfig",
@@ -92,6 +95,7 @@ __all__ = [
     "SnapshotError",
     "SpecDecodeRuntime",
     "StopWhen",
+    "Structure",
     "TemplateError",
     "Timings",
     "TokenLogprobs",
@@ -106,6 +110,7 @@ _MODULES = {
     "DraftingReport": "edgellm.drafting.controller",
     "DraftingStatistics": "edgellm.drafting.acceptance",
     "AdapterError": "edgellm.errors",
+    "ConstraintError": "edgellm.errors",
     "ContextError": "edgellm.errors",
     "EdgeLLMError": "edgellm.errors",
     "EngineDirectoryError": "edgellm.errors",
@@ -131,6 +136,7 @@ _MODULES = {
     "Content": "edgellm.sessions",
     "Session": "edgellm.sessions",
     "CachedPrompt": "edgellm.snapshots.system_prompt",
+    "Structure": "edgellm.structure.description",
     "FinishReason": "edgellm.text.output",
 }
 

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
-from edgellm.llm import LLM, description, start_runtime
+from edgellm.llm import LLM, start_runtime
 from edgellm.requests import Messages, Request, Response, StopWhen, request_list
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.async_generation import AsyncGeneration, AsyncSession
 from edgellm.serving.batch_handling import failure_of
-from edgellm.serving.thread import QUEUE_LIMIT
+from edgellm.serving.thread import QUEUE_LIMIT, description
 from edgellm.snapshots.store import MEMORY_BUDGET
 
 if TYPE_CHECKING:
@@ -188,6 +188,8 @@ class AsyncLLM:
         template_variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         stop_when: StopWhen | None = None,
+        structure: Any = None,
+        response_format: Any = None,
     ) -> Response:
         """See `LLM.chat`."""
         return await self.stream_chat(
@@ -199,6 +201,8 @@ class AsyncLLM:
             template_variables=template_variables,
             continue_final_message=continue_final_message,
             stop_when=stop_when,
+            structure=structure,
+            response_format=response_format,
         ).result()
 
     def stream_chat(
@@ -212,6 +216,8 @@ class AsyncLLM:
         template_variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         stop_when: StopWhen | None = None,
+        structure: Any = None,
+        response_format: Any = None,
     ) -> AsyncGeneration:
         """`async for chunk in llm.stream_chat(...)`; see `LLM.stream_chat`."""
         with self._thread.metrics.counting_refusals():
@@ -225,6 +231,8 @@ class AsyncLLM:
                 template_variables=template_variables,
                 continue_final_message=continue_final_message,
                 stop_when=stop_when,
+                structure=structure,
+                response_format=response_format,
             )
         return AsyncGeneration(lambda: self._ask(self.served.submit, request))
 

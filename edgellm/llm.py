@@ -16,7 +16,7 @@ from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import handle_requests
 from edgellm.serving.metrics import Metrics
-from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
+from edgellm.serving.thread import QUEUE_LIMIT, EngineThread, description
 from edgellm.sessions import Session
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.text.turns import OngoingConversation, Overflow
@@ -214,6 +214,8 @@ class LLM:
         template_variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         stop_when: StopWhen | None = None,
+        structure: Any = None,
+        response_format: Any = None,
     ) -> Response:
         """Answer a conversation: dictionaries with "role" and "content", rendered by the model's chat template.
 
@@ -228,6 +230,8 @@ class LLM:
             template_variables=template_variables,
             continue_final_message=continue_final_message,
             stop_when=stop_when,
+            structure=structure,
+            response_format=response_format,
         ) as generation:
             return generation.result()
 
@@ -242,6 +246,8 @@ class LLM:
         template_variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         stop_when: StopWhen | None = None,
+        structure: Any = None,
+        response_format: Any = None,
     ) -> Generation:
         """As `chat`, but returns the answer as it grows."""
         with self._thread.metrics.counting_refusals():
@@ -256,6 +262,8 @@ class LLM:
                     template_variables=template_variables,
                     continue_final_message=continue_final_message,
                     stop_when=stop_when,
+                    structure=structure,
+                    response_format=response_format,
                 )
             )
 
@@ -381,18 +389,3 @@ def start_runtime(
     """
     path, metrics = SHIPPED_MODEL if engine_directory is None else engine_directory, Metrics()
     return EngineThread(lambda: SpecDecodeRuntime(path, metrics=metrics, **options), metrics, queue_limit)
-
-
-def description(thread: EngineThread[SpecDecodeRuntime]) -> str:
-    """A model in a few words: which, on what, in what state. It waits for nothing, and raises nothing."""
-    if not thread.opened.done():
-        return "(loading)"
-    failure = thread.opened.exception()
-    if failure is not None:
-        return f"(not opened: {type(failure).__name__})"
-    runtime = thread.opened.result()
-    try:
-        backend = runtime.backend_name
-    except EdgeLLMError:
-        return f"{runtime.directory.path} (closed)"
-    return f"{runtime.directory.path} on {backend} ({thread.running} running, {thread.waiting} waiting)"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ import numpy as np
 from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.drafting.config import DraftingConfig
 from edgellm.errors import RequestError, shown
-from edgellm.sampling_params import SamplingParams, as_float
+from edgellm.sampling_params import SamplingParams, as_float, with_structure
+from edgellm.structure.description import Structure
 from edgellm.text.messages import checked_tools, checked_variables, is_image
 from edgellm.text.output import FinishReason
 
@@ -55,6 +57,8 @@ class Request:
     turns; of `AsyncLLM` the event loop's, so that it must be quick; of `SpecDecodeRuntime` the one that computes,
     between rounds. What the engine has computed meanwhile is dropped; an answer that nobody reads is never stopped.
     What it raises is raised by reading, and cancels the request.
+
+    `structure` (see `SamplingParams`), or `response_format` in the form of OpenAI's API, becomes that of `params`.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -67,12 +71,15 @@ class Request:
     template_variables: Mapping[str, Any] | None = None
     continue_final_message: bool = False
     stop_when: StopWhen | None = None
+    structure: InitVar[Any] = None
+    response_format: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, structure: Any, response_format: Any) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise RequestError("a request has either a prompt or messages: give one of them")
         _check_prompt(self.prompt)
         check_choices(self.params, self.adapter)
+        object.__setattr__(self, "params", with_structure(self.params, structure, response_format))
         if not isinstance(self.images, (list, tuple)):
             raise RequestError(f"images is a {type(self.images).__name__}: expected a list of images")
         object.__setattr__(self, "tools", checked_tools(self.tools))
@@ -226,6 +233,8 @@ class Response:
     towards usage, the ending one included; after `stop_when`, those that were shown. `drafting` says what drafting did,
     where a draft model is loaded; `logprobs` has those of each token, where they were asked for. `dropped_turns`, of
     `dropped_messages` in all, are the oldest ones of a session that left it before this answer, to make room for it.
+    `structure` is what was asked for, and `structured_from` where it begins in `text`: behind the reasoning of a model
+    that thinks, None where that did not end.
     """
 
     text: str
@@ -238,6 +247,27 @@ class Response:
     logprobs: tuple[TokenLogprobs, ...] | None = field(default=None)
     dropped_turns: int = field(default=0)
     dropped_messages: int = field(default=0)
+    structure: Structure | None = field(default=None, repr=False)
+    structured_from: int | None = field(default=None, repr=False)
+
+    @cached_property
+    def structure_complete(self) -> bool | None:
+        """Whether the answer has the whole structure that was asked for: False where a limit, a stop string or the
+        caller cut it, None without a structure."""
+        if self.structure is None:
+            return None
+        return self.structured_from is not None and self.structure.is_complete(self.text[self.structured_from :])
+
+    @cached_property
+    def parsed(self) -> Any:
+        """What a complete answer says: of JSON the value, or an instance of the class that was asked for; of another
+        structure its text. None where it is not complete, or no structure was asked for.
+
+        What checks of that class's own raise is raised.
+        """
+        if self.structure is None or not self.structure_complete:
+            return None
+        return self.structure.parsed(self.text[self.structured_from :])
 
     @property
     def is_answered(self) -> bool:

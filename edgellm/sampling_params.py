@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import numbers
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from edgellm.errors import RequestError, shown
+from edgellm.structure.description import structure_of, structure_of_response_format
 
 SMALLEST_TEMPERATURE = 0.001  # logits divided by less overflow float32
 LARGEST_INTEGER = 2**31 - 1
 LARGEST_SEED = 2**64 - 1
 MOST_LOGPROBS = 20
+#: Of OpenAI's API: with 100 a token is as good as chosen, with -100 as good as forbidden.
+LARGEST_BIAS = 100.0
+MOST_BIASES = MOST_BAD_WORDS = 1024
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,17 @@ class SamplingParams:
 
     With `logprobs` N each token comes with its log-probability and the N likeliest in its place (`TokenLogprobs`); the
     host then reads logits in every step, and with penalties nothing is drafted.
+
+    `structure` is the form that an answer must have: `edgellm.Structure(...)`, or for short a JSON schema, a class, a
+    list of choices, or "json_object". Tokens that would leave it are never drawn, and the end of sequence only where it
+    is complete, so that `stop`, `max_tokens` and the like alone can cut it (`Response.structure_complete`). It does not
+    go with `ignore_eos`. Of a model that thinks it begins where its reasoning ends.
+
+    `allowed_token_ids` are the only tokens of an answer, the end of sequence only where it is among them (None: all).
+    `bad_words` (texts, or lists of token ids) are never in it: the last token of one is forbidden wherever the tokens
+    before it end the answer so far; a text is forbidden as the tokenizer writes it at an answer's beginning and behind
+    a space. `logit_bias` adds numbers from -100 to 100 to the logits of tokens, by id, before penalties and
+    temperature; ids beyond the model's vocabulary are refused when it is asked.
     """
 
     temperature: float = 0.0
@@ -43,10 +58,18 @@ class SamplingParams:
     stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    structure: Any = None
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    allowed_token_ids: Collection[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
             object.__setattr__(self, field.name, checked_value(field.name, getattr(self, field.name)))
+        if self.structure is not None and self.ignore_eos:
+            raise RequestError(
+                "ignore_eos goes on behind the end of an answer, where a structure has nothing more to say"
+            )
 
     @property
     def needs_sampling(self) -> bool:
@@ -58,6 +81,21 @@ class SamplingParams:
         if self.seed is not None or not self.needs_sampling:
             return self
         return replace(self, seed=secrets.randbits(32))
+
+
+def with_structure(
+    params: SamplingParams | None, structure: Any = None, response_format: Any = None
+) -> SamplingParams | None:
+    """Parameters with the structure that a call names, in either way, in place of their own; as they are without one.
+
+    Raises RequestError for what is none, and where both are given.
+    """
+    if structure is None and response_format is None:
+        return params
+    if structure is not None and response_format is not None:
+        raise RequestError("structure and response_format are two ways to say one thing: give one of them")
+    asked = structure_of_response_format(response_format) if structure is None else structure_of(structure)
+    return replace(params or SamplingParams(), structure=asked)
 
 
 def checked_value(name: str, value: Any) -> Any:
@@ -91,6 +129,17 @@ def checked_value(name: str, value: Any) -> Any:
     if name == "stop_token_ids":
         values = (value,) if isinstance(value, numbers.Integral) else _sequence(name, value)
         return tuple(_integer(name, item, 0, LARGEST_INTEGER) for item in values)
+    if name == "structure":
+        return None if value is None else structure_of(value)
+    if name == "logit_bias":
+        return _biases(value)
+    if name == "allowed_token_ids":
+        ids = None if value is None else [_integer(name, item, 0, LARGEST_INTEGER) for item in _sequence(name, value)]
+        if ids == []:
+            raise RequestError("allowed_token_ids is empty, so that nothing could be said: name some, or leave it out")
+        return None if ids is None else tuple(sorted(set(ids)))
+    if name == "bad_words":
+        return _bad_words(value)
     if not isinstance(value, bool):
         raise RequestError(f"{name} is {shown(value)}: expected true or false")
     return value
@@ -137,3 +186,36 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
         if not string:
             raise RequestError("stop holds an empty string, which would end every answer at once: leave it out")
     return tuple(strings)
+
+
+def _biases(value: Any) -> tuple[tuple[int, float], ...]:
+    """Token ids with their biases, by id; ids may be text, as in JSON."""
+    pairs = list(value.items()) if isinstance(value, Mapping) else _sequence("logit_bias", value)
+    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs) or len(pairs) > MOST_BIASES:
+        raise RequestError(f"logit_bias is {shown(value)}: expected up to {MOST_BIASES} numbers by token id")
+    found = {}
+    for token_id, bias in pairs:
+        number = (
+            int(token_id) if isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 11 else token_id
+        )
+        checked = _integer("logit_bias", number, 0, LARGEST_INTEGER)
+        found[checked] = _real(f"logit_bias of token {checked}", bias, -LARGEST_BIAS, LARGEST_BIAS)
+    return tuple(sorted(found.items()))
+
+
+def _bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    words = _sequence("bad_words", value)
+    if len(words) > MOST_BAD_WORDS:
+        raise RequestError(f"bad_words has {len(words)} words: expected at most {MOST_BAD_WORDS}")
+    found: list[str | tuple[int, ...]] = []
+    for word in words:
+        if isinstance(word, str):
+            if not word.strip():
+                raise RequestError(f"bad_words has {word!r}: expected words that have more than whitespace")
+            found.append(word)
+        else:
+            ids = tuple(_integer("bad_words", each, 0, LARGEST_INTEGER) for each in _sequence("bad_words", word))
+            if not ids:
+                raise RequestError("bad_words has an empty list: expected a word's token ids")
+            found.append(ids)
+    return tuple(found)

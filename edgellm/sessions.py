@@ -12,7 +12,7 @@ from typing import Any
 from edgellm.errors import RequestError
 from edgellm.generation import Generation, RequestState
 from edgellm.requests import Request, Response, StopWhen, check_choices
-from edgellm.sampling_params import SamplingParams
+from edgellm.sampling_params import SamplingParams, with_structure
 from edgellm.text.messages import checked_messages, checked_tools, checked_variables
 from edgellm.text.turns import OngoingConversation, Overflow, turn_starts, without_oldest
 
@@ -157,13 +157,26 @@ class Session:
         deadline: float | None = None,
         *,
         stop_when: StopWhen | None = None,
+        structure: Any = None,
+        response_format: Any = None,
     ) -> Generation:
         """Say something: text, or parts of a message, images among them. Returns the answer as it grows.
+
+        `structure`, or `response_format`, is that of this answer alone (see `Request`).
 
         The conversation goes on with what of the answer stands where `stop_when` ended it (see `Request`). Raises
         RequestError while the one before is growing.
         """
+        params = self.asked_params(params, structure, response_format)
         return self._say(content, params, deadline, stop_when, threading.Event())
+
+    def asked_params(
+        self, params: SamplingParams | None, structure: Any, response_format: Any
+    ) -> SamplingParams | None:
+        """The parameters of one answer that has a structure of its own; as given where it has none."""
+        if structure is None and response_format is None:
+            return params
+        return with_structure(self.params if params is None else params, structure, response_format)
 
     def retry(
         self,
@@ -225,9 +238,13 @@ class Session:
         deadline: float | None = None,
         *,
         stop_when: StopWhen | None = None,
+        structure: Any = None,
+        response_format: Any = None,
     ) -> Response:
         """Say something and wait for the answer; an interrupt while waiting cancels it."""
-        with self.stream(content, params, deadline, stop_when=stop_when) as generation:
+        with self.stream(
+            content, params, deadline, stop_when=stop_when, structure=structure, response_format=response_format
+        ) as generation:
             response = generation.result()
         self.take_in()
         return response

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from edgellm.errors import RequestError
-from edgellm.sampling_params import SamplingParams
+from edgellm.sampling_params import SamplingParams, with_structure
+from edgellm.structure.description import Structure
 
 GOOD = {
     "temperature": [0, 0.001, 0.7, 100, np.float32(0.5)],
@@ -24,6 +25,10 @@ GOOD = {
     "stop_token_ids": [(), [0, 5], (7,)],
     "ignore_eos": [True, False],
     "logprobs": [None, 0, 5, 20],
+    "structure": [None],
+    "logit_bias": [()],
+    "allowed_token_ids": [None, [0, 5], (7,)],
+    "bad_words": [(), ["a"], ("a b", (1, 2))],
 }
 NAN, INFINITY = float("nan"), float("inf")
 BAD = {
@@ -40,6 +45,10 @@ BAD = {
     "stop_token_ids": [[-1], ["a"], [1.5], "12", None],
     "ignore_eos": [1, "yes", None],
     "logprobs": [-1, 21, 1.5, True, "5"],
+    "structure": [5, "json", True],
+    "logit_bias": [5, "a", {1: 101}, {1: NAN}, {-1: 0}, {"a": 1}, {1.5: 1}, [3], dict.fromkeys(range(1025), 1), None],
+    "allowed_token_ids": [[], [-1], ["a"], "12", 5],
+    "bad_words": [None, "word", [""], [" "], [[]], [[-1]], [["a"]], [5], ["a"] * 1025],
 }
 
 
@@ -71,6 +80,34 @@ def test_message_names_value_and_range():
 def test_one_stop_string_may_stand_alone():
     assert SamplingParams(stop="END").stop == ("END",)
     assert SamplingParams(stop_token_ids=3).stop_token_ids == (3,)
+
+
+def test_biases_are_kept_by_token_id():
+    assert SamplingParams(logit_bias={7: -100, "3": 5}).logit_bias == ((3, 5.0), (7, -100.0))
+    params = SamplingParams(logit_bias={1: 2}, bad_words=["a", [1]], allowed_token_ids=[5, 2, 5])
+    assert dataclasses.replace(params) == params and hash(params)
+    assert (params.bad_words, params.allowed_token_ids) == (("a", (1,)), (2, 5))
+
+
+def test_a_structure_comes_in_several_forms():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    params = SamplingParams(structure=schema)
+    assert params.structure == Structure(json=schema) and hash(params) == hash(dataclasses.replace(params))
+    assert SamplingParams(structure=["yes", "no"]).structure == Structure(choice=("yes", "no"))
+    assert SamplingParams(structure="json_object").structure == Structure(json_object=True)
+    with pytest.raises(RequestError, match="ignore_eos goes on behind the end"):
+        SamplingParams(structure=["yes"], ignore_eos=True)
+
+
+def test_the_structure_of_a_call_takes_the_place_of_that_of_its_parameters():
+    params = SamplingParams(temperature=0.5, structure=["yes"])
+    assert with_structure(params) is params and with_structure(None) is None
+    asked = with_structure(params, structure="json_object")
+    assert (asked.temperature, asked.structure) == (0.5, Structure(json_object=True))
+    assert with_structure(None, response_format={"type": "json_object"}) == SamplingParams(structure="json_object")
+    assert with_structure(params, response_format={"type": "text"}).structure is None
+    with pytest.raises(RequestError, match="give one of them"):
+        with_structure(params, structure=["a"], response_format={"type": "text"})
 
 
 def test_default_is_greedy_and_plain():

@@ -17,8 +17,9 @@ from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.snapshots.staging import is_snapshot_path
 
 BACKENDS = ("auto", "numpy", "tensorrt")
-#: How answers are drawn and when they end; log-probabilities are asked for one by one.
-SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams) if item.name != "logprobs")
+_ASKED_FOR_ONE_BY_ONE = ("logprobs", "structure", "logit_bias", "allowed_token_ids", "bad_words")
+#: How answers are drawn and when they end.
+SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams) if item.name not in _ASKED_FOR_ONE_BY_ONE)
 DEFAULTS = "defaults.yaml"
 _PATHS = ("model", "chat_template", "system_cache")
 

@@ -185,8 +185,11 @@ class AsyncSession:
         deadline: float | None = None,
         *,
         stop_when: StopWhen | None = None,
+        structure: Any = None,
+        response_format: Any = None,
     ) -> AsyncGeneration:
         """See `Session.stream`. It is said when the answer is first iterated, awaited or entered."""
+        params = self._session.asked_params(params, structure, response_format)
         return AsyncGeneration(lambda: self._asked(self._session._say, content, params, deadline, stop_when))
 
     async def send(
@@ -196,9 +199,13 @@ class AsyncSession:
         deadline: float | None = None,
         *,
         stop_when: StopWhen | None = None,
+        structure: Any = None,
+        response_format: Any = None,
     ) -> Response:
         """See `Session.send`."""
-        return await self.stream(content, params, deadline, stop_when=stop_when).result()
+        return await self.stream(
+            content, params, deadline, stop_when=stop_when, structure=structure, response_format=response_format
+        ).result()
 
     def __await__(self) -> Generator[Any, None, AsyncSession]:
         """Wait until the model is open, which the first message does otherwise; gives this again."""

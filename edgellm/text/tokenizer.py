@@ -93,6 +93,11 @@ class Tokenizer:
         """How many tokens there are, added ones included; a model's vocabulary may be padded beyond it."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
+    @property
+    def definition(self) -> str:
+        """The tokenizer as text of a `tokenizer.json`, with the special tokens that other files name."""
+        return self._tokenizer.to_str()
+
     @cached_property
     def largest_id(self) -> int:
         """The largest token id."""

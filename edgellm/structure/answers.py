@@ -1,0 +1,106 @@
+"""What a request asks of its tokens, made ready for one model: the rules that its answer is decoded under."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from edgellm.engines.speculation.constraints import AllConstraints, AllowedTokens, BadWords, TokenConstraint
+from edgellm.errors import RequestError
+from edgellm.structure.reasoning import AfterReasoning, reasoning_marks, reasoning_state
+from edgellm.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from edgellm.sampling_params import SamplingParams
+    from edgellm.structure.grammar import GrammarVocabulary
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerRules:
+    """The rules of one answer: runners take `constraint`; `after_reasoning` is the part of a model that may think."""
+
+    constraint: TokenConstraint
+    tokenizer: Tokenizer
+    after_reasoning: AfterReasoning | None = None
+
+    def structured_from(self, token_ids: Sequence[int]) -> int | None:
+        """Where in the answer's text its structure begins; None where reasoning has not ended.
+
+        `token_ids` are those of the answer, which the constraint has consumed.
+        """
+        start = 0 if self.after_reasoning is None else self.after_reasoning.answer_start
+        return start if not start else len(self.tokenizer.decode(token_ids[:start]))
+
+
+class RuleMaker:
+    """Makes the rules of requests to one model. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`vocab_size` is the width of the engine's logits; `eos_token_ids` are the engine's, too."""
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._vocabulary: GrammarVocabulary | None = None
+        self._lock = threading.Lock()
+
+    def rules(
+        self, params: SamplingParams, prompt_ids: Sequence[int], continued: str | None = None
+    ) -> AnswerRules | None:
+        """The rules for the answer to a prompt, fresh ones for each; None where it may be anything.
+
+        `continued` is the text of the message that the model goes on with, where the request asks for that. Raises
+        RequestError for ids beyond the vocabulary, and for a structure that cannot be enforced on this model.
+        """
+        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        constraints: list[TokenConstraint] = []
+        after_reasoning = None
+        if params.structure is not None:
+            grammar = self.vocabulary().constraint_for(params.structure.grammar_text, params.structure.name)
+            marks = reasoning_marks(self._tokenizer)
+            state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
+            if marks is None or state == "closed":
+                constraints.append(grammar)
+            else:
+                begin = None if state == "open" else marks.begin
+                after_reasoning = AfterReasoning(grammar, [marks.end], self._vocab_size, begin)
+                constraints.append(after_reasoning)
+        if params.allowed_token_ids is not None:
+            self._check_ids("allowed_token_ids", params.allowed_token_ids)
+            constraints.append(AllowedTokens(params.allowed_token_ids, self._vocab_size))
+        if params.bad_words:
+            constraints.append(BadWords(self._word_ids(params.bad_words), self._vocab_size))
+        if not constraints:
+            return None
+        constraint = constraints[0] if len(constraints) == 1 else AllConstraints(constraints)
+        return AnswerRules(constraint, self._tokenizer, after_reasoning)
+
+    def vocabulary(self) -> GrammarVocabulary:
+        """The model's tokens as grammars see them; RequestError for a tokenizer that llguidance cannot read."""
+        with self._lock:
+            if self._vocabulary is None:
+                from edgellm.structure.grammar import GrammarVocabulary
+
+                self._vocabulary = GrammarVocabulary.of_tokenizer(
+                    self._tokenizer.definition, self._vocab_size, self._eos_token_ids
+                )
+            return self._vocabulary
+
+    def _word_ids(self, words: Sequence[str | Sequence[int]]) -> list[list[int]]:
+        """The tokens of each bad word: of a text as it stands at the beginning of an answer, and behind a space."""
+        found: list[list[int]] = []
+        for word in words:
+            if isinstance(word, str):
+                texts = [word] if word.startswith(" ") else [word, f" {word}"]
+                spelled = [self._tokenizer.encode(text, add_special_tokens=False) for text in texts]
+                found += [each for each in spelled if each]
+            else:
+                self._check_ids("bad_words", word)
+                found.append([*word])
+        return found
+
+    def _check_ids(self, name: str, token_ids: Any) -> None:
+        beyond = [each for each in token_ids if each >= self._vocab_size]
+        if beyond:
+            raise RequestError(
+                f"{name} has the token id {beyond[0]}: the model's vocabulary has {self._vocab_size}, from 0 on"
+            )

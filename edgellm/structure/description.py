@@ -1,0 +1,228 @@
+"""`Structure`: the form that an answer is to have, and what its text says then."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from edgellm.errors import RequestError, shown
+from edgellm.structure.schema import enforced_schema
+from edgellm.structure.typed_values import dataclass_schema, instance, is_dataclass_type
+
+#: "spaced" is as `json.dumps` writes: ", " and ": "; "compact" has no whitespace, "free" any.
+Whitespace = Literal["spaced", "compact", "free"]
+#: Of a regular expression, of a grammar and of all choices.
+MOST_BYTES = {"regex": 16 * 1024, "grammar": 128 * 1024, "choice": 128 * 1024}
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_NAMES = {
+    "json": "the JSON schema",
+    "json_object": "a JSON object",
+    "regex": "the regular expression",
+    "choice": "the list of choices",
+    "grammar": "the grammar",
+}
+#: JSON's escapes but that of any character by number, which would let a key be spelled in two ways.
+_ESCAPES = '"\\bfnrt'
+_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*', re.DOTALL)
+_NOT_ENFORCED = re.compile(r"%\s*(?:json|llguidance)\b|\[[^\]]*\b(?:max_tokens|temperature)\b|<[^>\s]+>")
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What an answer has to be, one of these; RequestError for more or none, and for what cannot be enforced.
+
+    `json`: a JSON schema (a dictionary), a class with `model_json_schema()` as pydantic's have, or a dataclass whose
+    fields are str, int, float, bool, Literal, Enum, list, Optional and dataclasses. Properties come in the schema's
+    order. `json_object`: any JSON object. `regex`: a regular expression of the whole answer, in the syntax of Rust's
+    regex crate without look-around. `choice`: one of these texts. `grammar`: a grammar in llguidance's form of Lark,
+    with a rule `start`; not with its `%json`, limits in tokens, temperatures or special tokens.
+
+    `whitespace` of JSON: "spaced" as `json.dumps` writes it, "compact" without any, "free" wherever JSON allows it.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: tuple[str, ...] | list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    whitespace: Whitespace = "spaced"
+    #: The grammar as llguidance takes it.
+    grammar_text: str = field(init=False, repr=False, default="")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.json_object, bool):
+            raise RequestError(f"json_object is {shown(self.json_object)}: expected true or false")
+        given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
+        if self.json is False:
+            given.append("json")
+        if len(given) != 1:
+            raise RequestError(
+                f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_KINDS)}"
+            )
+        if self.whitespace not in get_args(Whitespace):
+            expected = ", ".join(get_args(Whitespace))
+            raise RequestError(f"whitespace is {shown(self.whitespace)}: expected one of {expected}")
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _checked_choices(self.choice))
+        object.__setattr__(self, "grammar_text", self._grammar_text(given[0]))
+        from edgellm.structure.grammar import byte_vocabulary  # llguidance is loaded for structured requests alone
+
+        byte_vocabulary().compiled(self.grammar_text, self.name)
+
+    def __hash__(self) -> int:
+        return hash(self.grammar_text)
+
+    @property
+    def name(self) -> str:
+        """What it is, for errors."""
+        return _NAMES[next(kind for kind in _KINDS if getattr(self, kind) not in (None, False))]
+
+    @property
+    def is_json(self) -> bool:
+        """Whether answers are JSON."""
+        return self.json is not None or self.json_object
+
+    def is_complete(self, text: str) -> bool:
+        """Whether a text has the whole structure."""
+        from edgellm.structure.grammar import matches
+
+        return matches(self.grammar_text, text)
+
+    def parsed(self, text: str) -> Any:
+        """What a complete text says: of JSON the value, or an instance of the class that was given; else the text.
+
+        Checks of that class's own may raise. RequestError for a text that is not complete.
+        """
+        if not self.is_complete(text):
+            raise RequestError(f"the text {shown(text)} is not complete: expected {self.name[4:] or 'JSON'} fulfilled")
+        if not self.is_json:
+            return text
+        value = json.loads(text)
+        if is_dataclass_type(self.json):
+            return instance(self.json, value)
+        validate = getattr(self.json, "model_validate", None)
+        return validate(value) if callable(validate) else value
+
+    def _grammar_text(self, kind: str) -> str:
+        if kind in ("json", "json_object"):
+            return _json_grammar({"type": "object"} if kind == "json_object" else schema_of(self.json), self.whitespace)
+        if kind == "choice":
+            alternatives = " | ".join(json.dumps(each, ensure_ascii=False) for each in self.choice or ())
+            return _lark(f"start: {alternatives}")
+        text = _checked_text(kind, getattr(self, kind))
+        if kind == "regex":
+            from llguidance import LLMatcher
+
+            return str(LLMatcher.grammar_from_regex(text))
+        wrong = _NOT_ENFORCED.search(_LITERALS.sub('""', text))
+        if wrong:
+            raise RequestError(
+                f"the grammar has {wrong[0]!r}, which would not be checked or enforced: leave it out (a JSON schema "
+                "goes to json=..., a limit of tokens to max_tokens; special tokens have no text)"
+            )
+        return _lark(text)
+
+
+def structure_of(value: Any) -> Structure:
+    """What a short form means: "json_object", a list of choices, a schema, a class; RequestError for anything else."""
+    if isinstance(value, Structure):
+        return value
+    if value == "json_object":
+        return Structure(json_object=True)
+    if isinstance(value, (list, tuple)):
+        return Structure(choice=value)
+    if isinstance(value, (Mapping, type)):
+        return Structure(json=value)
+    raise RequestError(
+        f"structure is {shown(value)}: expected Structure(...), a JSON schema, a class, a list of choices, or "
+        "'json_object'"
+    )
+
+
+def structure_of_response_format(value: Any) -> Structure | None:
+    """The structure of a `response_format` in the form of OpenAI's API; None for {"type": "text"} and for None.
+
+    Of a "json_schema" only its "schema" counts: what is taken is enforced, "strict" or not.
+    """
+    if value is None:
+        return None
+    if isinstance(value, type):  # as OpenAI's own client takes a class
+        return Structure(json=value)
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    known = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
+    if kind not in known or set(value) - known[kind]:
+        raise RequestError(
+            f"response_format is {shown(value)}: expected {{'type': 'text'}}, {{'type': 'json_object'}} or "
+            "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': ...}}"
+        )
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Structure(json_object=True)
+    described = value.get("json_schema")
+    extra = set(described) - {"name", "description", "schema", "strict"} if isinstance(described, Mapping) else {"none"}
+    if extra or "schema" not in described:
+        raise RequestError(
+            f"response_format's json_schema is {shown(described)}: expected "
+            "{'name': ..., 'schema': ..., 'strict': ...}"
+        )
+    return Structure(json=described["schema"])
+
+
+def schema_of(value: Any) -> Any:
+    """The JSON schema of a structure's `json`: of a class, or as it was given; RequestError for what is neither."""
+    if is_dataclass_type(value) and not callable(getattr(value, "model_json_schema", None)):
+        return dataclass_schema(value)
+    describe = getattr(value, "model_json_schema", None)
+    if callable(describe):
+        return describe()
+    if isinstance(value, type) or not isinstance(value, (Mapping, bool)):
+        raise RequestError(
+            f"json is {shown(value)}: expected a JSON schema (a dictionary), a dataclass, or a class with "
+            "model_json_schema()"
+        )
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def _json_grammar(schema: Any, whitespace: Whitespace) -> str:
+    from llguidance import LLMatcher
+
+    separators = {"spaced": (", ", ": "), "compact": (",", ":"), "free": (",", ":")}[whitespace]
+    options: Any = {
+        "item_separator": separators[0],
+        "key_separator": separators[1],
+        "whitespace_flexible": whitespace == "free",
+        "coerce_one_of": True,  # the walk has found that no value fulfils two alternatives
+        "json_allowed_escapes": _ESCAPES,
+    }
+    try:
+        return str(LLMatcher.grammar_from_json_schema(json.dumps(enforced_schema(schema)), overrides=options))
+    except ValueError as error:
+        raise RequestError(f"the JSON schema cannot be enforced ({error}): say it in another way") from error
+
+
+def _lark(text: str) -> str:
+    """A grammar as data: a text that begins with a brace would be taken for a whole description of grammars."""
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _checked_text(kind: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise RequestError(f"{kind} is {shown(value)}: expected text")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{kind} has half of a surrogate pair, which is no character: remove it") from error
+    if size > MOST_BYTES[kind]:
+        raise RequestError(f"{kind} has {size} bytes: at most {MOST_BYTES[kind]} are taken, say less in it")
+    return value
+
+
+def _checked_choices(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, (list, tuple)) or not value:
+        raise RequestError(f"choice is {shown(value)}: expected a list of at least one text")
+    _checked_text("choice", "".join(_checked_text("choice", each) for each in value))
+    return tuple(dict.fromkeys(value))

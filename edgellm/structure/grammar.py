@@ -1,0 +1,281 @@
+"""Grammars compiled for a tokenizer: the masks of an answer's tokens, by llguidance.
+
+llguidance's matchers never raise: they go into a state of error for ever. Here each such state is an error of its
+request, and the matcher is made anew at the place where it was.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from edgellm.engines.speculation.constraints import mask_of, mask_words
+from edgellm.errors import ConstraintError, RequestError
+
+#: Work that compiling and one mask may take, as llguidance counts it (its documentation: about 50, 14 and 20 units a
+#: microsecond); the clock is looked at once, when a grammar is tried. A mask that needs more is its request's error.
+FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
+COMPILE_SECONDS = 2.0
+#: How many grammars of a model stay compiled, and the bytes of masks that each keeps.
+MOST_GRAMMARS, MASK_BYTES = 64, 4 * 2**20
+#: Answers rarely share more tokens from their beginning on.
+CACHED_TOKENS = 256
+_SAMPLE = '{"name": ["caf\u00e9 1", -2.5e3], "x y": null}'
+
+
+class Grammar:
+    """A grammar compiled for one tokenizer, which answers share. Any thread may use it."""
+
+    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        self.eos_token_ids, self.vocab_size = tuple(eos_token_ids), vocab_size
+        self.ending_mask = mask_of(eos_token_ids, vocab_size)
+        self._matcher, self._lock = matcher, threading.Lock()
+        self._masks: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
+        self._most = max(1, MASK_BYTES // self.ending_mask.nbytes)
+        #: How often a mask was asked for, and found.
+        self.lookups = self.hits = 0
+
+    def matcher(self) -> LLMatcher:
+        """A matcher at the beginning."""
+        with self._lock:
+            return self._matcher.deep_copy()
+
+    def mask(self, path: tuple[int, ...]) -> np.ndarray | None:
+        """The mask behind these tokens, where it is known. llguidance has no name for a state: the tokens since the
+        beginning are one, which different answers and the trees of different rounds share."""
+        with self._lock:
+            self.lookups += 1
+            found = self._masks.get(path)
+            if found is not None:
+                self.hits += 1
+                self._masks.move_to_end(path)
+            return found
+
+    def keep_mask(self, path: tuple[int, ...], mask: np.ndarray) -> None:
+        """Know the mask behind these tokens, until others are used more."""
+        with self._lock:
+            self._masks[path] = mask
+            if len(self._masks) > self._most:
+                self._masks.popitem(last=False)
+
+
+class GrammarConstraint:
+    """A grammar at one place of an answer: see `edgellm.engines.speculation.constraints.TokenConstraint`.
+
+    At the end of sequence, which comes only where the grammar allows an end, it stops: behind it only more of these
+    tokens are allowed.
+    """
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar, self._matcher = grammar, grammar.matcher()
+        self._path: list[int] = []
+        self._endings = 0  # the matcher never sees the end of sequence
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """See `TokenConstraint`."""
+        grammar, words = self._grammar, row.view(np.int32)
+        if len(words) != len(grammar.ending_mask) or not words.flags.c_contiguous:
+            raise ValueError(f"a mask has {len(row)} words: expected {len(grammar.ending_mask)}, contiguous")
+        if self._endings:
+            words[:] = grammar.ending_mask.view(np.int32)
+            return
+        path = tuple(self._path) if len(self._path) <= CACHED_TOKENS else None
+        known = None if path is None else grammar.mask(path)
+        if known is not None:
+            words[:] = known
+            return
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+        if not words.any():
+            raise ConstraintError(
+                f"no token goes on with the answer's structure after {len(self._path)} tokens: the model's vocabulary "
+                "lacks what it asks for next"
+            )
+        if path is not None:
+            grammar.keep_mask(path, words.copy())
+
+    def try_advance(self, token: int) -> bool:
+        """See `TokenConstraint`. Raises ConstraintError where the grammar cannot be followed any further."""
+        if token in self._grammar.eos_token_ids:
+            allowed = self.is_complete()
+            self._endings += allowed
+            return allowed
+        if self._endings or not 0 <= token < self._grammar.vocab_size:  # an unknown id would break the matcher
+            return False
+        if self._matcher.try_consume_tokens([token]) == 1:
+            self._path.append(token)
+            return True
+        self._check()
+        return False
+
+    def rollback(self, count: int) -> None:
+        """See `TokenConstraint`."""
+        ended = min(count, self._endings)
+        self._endings -= ended
+        if count > ended:
+            del self._path[len(self._path) - (count - ended) :]
+            if not self._matcher.rollback(count - ended):
+                self._begin_again()
+
+    def forced(self, most: int) -> list[int]:
+        """See `TokenConstraint`; the end of sequence is forced, too, the first of several."""
+        if self._endings:
+            return []
+        found: list[int] = self._matcher.compute_ff_tokens()[:most]
+        count = self._matcher.try_consume_tokens(found) if found else 0
+        self._check()
+        ends = count == len(found) < most and self._matcher.is_stopped()
+        if count:
+            self._matcher.rollback(count)
+        return [*found[:count], *self._grammar.eos_token_ids[:ends]]
+
+    def is_free(self) -> bool:
+        """A grammar says of each token whether it may come."""
+        return False
+
+    def is_complete(self) -> bool:
+        """See `TokenConstraint`."""
+        return bool(self._endings or self._matcher.is_accepting())
+
+    def is_stopped(self) -> bool:
+        """See `TokenConstraint`."""
+        return bool(self._endings or self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        """Raise ConstraintError where the matcher is in error, and go back to where it was before."""
+        if self._matcher.is_error():
+            reason = matcher_error(self._matcher)
+            self._begin_again()
+            raise ConstraintError(
+                f"the answer's structure cannot be followed behind {len(self._path)} tokens ({reason}): ask for a "
+                "simpler one"
+            )
+
+    def _begin_again(self) -> None:
+        self._matcher = self._grammar.matcher()
+        if self._path:
+            self._matcher.try_consume_tokens(self._path)
+
+
+class GrammarVocabulary:
+    """A model's tokens as grammars see them, and the grammars compiled for them. Any thread may use it."""
+
+    def __init__(self, tokenizer: LLTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`vocab_size` is the width of the logits, `tokenizer` was made with it and the same ends of sequence."""
+        self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def of_tokenizer(cls, definition: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
+        """The vocabulary of a `tokenizer.json`; RequestError where llguidance cannot read it."""
+        if not eos_token_ids:
+            raise RequestError(
+                "the model names no end-of-sequence token, so that no structured answer could end: name one in "
+                "generation_config.json (eos_token_id) and build anew"
+            )
+        from tokenizers import Tokenizer
+
+        try:
+            tokenizer = LLTokenizer(definition, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            sample = Tokenizer.from_str(definition).encode(_SAMPLE, add_special_tokens=False).ids
+            read = tokenizer.decode_bytes(sample).decode(errors="replace").lstrip()
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's cannot be named
+                raise
+            raise _unreadable(" ".join(str(error).split())[:200]) from error
+        if read != _SAMPLE:
+            raise _unreadable(f"it reads {_SAMPLE} as {read[:80]!r}")
+        return cls(tokenizer, vocab_size, eos_token_ids)
+
+    def constraint_for(self, grammar: str, what: str = "the structure") -> GrammarConstraint:
+        """The rules of a grammar (`Structure.grammar_text`), which errors call `what`.
+
+        Raises RequestError for a grammar that cannot be compiled, or that no answer could begin.
+        """
+        return GrammarConstraint(self.compiled(grammar, what))
+
+    def compiled(self, grammar: str, what: str = "the structure") -> Grammar:
+        """A grammar, compiled once and tried; see `constraint_for`."""
+        with self._lock:
+            found = self._grammars.get(grammar)
+            if found is not None:
+                self._grammars.move_to_end(grammar)
+                return found
+        compiled = self._compile(grammar, what)
+        with self._lock:
+            self._grammars[grammar] = compiled
+            if len(self._grammars) > MOST_GRAMMARS:
+                self._grammars.popitem(last=False)
+        return compiled
+
+    def _compile(self, grammar: str, what: str) -> Grammar:
+        began = time.perf_counter()
+        limits = LLParserLimits(verbose_errors=False, **FUEL)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise RequestError(f"{what} cannot be enforced ({matcher_error(matcher)}): say it in another way")
+        compiled = Grammar(matcher, self._eos_token_ids, self._vocab_size)
+        trial, row = GrammarConstraint(compiled), np.empty(mask_words(self._vocab_size), np.int32)
+        try:
+            for _ in range(2):  # the beginning, and what follows where that is forced
+                trial.fill_mask(row)
+                for token in trial.forced(64):
+                    trial.try_advance(token)
+        except ConstraintError as error:
+            raise RequestError(f"{what} cannot be begun by any answer, or takes too much work: {error}") from error
+        seconds = time.perf_counter() - began
+        if seconds > COMPILE_SECONDS:
+            raise RequestError(
+                f"{what} took {seconds:.1f} seconds to compile, of {COMPILE_SECONDS:g}: ask for a simpler one"
+            )
+        return compiled
+
+
+def matcher_error(matcher: LLMatcher) -> str:
+    """What a matcher says of its error, in one line that is not long."""
+    text = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    if text.startswith("NoExtension"):
+        text = "there is nothing that fulfils it"
+    return text[:300] or "no reason given"
+
+
+def _unreadable(reason: str) -> RequestError:
+    return RequestError(
+        f"the model's tokenizer.json cannot be used for structured answers ({reason}): leave structure out, or use a "
+        "model with a byte-level or byte-fallback tokenizer"
+    )
+
+
+class _Bytes:
+    """A tokenizer whose tokens are the 256 bytes and an end of sequence, as llguidance takes one."""
+
+    eos_token_id, bos_token_id = 256, None
+    tokens: tuple[bytes, ...] = (*(bytes([each]) for each in range(256)), b"<eos>")
+    special_token_ids: tuple[int, ...] = (256,)
+
+    def __call__(self, text: Any) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+@cache
+def byte_vocabulary() -> GrammarVocabulary:
+    """The vocabulary of single bytes: texts are tried against grammars with it, without any model."""
+    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=[256])
+    return GrammarVocabulary(tokenizer, 257, (256,))
+
+
+def matches(grammar: str, text: str) -> bool:
+    """Whether a text is whole by a grammar that compiles."""
+    constraint = byte_vocabulary().constraint_for(grammar)
+    try:
+        return all(map(constraint.try_advance, text.encode())) and constraint.is_complete()
+    except ConstraintError:
+        return False
