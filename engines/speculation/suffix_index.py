@@ -5,7 +5,7 @@ tokens of a sequence stood somewhere before, what followed there is a good guess
 decoding looks for the last few tokens in the prompt and proposes the rest as a chain. Suffix decoding takes the longest
 suffix, looks into earlier answers too, and proposes a tree by how often each continuation followed. This index does the
 latter without a suffix tree: as in a compressor of the LZ77 family, every token is linked with the place where the same
-2, 4 or 8 last tokens stood before, the places on the links are compared backwards, and the longest matches speak.
+2 or 8 last tokens stood before, the places on the links are compared backwards, and the longest matches speak.
 
 Whatever is proposed, the base model verifies it exactly: tokens of another request can make an answer faster or slower,
 never another one. Memory is bounded: `SuffixIndex.clear` and its `most_tokens` say for how many tokens of closed
@@ -25,20 +25,25 @@ import numpy as np
 from edgellm.engines.errors import EngineError
 
 #: Numbers of last tokens by which places are linked, longest first.
-_LENGTHS = (8, 4, 2)
+_LENGTHS = (8, 2)
 #: Matches are compared up to so many tokens; an answer is kept with so many tokens of its prompt before it.
 _LONGEST = 32
 #: At most so many places are looked at for each number of last tokens, in the sequence and in earlier answers.
 _VISITS = 8
-#: A match of n tokens speaks with weight n ** _GROWTH, against _DOUBT that something else follows; n grows along a path.
-#: Both were fitted to what tools/bench/suffix_replay.py replays.
-_GROWTH, _DOUBT = 2.0, 8.0
-_WEIGHTS = [float(length) ** _GROWTH for length in range(_LONGEST + 1)]
+#: The weight with which a match of n tokens speaks for what followed it, and the weight of something else. A match that
+#: grows along a path lessens the doubt. Fitted to what tools/bench/suffix_replay.py replays.
+_WEIGHTS = [1 + length / 4 + (length / 10) ** 4 for length in range(2 * _LONGEST)]
+_DOUBTS = [
+    [1.1 * math.sqrt(_WEIGHTS[match] / _WEIGHTS[match + level]) for level in range(_LONGEST)]
+    for match in range(_LONGEST + 1)
+]
 #: Stands before, between and behind sequences: no token equals it.
 _GAP = -1
 #: Slots of a running sequence's tables, at least.
 _FEWEST_SLOTS = 4096
-#: Odd factors of the hashes of 2, 4 and 8 tokens, which are sums modulo 2**30.
+#: From so many tokens on, NumPy links them faster than a loop.
+_MANY = 128
+#: Odd factors of the hashes of 2 and 8 tokens, which are sums modulo 2**30.
 _FACTORS = 0x2545F491, 0x1B873593, 0x05EBCA6B, 0x27D4EB2F
 _BITS = 2**30 - 1
 
@@ -58,50 +63,67 @@ class Proposal(NamedTuple):
 
 
 class _History:
-    """Tokens, and for each the place where perhaps the same 8, 4 and 2 last ones stood before.
+    """Tokens, and for each the place where perhaps the same 8 and 2 last ones stood before.
 
     Positions count from 1, behind a gap. From `room` positions on, the oldest are overwritten; a link is followed only
-    to an older place, since a younger one has overwritten what the link meant. `grams` are the hashes of the last 8, 4
-    and 2 tokens.
+    to an older place, since a younger one has overwritten what the link meant. `grams` are the hashes of the last 8 and
+    2 tokens.
     """
 
     def __init__(self, slots: int, room: int = 2**31) -> None:
-        self.tokens, self.end, self.grams = array("i", [_GAP]), 1, (0, 0, 0)
+        self.tokens, self.end, self.grams = array("i", [_GAP]), 1, (0, 0)
         self._room, self._mask = room, slots - 1
         self._heads = [array("i", bytes(4 * slots)) for _ in _LENGTHS]
         self._links = [array("i", [0]) for _ in _LENGTHS]
-        self._pairs, self._fours = [0, 0], [0, 0, 0, 0]  # the hashes of the last places
+        self._pairs = [0] * 6  # the hashes of the last pairs
 
     def append(self, tokens: Sequence[int]) -> None:
         """Write tokens behind the last ones and link them."""
-        start, mask = self.end, self._mask
-        by_eight, by_four, by_pair = self._heads
-        links: tuple[list[int], list[int], list[int]] = ([], [], [])
-        eights_linked, fours_linked, pairs_linked = (linked.append for linked in links)
-        pairs, fours, last = self._pairs, self._fours, self.tokens[start - 1]
-        eight, four, pair = self.grams
-        first, second, third, fourth = _FACTORS
-        for offset, token in enumerate(tokens):
+        said = array("i", tokens)
+        if len(said) >= _MANY:
+            self._append_many(said)
+            return
+        start, mask, position = self.end, self._mask, self.end
+        (by_eight, by_pair), pairs, last = self._heads, self._pairs, self.tokens[self.end - 1]
+        (eight, pair), (first, second, third, fourth) = self.grams, _FACTORS
+        eights_linked, pairs_linked = [], []
+        for token in said:
             pair = (token * first + last * second) & _BITS
-            four = (pair + pairs[offset] * third) & _BITS
-            eight = (four + fours[offset] * fourth) & _BITS
+            eight = (pair + pairs[-2] * second + pairs[-4] * third + pairs[-6] * fourth) & _BITS
             pairs.append(pair)
-            fours.append(four)
-            last, position = token, start + offset
             slot = eight & mask
-            eights_linked(by_eight[slot])
+            eights_linked.append(by_eight[slot])
             by_eight[slot] = position
-            slot = four & mask
-            fours_linked(by_four[slot])
-            by_four[slot] = position
             slot = pair & mask
-            pairs_linked(by_pair[slot])
+            pairs_linked.append(by_pair[slot])
             by_pair[slot] = position
-        self.end = end = start + len(tokens)
-        self.tokens[start:end] = array("i", tokens)
-        for kept, linked in zip(self._links, links, strict=True):
-            kept[start:end] = array("i", linked)
-        self._pairs, self._fours, self.grams = pairs[-2:], fours[-4:], (eight, four, pair)
+            last = token
+            position += 1
+        self.tokens[start:position] = said
+        self._links[0][start:position] = array("i", eights_linked)
+        self._links[1][start:position] = array("i", pairs_linked)
+        self.end, self.grams = position, (eight, pair)
+        del pairs[:-6]
+
+    def _append_many(self, tokens: array[int]) -> None:
+        """The same as `append`, for so many tokens that NumPy is faster."""
+        first, second, third, fourth = _FACTORS
+        said = np.array([self.tokens[self.end - 1], *tokens], np.int64)
+        pairs = np.concatenate([self._pairs, (said[1:] * first + said[:-1] * second) & _BITS])
+        eights = (pairs[6:] + pairs[4:-2] * second + pairs[2:-4] * third + pairs[:-6] * fourth) & _BITS
+        start, end = self.end, self.end + len(tokens)
+        self.tokens[start:end] = tokens
+        for hashes, heads, links in zip((eights, pairs[6:]), self._heads, self._links, strict=True):
+            slots = hashes & self._mask
+            order = np.argsort(slots, kind="stable")
+            slots, places = slots[order], (order + start).astype(np.int32)
+            begins = np.append(True, slots[1:] != slots[:-1])
+            newest = np.frombuffer(heads, np.int32)
+            linked = np.empty(len(order), np.int32)
+            linked[order] = np.where(begins, newest[slots], np.roll(places, 1))
+            newest[slots] = places  # of equal slots the last counts
+            links[start:end] = array("i", linked.tobytes())
+        self.end, self.grams, self._pairs = end, (int(eights[-1]), int(pairs[-1])), pairs[-6:].tolist()
 
     def append_whole(self, tokens: list[int]) -> None:
         """Write a sequence that ends, and a gap; where they do not fit behind the last ones, in place of the oldest."""
@@ -111,37 +133,31 @@ class _History:
             self.end = 1
         self.append(tokens)
 
-    def own_place(self, level: int) -> tuple[int, int]:
-        """Where perhaps the same last tokens stood before the end, and the end's age."""
-        return self._links[level][self.end - 1], 0
+    def match(self, level: int, last: array[int], below: int, found: list, gram: int | None = None) -> None:
+        """Add to `found` the places that end like `last`, the latest first: (tokens that are equal, history, position).
 
-    def place(self, level: int, gram: int) -> tuple[int, int]:
-        """Where an n-gram of this hash perhaps stood last, and an age below all."""
-        return self._heads[level][gram & self._mask], -1
-
-    def matches(self, level: int, last: array, below: int, start: tuple[int, int]) -> list[tuple[int, int]]:
-        """Places on the links from `start` which end like `last`, the latest first, and how many tokens are equal: at
-        least the level's number, less than `below`."""
+        Places are those where an n-gram of a hash stood, or where the history's own last one stood before. As many
+        tokens as the level's are equal at least, and fewer than `below`.
+        """
         tokens, links, newest, room = self.tokens, self._links[level], self.end - 1, self._room
         at_least, size = _LENGTHS[level], len(last)
-        ending, (position, age), found = last[-at_least:], start, []
+        ending = last[-at_least:]
+        position, age = (links[newest], 0) if gram is None else (self._heads[level][gram & self._mask], -1)
         for _ in range(_VISITS):
             older = (newest - position) % room
             if not position or older <= age:
                 break
             end = position + 1
-            if position >= size and tokens[end - size : end] == last:
-                match = size
-            elif position >= at_least and tokens[end - at_least : end] == ending:
-                match = at_least
-                while match < size and last[size - match - 1] == tokens[position - match]:
-                    match += 1
-            else:
-                match = 0
-            if at_least <= match < below:
-                found.append((match, position))
+            if end > at_least and tokens[end - at_least : end] == ending:
+                if end > size and tokens[end - size : end] == last:
+                    equal = size
+                else:
+                    equal = at_least
+                    while last[size - 1 - equal] == tokens[position - equal]:
+                        equal += 1
+                if equal < below:
+                    found.append((equal, self, position))
             position, age = links[position], older
-        return found
 
 
 class SaidSequence:
@@ -156,9 +172,9 @@ class SaidSequence:
 class SuffixIndex:
     """What running sequences said, and the answers of closed ones: `most_tokens` of them, the oldest are forgotten.
 
-    A token of a closed answer takes 28 to 40 bytes; one of a running sequence 16, and its tables 24 to 48 bytes for each
-    token of the prompt (at least 48 KiB). Equal calls give equal proposals. Not thread-safe: for the thread that owns
-    the engines. Raises EngineError for a closed sequence.
+    A token of a closed answer takes 20 to 28 bytes; one of a running sequence 12, and its tables 16 to 32 bytes for
+    each token of the prompt (at least 32 KiB). The same calls give the same proposals. Not thread-safe: for the thread
+    that owns the engines. Raises EngineError for a closed sequence.
     """
 
     def __init__(self, most_tokens: int = 65_536) -> None:
@@ -196,36 +212,38 @@ class SuffixIndex:
         _check_open(sequence)
         said = sequence.history
         places = self._places(said, width)
-        weights: dict[bytes, float] = {}
-        for match, history, position in places:
+        match = places[0][0] if places else 0
+        depth = min(depth, _LONGEST)
+        followers: dict[bytes, list] = {}
+        for length, history, position in places:
             following = history.tokens[position + 1 : position + 1 + depth]
             if history is said and len(following) < depth:
                 following = (following * depth)[:depth]  # a loop: behind its end it begins again
+            following.append(_GAP)
             key = following.tobytes()
-            weights[key] = weights.get(key, 0.0) + _WEIGHTS[match]
-        followers = [(weight, array("i", key).tolist()) for key, weight in weights.items()]
-        match = places[0][0] if places else 0
-        doubts = [_DOUBT * (match / (match + level)) ** _GROWTH for level in range(depth)] if places else []
-        return Proposal(*_grown(followers, doubts, nodes, width), match)
+            if key in followers:
+                followers[key][0] += _WEIGHTS[length]
+            else:
+                followers[key] = [_WEIGHTS[length], following.tolist()]
+        tokens, parents, scores = _grown(list(followers.values()), _DOUBTS[match], nodes, width)
+        return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32), match)
 
     def _places(self, said: _History, enough: int) -> list[tuple[int, _History, int]]:
-        """Length, history and position of matches, in the order of `propose`. Shorter ones are looked for where there are
-        not `enough` longer ones."""
+        """Length, history and position of at most `_VISITS` matches, in the order of `propose`. Shorter ones are
+        looked for where there are not `enough` longer ones."""
         last = said.tokens[max(1, said.end - _LONGEST) :]
         found: list[tuple[int, _History, int]] = []
         below = _LONGEST + 1
         for level, length in enumerate(_LENGTHS):
             if length <= len(last):
-                for history, start in (
-                    (said, said.own_place(level)),
-                    (self._closed, self._closed.place(level, said.grams[level])),
-                ):
-                    found += [(match, history, place) for match, place in history.matches(level, last, below, start)]
+                said.match(level, last, below, found)
+                if len(found) < _VISITS:
+                    self._closed.match(level, last, below, found, said.grams[level])
             if len(found) >= enough:
                 break
             below = length
         found.sort(key=_longest_first)
-        return found
+        return found[:_VISITS]
 
 
 def _longest_first(place: tuple[int, _History, int]) -> int:
@@ -233,31 +251,39 @@ def _longest_first(place: tuple[int, _History, int]) -> int:
 
 
 def _grown(
-    followers: list[tuple[float, list[int]]], doubts: list[float], nodes: int, width: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens, parents and scores of the likeliest `nodes` paths that begin what followed, with its weight. `doubts` are
-    the weights of something else by depth."""
+    followers: list[list], doubts: list[float], nodes: int, width: int
+) -> tuple[list[int], list[int], list[float]]:
+    """Tokens, parents and scores of the likeliest `nodes` paths that begin what `followers` say: each has a weight and
+    tokens up to a gap. `doubts` are the weights of something else, by depth."""
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
     waiting: list[tuple[float, int, int, int, int, list]] = []
     made, node, cost, level, speaking = 0, -1, 0.0, 0, followers
     while len(tokens) < nodes:
-        if level < len(doubts):
-            total, shares = doubts[level], {}
+        if len(speaking) == 1:
+            weight, following = speaking[0]
+            if following[level] != _GAP:
+                path = cost + math.log1p(doubts[level] / weight), made, node, following[level], level + 1, speaking
+                heapq.heappush(waiting, path)
+                made += 1
+        else:
+            shares: dict[int, list] = {}
+            total = doubts[level]
             for follower in speaking:
                 weight, following = follower
-                if level < len(following) and following[level] != _GAP:
+                token = following[level]
+                if token != _GAP:
                     total += weight
-                    share = shares.setdefault(following[level], [0.0])
-                    share[0] += weight
-                    share.append(follower)
-            children = list(shares.items())
+                    if token in shares:
+                        shares[token].append(follower)
+                    else:
+                        shares[token] = [follower]
+            children = [(sum([weight for weight, _ in agreed]), token, agreed) for token, agreed in shares.items()]
             if len(children) > width:
                 children = sorted(children, key=_heaviest_first)[:width]
-            for token, (weight, *others) in children:
-                child = cost - math.log(weight / total), made, node, token, level + 1, others
-                heapq.heappush(waiting, child)
+            for weight, token, agreed in children:
+                heapq.heappush(waiting, (cost + math.log(total / weight), made, node, token, level + 1, agreed))
                 made += 1
         if not waiting:
             break
@@ -266,11 +292,11 @@ def _grown(
         tokens.append(token)
         parents.append(parent)
         scores.append(-cost)
-    return np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32)
+    return tokens, parents, scores
 
 
-def _heaviest_first(child: tuple[int, list]) -> float:
-    return -child[1][0]
+def _heaviest_first(child: tuple[float, int, list]) -> float:
+    return -child[0]
 
 
 def _slots(tokens: int) -> int:

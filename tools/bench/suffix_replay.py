@@ -1,13 +1,13 @@
-"""How far drafts without a model would have been accepted, and what they cost the host: answers that are known are
-replayed round by round against engines/speculation/suffix_index.py, without a model.
+"""How far drafts without a model would have been accepted, and what they cost the host: known answers are replayed
+round by round against engines/speculation/suffix_index.py, without a model.
 
     python -m tools.bench.suffix_replay [--calibration] [--output RESULTS.json]
 
 What is replayed, in tokens of the shipped model: `edit`, parts of README.md and docs said again with a word replaced, a
 sentence left out and one added; `action`, the 20th of 20 similar commands, the others either earlier requests of the
 process or earlier turns of the conversation; `chat`, answers that are no actions to the shipped model's held-out
-prompts, one request after the other. The answers are those which its evaluation accepts, not the model's own.
-`--calibration` prints, for candidates whose parent was accepted, how often they were and how often their scores said so.
+prompts, one request after the other. Answers are those that its evaluation accepts (it gives 99 % of them itself).
+`--calibration` prints, for candidates whose parent was accepted, how often they were and how often scores said so.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Replays:
                 rng = random.Random(f"{self._seed} {path.name} {start}")
                 original = text[start : start + 2000]
                 word, answer = _edited(rng, original)
-                messages = [{"role": "user", "content": f"Say \"machine\" instead of \"{word}\":\n\n{original}"}]
+                messages = [{"role": "user", "content": f'Say "machine" instead of "{word}":\n\n{original}'}]
                 found.append([self._replayed(messages, answer)])
         return found
 
@@ -113,7 +113,7 @@ def _edited(rng: random.Random, text: str) -> tuple[str, str]:
 
 
 class Round(NamedTuple):
-    """What one round proposed, how many of a path were accepted, which node was (by index), and seconds of both calls."""
+    """What one round proposed, which nodes were accepted (by index), and seconds of both calls."""
 
     proposal: Proposal
     accepted: list[int]
@@ -141,7 +141,8 @@ def rounds(index: SuffixIndex, request: Replayed, shape: tuple[int, int, int]) -
 def accepted_path(proposal: Proposal, answer: list[int]) -> list[int]:
     """The indices of the nodes that an answer follows."""
     path: list[int] = []
-    below = {(int(parent), int(token)): node for node, (parent, token) in enumerate(zip(proposal.parents, proposal.tokens))}
+    named = zip(proposal.parents.tolist(), proposal.tokens.tolist(), strict=True)
+    below = {name: node for node, name in enumerate(named)}
     for token in answer:
         node = below.get((path[-1] if path else -1, token))
         if node is None:
@@ -162,7 +163,7 @@ def replay(groups: list[list[Replayed]], shape: tuple[int, int, int]) -> list[Ro
 
 
 def calibration(played: list[Round]) -> list[dict[str, float]]:
-    """Candidates whose parent was accepted, in tenths of what their scores promise: how many, and how often accepted."""
+    """Candidates whose parent was accepted, by tenths of what scores promise: how many, and how often accepted."""
     bins: dict[int, list[tuple[float, bool]]] = defaultdict(list)
     for proposal, accepted, *_ in played:
         reached = {-1, *accepted}
