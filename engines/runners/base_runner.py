@@ -36,6 +36,8 @@ from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 
 _PHASES = ("prefill", "decode")
+#: Tokens of the largest tree of a base model without a draft: its candidates are given.
+GIVEN_NODES = 32
 #: Of a decode step: sequences, KV rows, whether all draw by argmax, have adapters, are under masks or biases.
 _StepKey = tuple[int, int, bool, bool, bool]
 
@@ -316,7 +318,8 @@ class BaseEngineRunner(AdaptedRunner):
         self._logits = backend.zeros((slots, vocab), "float32")
         self.image_rows = ImageRows(backend, slots)
         self._image_inputs = ImageInputs(backend, config, limits, self._tables.rotary, self.image_rows)
-        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity)
+        rows = slots * (limits.verify_sizes[-1] if limits.has_draft else GIVEN_NODES)
+        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity, rows)
         active, positions = (backend.zeros((slots,), "int32") for _ in range(2))
         token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)

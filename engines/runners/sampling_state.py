@@ -88,6 +88,7 @@ class SamplingState:
         self._thresholds = backend.zeros((slots,), "float32")
         self._prompt = backend.empty((longest_prompt,), "int32")
         self.token_counts = backend.zeros((slots, vocab_size), "int32")
+        self._masked = False
 
     @cached_property
     def masks(self) -> TokenMasks:
@@ -147,17 +148,19 @@ class SamplingState:
         kernels = self._backend.kernels
         kernels.constrain_logits(flat, masks.rows[:count], masks.masks, self._bias[slots], self.rows(slots))
 
-    def biased(self, slots):
-        return False
+    def fill_masks(self, rules: StepRules, rows: int, trees: tuple[np.ndarray, np.ndarray] | None = None) -> None:
+        """Let the rules say which masks the next `rows` rows of logits obey, those of the nodes of their `trees` where
+        there are such, and bring these to the device."""
+        masks = self.masks
+        used = rules.fill(trees, masks.host_rows[:rows], masks.host_masks)
+        masks.upload(rows, used)
+        self._masked = True
 
-    def clear_masks(self):
-        pass
-
-    def fill_masks(self, rules, rows, trees=None):
-        raise NotImplementedError
-
-    def constrain(self, slots, logits):
-        raise NotImplementedError
+    def clear_masks(self) -> None:
+        """No row obeys a mask any more."""
+        if self._masked:
+            self.masks.clear()
+            self._masked = False
 
     def plain(self, slots: slice) -> bool:
         """True if argmax serves every one of the slots."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.base_runner import GIVEN_NODES, BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
@@ -20,8 +20,8 @@ from edgellm.kernels.tree.contract import Candidates
 
 #: How tokens are accepted: the argmax of plain logits; vanilla's own draws; typical acceptance; the p/q test.
 GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
-#: Tokens of the largest tree of a base model without a draft, and the most of them that a round accepts.
-GIVEN_NODES, GIVEN_DEPTH = 32, 16
+#: The most given candidates that a round accepts one after the other.
+GIVEN_DEPTH = 16
 
 
 class TreeVerification:
