@@ -8,7 +8,7 @@ latter without a suffix tree: as in a compressor of the LZ77 family, every token
 2 or 8 last tokens stood before, the places on the links are compared backwards, and the longest matches speak.
 
 Whatever is proposed, the base model verifies it: under greedy and drawn acceptance, tokens of another request can make
-an answer faster or slower, never another one. (Typical acceptance is lossy: there, the candidates on offer have a say in
+an answer faster or slower, never another one. (Typical acceptance is lossy: there, the candidates offered have a say in
 the answer.) Memory is bounded: `most_tokens` limits what is kept of closed sequences, and `clear` forgets it; a running
 sequence holds its own prompt and answer, at most the context of the engine.
 """

@@ -19,7 +19,8 @@ def test_the_accepted_path_follows_the_answer_through_the_tree() -> None:
 def test_a_repeated_prompt_is_accepted_in_whole_chains() -> None:
     answer = [1, 2, *range(100, 164)]
     played = list(rounds(SuffixIndex(), Replayed([*answer, 3], answer), (5, 5, 1)))
-    assert [len(one.accepted) for one in played] == [0, 0, *[5] * 10, 3]  # 2 + 10 * 6 + 4 tokens
+    assert [len(one.accepted) for one in played] == [0, 0, *[5] * 10, 4]
+    assert [one.tokens for one in played] == [1, 1, *[6] * 10, 4]  # no token follows the last one
     assert summary(played)["tokens_a_round"] == round(66 / 13, 3)
 
 
