@@ -7,9 +7,10 @@ suffix, looks into earlier answers too, and proposes a tree by how often each co
 latter without a suffix tree: as in a compressor of the LZ77 family, every token is linked with the place where the same
 2 or 8 last tokens stood before, the places on the links are compared backwards, and the longest matches speak.
 
-Whatever is proposed, the base model verifies it exactly: tokens of another request can make an answer faster or slower,
-never another one. Memory is bounded: `SuffixIndex.clear` and its `most_tokens` say for how many tokens of closed
-sequences; a running sequence holds its own prompt and answer, at most the context of the engine.
+Whatever is proposed, the base model verifies it: under greedy and drawn acceptance, tokens of another request can make
+an answer faster or slower, never another one. (Typical acceptance is lossy: there, the candidates offered have a say in
+the answer.) Memory is bounded: `most_tokens` limits what is kept of closed sequences, and `clear` forgets it; a running
+sequence holds its own prompt and answer, at most the context of the engine.
 """
 
 from __future__ import annotations
@@ -148,13 +149,12 @@ class _History:
             if not position or older <= age:
                 break
             end = position + 1
-            if end > at_least and tokens[end - at_least : end] == ending:
-                if end > size and tokens[end - size : end] == last:
-                    equal = size
-                else:
-                    equal = at_least
-                    while last[size - 1 - equal] == tokens[position - equal]:
-                        equal += 1
+            if size < below and end > size and tokens[end - size : end] == last:
+                found.append((size, self, position))
+            elif end > at_least and tokens[end - at_least : end] == ending:
+                equal = at_least
+                while equal < below and last[size - 1 - equal] == tokens[position - equal]:
+                    equal += 1
                 if equal < below:
                     found.append((equal, self, position))
             position, age = links[position], older

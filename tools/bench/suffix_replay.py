@@ -113,10 +113,11 @@ def _edited(rng: random.Random, text: str) -> tuple[str, str]:
 
 
 class Round(NamedTuple):
-    """What one round proposed, which nodes were accepted (by index), and seconds of both calls."""
+    """What one round proposed, which nodes were accepted (by index), how many tokens it said, seconds of both calls."""
 
     proposal: Proposal
     accepted: list[int]
+    tokens: int
     propose_seconds: float
     extend_seconds: float
 
@@ -133,7 +134,7 @@ def rounds(index: SuffixIndex, request: Replayed, shape: tuple[int, int, int]) -
         tokens = request.answer[said : said + len(accepted) + 1]
         extending = time.perf_counter()
         index.extend(sequence, tokens)
-        yield Round(proposal, accepted, proposed - started, time.perf_counter() - extending)
+        yield Round(proposal, accepted, len(tokens), proposed - started, time.perf_counter() - extending)
         said += len(tokens)
     index.close(sequence)
 
@@ -189,7 +190,7 @@ def summary(played: list[Round]) -> dict[str, float]:
     promised = [1 + float(np.exp(one.proposal.scores).sum()) for one in played]
     return {
         "rounds": len(played),
-        "tokens_a_round": round(statistics.mean(1 + len(one.accepted) for one in played), 3),
+        "tokens_a_round": round(statistics.mean(one.tokens for one in played), 3),
         "promised": round(statistics.mean(promised), 3),
         "propose_us": round(statistics.median(proposing) * 1e6, 1),
         "propose_p99_us": round(proposing[int(len(proposing) * 0.99)] * 1e6, 1),

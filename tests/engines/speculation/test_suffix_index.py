@@ -147,6 +147,21 @@ def test_proposals_are_those_of_brute_force(most_tokens: int) -> None:
     check()
 
 
+@pytest.mark.usefixtures("every_place")
+@pytest.mark.parametrize("longest", [8, 30, 90])
+def test_many_requests_leave_what_brute_force_keeps(longest: int) -> None:
+    rng, index, reference = random.Random(longest), SuffixIndex(100), Reference(100)
+    for _ in range(150):
+        request = [rng.randrange(5) for _ in range(3)], [rng.randrange(5) for _ in range(rng.randrange(longest))]
+        said_before(index, *request)
+        reference.close(*request)
+        said = [rng.randrange(5) for _ in range(12)]
+        expected, longest_match = reference.propose(said, 30, 4, 5)
+        proposal = index.propose(index.open(said), 30, 4, 5)
+        assert proposal.match == longest_match
+        np.testing.assert_allclose(proposal.scores, [score for _, score in expected], rtol=1e-5, atol=1e-6)
+
+
 def test_many_tokens_are_linked_like_one_after_the_other() -> None:
     rng = random.Random(3)
     tokens = [rng.choice([0, 1, 2, 262_143, 2**31 - 1]) for _ in range(3000)]

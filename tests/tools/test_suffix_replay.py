@@ -1,0 +1,35 @@
+"""Replays of known answers say every token once, and count what was accepted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from edgellm.engines.speculation.suffix_index import Proposal, SuffixIndex
+from tools.bench.suffix_replay import SHAPES, Replayed, Replays, accepted_path, calibration, replay, rounds, summary
+
+
+def test_the_accepted_path_follows_the_answer_through_the_tree() -> None:
+    tokens, parents = np.array([5, 6, 7, 8], np.int32), np.array([-1, -1, 1, 0], np.int32)
+    proposal = Proposal(tokens, parents, np.zeros(4, np.float32), 2)
+    assert accepted_path(proposal, [6, 7, 8]) == [1, 2]
+    assert accepted_path(proposal, [5, 7]) == [0]
+    assert accepted_path(proposal, [7]) == []
+
+
+def test_a_repeated_prompt_is_accepted_in_whole_chains() -> None:
+    answer = [1, 2, *range(100, 164)]
+    played = list(rounds(SuffixIndex(), Replayed([*answer, 3], answer), (5, 5, 1)))
+    assert [len(one.accepted) for one in played] == [0, 0, *[5] * 10, 4]
+    assert [one.tokens for one in played] == [1, 1, *[6] * 10, 4]  # no token follows the last one
+    assert summary(played)["tokens_a_round"] == round(66 / 13, 3)
+
+
+def test_replays_of_the_shipped_model_count_the_last_action_alone() -> None:
+    replays = Replays(1)
+    groups = replays.actions(False)
+    assert all([request.counts for request in group] == [False] * (len(group) - 1) + [True] for group in groups)
+    played = replay(groups[:2], SHAPES["tree 16"])
+    assert summary(played)["tokens_a_round"] > 2
+    bins = calibration(played)
+    assert all(0 <= one["accepted"] <= 1 and 0 < one["promised"] < 1 for one in bins)
+    assert sum(one["candidates"] for one in bins) > len(played)
