@@ -21,6 +21,7 @@ from edgellm.defaults import ModelDefaults
 from edgellm.drafting.adaptive import adaptive_drafting
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.controller import DraftingController, DraftingReport
+from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
@@ -127,6 +128,7 @@ class SpecDecodeRuntime:
         try:
             if self._vision is not None:
                 self._vision.load(progress)
+            self._given = GivenDrafting(self._runner.verification.most_given)
             self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
@@ -295,9 +297,9 @@ class SpecDecodeRuntime:
         runner, snapshots = self._open_runner(), self._open_snapshots()
         encode = None if self._vision is None else self._vision.encode
         if self._observer is None:
-            return DecodingLoop(runner, self._contents, chooser, snapshots, encode)
-        observed = ObservedSnapshots(snapshots, self._observer)
-        return DecodingLoop(ObservedRunner(runner, self._observer), self._contents, chooser, observed, encode)
+            return DecodingLoop(runner, self._contents, chooser, snapshots, encode, self._given)
+        observed = ObservedRunner(runner, self._observer), ObservedSnapshots(snapshots, self._observer)
+        return DecodingLoop(observed[0], self._contents, chooser, observed[1], encode, self._given)
 
     def generate_and_save_system_prompt_kv_cache(
         self,

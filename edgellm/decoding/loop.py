@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from edgellm.decoding.rules import StepMasks
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot
+from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.requests import TokenLogprobs, token_logprobs
@@ -68,6 +70,9 @@ class _Launch:
     plan: DraftPlan | None
     is_prefill: bool
     seconds: float
+    #: What was waited for, and when.
+    tokens: list[list[int]] | None = None
+    read: float = 0.0
 
 
 class EmittedToken(NamedTuple):
@@ -82,7 +87,7 @@ class EmittedToken(NamedTuple):
 
 class DecodingLoop:
     """Answers sequences on a runner. `contents` are those of its slots, exchanged with them; `chooser` picks
-    plans (None: no drafting); `encode` encodes the images of a prompt.
+    plans (None: no drafting); `encode` encodes the images of a prompt; `given` proposes what the host knows.
 
     `run` answers a list. One who has more to say calls the rest himself: where a slot is free, `settle` and `admit`,
     then `advance` round by round. Not thread-safe.
@@ -95,8 +100,9 @@ class DecodingLoop:
         chooser: PlanChooser | None = None,
         snapshots: SnapshotSource | None = None,
         encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
+        given: GivenDrafting | None = None,
     ) -> None:
-        self._runner, self._contents, self._chooser = runner, contents, chooser
+        self._runner, self._contents, self._chooser, self._given = runner, contents, chooser, given
         self._snapshots, self._encode_images = snapshots, encode
         #: The sequences that have a slot, in the slots' order.
         self.running: list[DecodingSequence] = []
@@ -161,7 +167,10 @@ class DecodingLoop:
             reused = sequence.reused_tokens = contents.reusable(tokens)
             # What a failure from here on leaves behind.
             contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
-            first = runner.start(slot, prompt_ids, reused, sequence.sampling, sequence.images)
+            rules = None if sequence.constraint is None else StepMasks([sequence])
+            first = runner.start(slot, prompt_ids, reused, sequence.sampling, sequence.images, rules)
+            if self._given is not None and self._given.index is not None:
+                sequence.said = self._given.index.open(prompt_ids)
         except BaseException:
             base.await_rows()
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
@@ -220,8 +229,13 @@ class DecodingLoop:
 
     def _launch_ahead(self) -> None:
         """Launch what the backend may run before a token of it is read; at least one step where none is under way."""
-        running = [sequence for sequence in self.running if not sequence.finished]
-        while running and len(self._launches) <= self._runner.backend.steps_ahead:
+        while len(self._launches) <= self._runner.backend.steps_ahead:
+            running = [sequence for sequence in self.running if not sequence.finished]
+            if self._launches and self._waits_for_tokens(running):
+                self._know_all()
+            running = [sequence for sequence in running if not sequence.finished and not sequence.is_over]
+            if not running:
+                return
             needed = any(sequence.least < sequence.wanted for sequence in running)
             fits = all(sequence.most < sequence.room for sequence in running)
             if self._launches and not (needed and fits):
@@ -230,13 +244,52 @@ class DecodingLoop:
                 return  # a step's logits are there until the next one is launched
             self._launch(running)
 
+    def _waits_for_tokens(self, running: Sequence[DecodingSequence]) -> bool:
+        """Whether what is launched next depends on tokens that are under way: rules on them, or a draft of what follows
+        them that promises more than a step in flight."""
+        if any(sequence.constraint is not None for sequence in running):
+            return True
+        return self._given is not None and self._given.promises(running)
+
+    def _know_all(self) -> None:
+        """Wait for all tokens that are under way, and take notice of them; their text is read later."""
+        for launch in self._launches:
+            self._know(launch)
+
+    def _know(self, launch: _Launch) -> list[list[int]]:
+        """The tokens of a launch, waited for; sequences know them from now on."""
+        if launch.tokens is None:
+            found = launch.wait()
+            tokens = found if isinstance(found, list) else [[token] if token >= 0 else [] for token in found.tolist()]
+            launch.tokens, launch.read = tokens, time.perf_counter()
+            plan = launch.plan
+            for slot, emitted in zip(launch.slots, tokens, strict=True):
+                sequence = self.running[slot]
+                if sequence.finished or not emitted:
+                    continue
+                if plan is not None:
+                    sequence.most += len(emitted) - plan.longest
+                    sequence.least += len(emitted) - 1
+                sequence.know(emitted)
+                if sequence.said is not None and self._given is not None and self._given.index is not None:
+                    self._given.index.extend(sequence.said, emitted)
+        return launch.tokens
+
     def _launch(self, running: Sequence[DecodingSequence]) -> None:
         room = min(sequence.room - sequence.most for sequence in running)
         batch = len(self.running)
         raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
-        plan = None if self._chooser is None or raw else self._chooser.next_plan(room, batch)
+        plan, trees = None, None
+        known = all(launch.tokens is not None for launch in self._launches)
+        if self._given is not None and known and not raw:
+            chosen = self._given.choose(self._runner, self.running, room)
+            if chosen is not None:
+                plan, trees = chosen
+        if plan is None and self._chooser is not None and not raw:
+            plan = self._chooser.next_plan(room, batch)
+        rules = StepMasks(self.running) if any(sequence.constraint is not None for sequence in running) else None
         seconds = time.perf_counter()
-        step = self._runner.step(batch, plan)
+        step = self._runner.step(batch, plan, rules, trees)
         self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds))
         for sequence in running:
             sequence.least += 1
@@ -245,20 +298,18 @@ class DecodingLoop:
     def _read(self) -> Iterator[EmittedToken]:
         """Take the tokens of the oldest launch."""
         launch = self._launches.popleft()
-        found = launch.wait()
-        tokens = found if isinstance(found, list) else [[token] if token >= 0 else [] for token in found.tolist()]
-        now = time.perf_counter()
+        tokens, now = self._know(launch), launch.read
         seconds, self._last_read = now - max(launch.seconds, self._last_read), now
         plan, counts = launch.plan, [len(emitted) for emitted in tokens if emitted]
-        if self._chooser is not None and not launch.is_prefill and counts:
-            self._chooser.record(plan, counts, seconds)
+        if not launch.is_prefill and counts:
+            if self._chooser is not None and not (plan is not None and plan.is_given):
+                self._chooser.record(plan, counts, seconds)
+            if self._given is not None:
+                self._given.record(plan, counts, seconds)
         for slot, emitted in zip(launch.slots, tokens, strict=True):
             sequence = self.running[slot]
             if sequence.finished or not emitted:
                 continue
-            if plan is not None:
-                sequence.most += len(emitted) - plan.longest
-                sequence.least += len(emitted) - 1
             if sequence.tally is not None and not launch.is_prefill:
                 sequence.tally.step(plan, seconds)
             sequence.clock.step(now)
@@ -288,6 +339,9 @@ class DecodingLoop:
         """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
         sequence, runner = self.running[slot], self._runner
         runner.stop(slot)
+        if sequence.said is not None and self._given is not None and self._given.index is not None:
+            self._given.index.close(sequence.said)
+            sequence.said = None
         self._contents[slot].bind(sequence.adapter_digest)
         rows = [*sequence.identities, *sequence.answer.token_ids[:-1]]
         self._contents[slot].replace(rows, runner.draft_rows(slot))

@@ -18,6 +18,7 @@ from edgellm.errors import ContextError, RequestError
 from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.system_prompt import SystemPrompt, Tools, system_prompt_ids
+from edgellm.structure.answers import RuleMaker
 from edgellm.text.messages import (
     ImageReference,
     UnreadVariables,
@@ -56,6 +57,7 @@ class Preparation:
         """Without `vision` images are refused."""
         self._directory, self._tokenizer, self._vision, self._defaults = directory, tokenizer, vision, defaults
         self._unread = UnreadVariables()
+        self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids)
 
     def sequence(
         self, request: Request, runner: Runner, conversation: OngoingConversation | None = None
@@ -94,6 +96,8 @@ class Preparation:
             context_length=self._directory.limits.kv_capacity,
             conversation=conversation,
             dropped=dropped,
+            structure=params.structure,
+            rules=self._rules.rules(params, prompt.token_ids, _continued(request)),
         )
 
     def count_tokens(self, request: Request) -> int:
@@ -216,4 +220,15 @@ def sampling_values(params: SamplingParams) -> SamplingValues:
         params.presence_penalty,
         params.frequency_penalty,
         params.seed or 0,
+        logit_bias=tuple(params.logit_bias),
     )
+
+
+def _continued(request: Request) -> str | None:
+    """The text of the message that the model goes on with."""
+    if not request.continue_final_message or not request.messages:
+        return None
+    content = request.messages[-1].get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else None

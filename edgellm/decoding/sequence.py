@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.constraints import TokenConstraint
+from edgellm.engines.speculation.suffix_index import SaidSequence
+from edgellm.errors import ConstraintError
 from edgellm.requests import Response, Timings, TokenLogprobs, Usage
+from edgellm.structure.answers import AnswerRules
+from edgellm.structure.description import Structure
 from edgellm.text.output import OutputText
 from edgellm.text.turns import Dropped, OngoingConversation
 
@@ -78,6 +83,7 @@ class DecodingSequence:
     logprobs: int | None = None
     #: How many tokens prompt and answer can have together.
     context_length: int = 0
+    structure: Structure | None = None
     #: The conversation that it goes on, and what that left out of the prompt.
     conversation: OngoingConversation | None = None
     dropped: Dropped = field(default_factory=Dropped)
@@ -91,6 +97,30 @@ class DecodingSequence:
     least: int = 0
     most: int = 0
     failure: Exception | None = None
+    #: The rules that its tokens obey, and what an index of what was said knows of it: both know the tokens that were
+    #: read, which may be more than the answer has taken.
+    rules: AnswerRules | None = None
+    said: SaidSequence | None = None
+    #: Whether a token that was read ends the answer.
+    is_over: bool = False
+
+    @property
+    def constraint(self) -> TokenConstraint | None:
+        """What the rules ask of the next token."""
+        return None if self.rules is None else self.rules.constraint
+
+    def know(self, tokens: Sequence[int]) -> None:
+        """Take notice of tokens that were read; the answer takes them later. What rules forbid is a failure: they had
+        no way on where it was drawn."""
+        for token in tokens:
+            if self.is_over or self.finished:
+                return
+            if self.constraint is not None and not self.constraint.try_advance(token):
+                self.failure = ConstraintError(
+                    f"the rules on the answer have no way on: token {token} was drawn where no token is allowed"
+                )
+                return
+            self.is_over = self.answer.ends_at(token)
 
     @property
     def identities(self) -> Sequence[TokenIdentity]:
@@ -118,4 +148,6 @@ class DecodingSequence:
             None if self.tally is None else self.tally.statistics(),
             None if self.logprobs is None else tuple(self.token_logprobs),
             *self.dropped,
+            structure=self.structure,
+            structured_from=None if self.rules is None else self.rules.structured_from(answer.token_ids),
         )

@@ -94,10 +94,11 @@ class ObservedRunner:
         details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
         return self._launch(PREFILL, details, launch)
 
-    def step(self, batch: int, plan: DraftPlan | None, *others: Any) -> StepTokens:
+    def step(self, batch: int, plan: DraftPlan | None, *others: Any, **more: Any) -> StepTokens:
         """See `Runner.step`."""
         details = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})
-        return self._launch(DECODE if plan is None else ROUND, details, lambda: self._runner.step(batch, plan, *others))
+        name = DECODE if plan is None else ROUND
+        return self._launch(name, details, lambda: self._runner.step(batch, plan, *others, **more))
 
     def stop(self, slot: int) -> None:
         """See `Runner.stop`."""

@@ -109,6 +109,10 @@ class OutputText:
         """All tokens so far, the ending one included."""
         return tuple(self._token_ids)
 
+    def ends_at(self, token_id: int) -> bool:
+        """Whether the answer ends with this token, whatever comes before it."""
+        return token_id in self._ending_ids
+
     def push(self, token_id: int) -> str:
         """Add a token; return the text to show, and set `finish_reason` where the answer ends with it."""
         if self.finish_reason is not None:

@@ -120,7 +120,7 @@ class BaseEngineRunner(AdaptedRunner):
                 self.adapters.add(name, adapter)
         self._allocate_state(start)
         self._steps = CapturedSteps(backend)
-        self._stages: dict[_StepKey, Stages] = {}
+        self._stages: dict[_StepKey, tuple[Stages, Stages, Stages]] = {}
         self.lengths = [0] * limits.max_batch
         self._arriving: ArrivingRows | None = None
 
@@ -225,15 +225,14 @@ class BaseEngineRunner(AdaptedRunner):
         key_range = self.engines.key_range(self._decode_shape(bucket, adapts), longest)
         constrained = rules is not None or self.sampling.biased(slots)
         key = (bucket, key_range, self.sampling.plain(slots), adapts, constrained)
-        stages = self._stages.get(key) or self._make_stages(key)
+        whole, forward, choice = self._stages.get(key) or self._make_stages(key)
         if rules is None:
             self.sampling.clear_masks()
-            self._steps.run(key, stages)
+            self._steps.run(key, whole)
         else:
-            (forward, compute), (draw, choose) = stages.items()
-            self._steps.run((key, forward), {forward: compute})
+            self._steps.run((key, "forward"), forward)
             self.sampling.fill_masks(rules, bucket)
-            self._steps.run((key, draw), {draw: choose})
+            self._steps.run((key, "choice"), choice)
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
         return self._emitted.read(slots, slice(0, bucket))
@@ -248,20 +247,26 @@ class BaseEngineRunner(AdaptedRunner):
             every = slice(0, batch)
             for key_range in self.engines.key_ranges(self._decode_shape(batch, adapts)):
                 key = (batch, key_range, plain, adapts, False)
-                stages = self._make_stages(key)
-                self._steps.run(key, stages)
+                whole, _, _ = self._make_stages(key)
+                self._steps.run(key, whole)
                 self._emitted.read(every, every).wait()
-                uncaptured += self._steps.capture(key, stages)
+                uncaptured += self._steps.capture(key, whole)
         return uncaptured
 
-    def _make_stages(self, key: _StepKey) -> Stages:
-        """The two stages of a decode step: the logits of so many sequences, over so many rows, and the choice of their
-        tokens: plainly, with adapters, under masks or biases."""
+    def _make_stages(self, key: _StepKey) -> tuple[Stages, Stages, Stages]:
+        """A decode step as one stage, and its two parts: the logits of so many sequences, over so many rows, with
+        adapters, and the choice of their tokens, plainly, under masks or biases."""
         batch, rows, plain, adapts, _ = key
         kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
         name = f"plain decode of {batch} sequences, {rows} rows, {kind}"
         forward, choose = self._decode_step(*key)
-        stages = self._stages[key] = {name: forward, f"choice of {name}": choose}
+
+        def whole() -> None:
+            forward()
+            choose()
+
+        stages = {name: whole}, {f"logits of {name}": forward}, {f"choice of {name}": choose}
+        self._stages[key] = stages
         return stages
 
     def force_token(self, slot: int, token_id: int) -> None:

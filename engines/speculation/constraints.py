@@ -73,13 +73,13 @@ def allows(row: np.ndarray, token: int) -> bool:
 def fill_tree_masks(
     constraint: TokenConstraint, tokens: Sequence[int], parents: Sequence[int], masks: np.ndarray
 ) -> np.ndarray:
-    """Write the mask of each node of a tree that the rules can reach; returns which those are, bool [T].
+    """Write the masks of the tokens that follow each node of a tree to the leading rows of `masks` (uint32 or int32
+    [>= T, ceil(V / 32)]); returns int32 [T] which of them each node has.
 
     Node 0 is the root, whose token is consumed already; the parent of node i is `parents[i]` < i, and a node without
-    one (-1) is padding, which is never reached. `masks` (uint32 or int32 [T, ceil(V / 32)]) are those of the tokens
-    that follow a node. The rows of nodes that the rules forbid, or behind which they have no way on, and of all below
-    these stay as they are: decoding without drafts finds the dead end only by going there, and so does the round that
-    has its node for a root.
+    one (-1) is padding. -1 stands for no mask: of nodes that the rules leave free, that they forbid, or behind which
+    they have no way on, and of all below the latter. What is forbidden is never reached. A dead end is found by
+    decoding without drafts only by going there, and by the round that goes there when it has gone.
 
     The constraint ends where it began. Raises ConstraintError where the root itself has no way on.
     """
@@ -87,9 +87,10 @@ def fill_tree_masks(
     for node in range(len(tokens) - 1, 0, -1):  # the last pushed is the first visited
         if parents[node] >= 0:
             children[parents[node]].append(node)
-    reachable = np.zeros(len(tokens), np.bool_)
-    constraint.fill_mask(masks[0])
-    reachable[0] = True
+    rows, used = np.full(len(tokens), -1, np.int32), 0
+    if not constraint.is_free():
+        constraint.fill_mask(masks[0])
+        rows[0], used = 0, 1
     depth, waiting = 0, [(node, 1) for node in children[0]]
     try:
         while waiting:
@@ -100,16 +101,17 @@ def fill_tree_masks(
             if not constraint.try_advance(int(tokens[node])):
                 continue
             depth = level
-            try:
-                constraint.fill_mask(masks[node])
-            except ConstraintError:
-                continue
-            reachable[node] = True
+            if not constraint.is_free():
+                try:
+                    constraint.fill_mask(masks[used])
+                except ConstraintError:
+                    continue
+                rows[node], used = used, used + 1
             waiting += [(child, level + 1) for child in children[node]]
     finally:
         if depth:
             constraint.rollback(depth)
-    return reachable
+    return rows
 
 
 class AllowedTokens:

@@ -131,7 +131,7 @@ class DraftPlan:
         """Of a static tree: the candidates that levels 1 .. D-1 go on from, K of each, -1 in unused slots."""
         slots, _ = self._numbered
         levels = []
-        for level in range(1, self.steps):
+        for level in range(1, self.levels):
             nodes = [node for node in slots if len(node) == level]
             levels.append((*map(self._candidate, nodes), *[-1] * (self.top_k - len(nodes))))
         return tuple(levels)
@@ -179,13 +179,9 @@ class DraftPlan:
         return replace(self, sampled=False, acceptance="exact")
 
     def check(self, limits: EngineLimits) -> None:
-        """Raise EngineError if engines of these limits cannot serve the plan."""
+        """Raise EngineError if engines of these limits cannot serve the plan. Whether they take given candidates is
+        `TreeVerification.takes`'s to say."""
         if self.is_given:
-            if limits.has_draft and self.longest > limits.accept_tokens:
-                raise EngineError(
-                    f"{self.steps} given tokens one after the other: the draft was built to take {limits.draft_steps} "
-                    "at a time"
-                )
             return
         if not limits.has_draft:
             raise EngineError("the engine directory has no draft model: build it with edgellm build --draft")

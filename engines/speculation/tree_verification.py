@@ -170,12 +170,13 @@ class TreeVerification:
 
     def _arrays(self) -> tuple[VerifiedTrees, Pending]:
         if self._made is None:
-            limits, backend = self._limits, self._backend
+            limits, backend, config = self._limits, self._backend, self._base.config
             if self._draft is not None:
                 pending = self._draft.pending
             else:
-                pending = pending_entries(backend, limits.slots, limits.emitted, 0)
-            self._made = VerifiedTrees(backend, self._base.config, limits), pending
+                features = len(config.feature_layers) * config.hidden_size
+                pending = pending_entries(backend, limits.slots, limits.emitted, features)
+            self._made = VerifiedTrees(backend, config, limits), pending
         return self._made
 
     def _chain(self, candidates: Candidates, plan: DraftPlan) -> Chain:

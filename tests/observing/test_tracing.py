@@ -186,7 +186,7 @@ def test_an_observed_runner_has_all_that_the_loop_asks_of_one(tiny_draft_engines
             parameters = list(inspect.signature(method).parameters.values())[1:]
             arguments = {each.name: object() for each in parameters}
             inspect.signature(getattr(observed, name)).bind(**arguments)
-    assert {"start", "decode", "round", "draft_rows", "copy_rows"} <= set(methods)
+    assert {"start", "step", "draft_rows", "copy_rows"} <= set(methods)
     observed.close()
 
 

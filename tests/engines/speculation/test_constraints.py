@@ -143,13 +143,16 @@ def test_the_masks_of_a_tree_are_those_of_each_path_alone(seed):
     masks = np.full((len(tokens), mask_words(VOCABULARY)), untouched)
     before = np.zeros(mask_words(VOCABULARY), np.int32)
     constraint.fill_mask(before)
-    reachable = fill_tree_masks(constraint, tokens, parents, masks)
+    rows = fill_tree_masks(constraint, tokens, parents, masks)
     after = np.zeros(mask_words(VOCABULARY), np.int32)
     constraint.fill_mask(after)
     assert np.array_equal(before, after), "the constraint must end where it began"
-    for node, row in enumerate(masks):
-        assert reachable[node] == (expected[node] is not None)
-        assert bits(row) == expected[node] if reachable[node] else (row == untouched).all()
+    for node, row in enumerate(rows):
+        assert (row >= 0) == (expected[node] is not None)
+        assert row < 0 or bits(masks[row]) == expected[node]
+    used = (rows >= 0).sum()
+    assert sorted(rows[rows >= 0].tolist()) == list(range(used)), "masks lie one behind the other"
+    assert (masks[used + 1 :] == untouched).all()  # that of a dead end may have been begun
 
 
 def test_the_constraint_ends_where_it_began_when_its_masks_fail():
@@ -165,8 +168,8 @@ def test_the_constraint_ends_where_it_began_when_its_masks_fail():
 
 def test_padding_of_a_tree_is_never_reached():
     masks = np.zeros((4, mask_words(VOCABULARY)), np.int32)
-    reachable = fill_tree_masks(CountdownConstraint(), [9, 5, -1, -1], [-1, 0, -1, -1], masks)
-    assert reachable.tolist() == [True, True, False, False]
+    rows = fill_tree_masks(CountdownConstraint(), [9, 5, -1, -1], [-1, 0, -1, -1], masks)
+    assert rows.tolist() == [0, 1, -1, -1]
 
 
 @pytest.mark.parametrize("seed", range(40))
