@@ -167,10 +167,10 @@ class Session:
         The conversation goes on with what of the answer stands where `stop_when` ended it (see `Request`). Raises
         RequestError while the one before is growing.
         """
-        params = self.asked_params(params, structure, response_format)
+        params = self._asked_params(params, structure, response_format)
         return self._say(content, params, deadline, stop_when, threading.Event())
 
-    def asked_params(
+    def _asked_params(
         self, params: SamplingParams | None, structure: Any, response_format: Any
     ) -> SamplingParams | None:
         """The parameters of one answer that has a structure of its own; as given where it has none."""

@@ -189,7 +189,7 @@ class AsyncSession:
         response_format: Any = None,
     ) -> AsyncGeneration:
         """See `Session.stream`. It is said when the answer is first iterated, awaited or entered."""
-        params = self._session.asked_params(params, structure, response_format)
+        params = self._session._asked_params(params, structure, response_format)
         return AsyncGeneration(lambda: self._asked(self._session._say, content, params, deadline, stop_when))
 
     async def send(

@@ -153,7 +153,7 @@ def structure_of_response_format(value: Any) -> Structure | None:
         return Structure(json=value)
     kind = value.get("type") if isinstance(value, Mapping) else None
     known = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
-    if kind not in known or set(value) - known[kind]:
+    if not isinstance(kind, str) or kind not in known or set(value) - known[kind]:
         raise RequestError(
             f"response_format is {shown(value)}: expected {{'type': 'text'}}, {{'type': 'json_object'}} or "
             "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': ...}}"

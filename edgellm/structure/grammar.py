@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -23,6 +23,8 @@ from edgellm.errors import ConstraintError, RequestError
 #: microsecond); the clock is looked at once, when a grammar is tried. A mask that needs more is its request's error.
 FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
 COMPILE_SECONDS = 2.0
+#: After a mask of so much work it is made sure that the grammar still works.
+SLOW_MASK_SECONDS = 0.01
 #: How many grammars of a model stay compiled, and the bytes of masks that each keeps.
 MOST_GRAMMARS, MASK_BYTES = 64, 4 * 2**20
 #: Answers rarely share more tokens from their beginning on.
@@ -33,19 +35,29 @@ _SAMPLE = '{"name": ["caf\u00e9 1", -2.5e3], "x y": null}'
 class Grammar:
     """A grammar compiled for one tokenizer, which answers share. Any thread may use it."""
 
-    def __init__(self, matcher: LLMatcher, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, make: Callable[[], LLMatcher], eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        """`make` compiles it; copies of one matcher share the automaton that they build by and by."""
         self.eos_token_ids, self.vocab_size = tuple(eos_token_ids), vocab_size
         self.ending_mask = mask_of(eos_token_ids, vocab_size)
-        self._matcher, self._lock = matcher, threading.Lock()
+        self._make, self._matcher, self._lock = make, make(), threading.Lock()
+        #: Counts the matchers whose copies were given up.
+        self.generation = 0
         self._masks: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
         self._most = max(1, MASK_BYTES // self.ending_mask.nbytes)
         #: How often a mask was asked for, and found.
         self.lookups = self.hits = 0
 
-    def matcher(self) -> LLMatcher:
-        """A matcher at the beginning."""
+    def matcher(self) -> tuple[LLMatcher, int]:
+        """A matcher at the beginning, and its generation."""
         with self._lock:
-            return self._matcher.deep_copy()
+            return self._matcher.deep_copy(), self.generation
+
+    def give_up(self, generation: int) -> None:
+        """A matcher of a generation is in error, and so is the automaton that it shares with others of it: these go on
+        with a new one, so that the error is that of one answer alone."""
+        with self._lock:
+            if generation == self.generation:
+                self._matcher, self.generation = self._make(), generation + 1
 
     def mask(self, path: tuple[int, ...]) -> np.ndarray | None:
         """The mask behind these tokens, where it is known. llguidance has no name for a state: the tokens since the
@@ -74,7 +86,8 @@ class GrammarConstraint:
     """
 
     def __init__(self, grammar: Grammar) -> None:
-        self._grammar, self._matcher = grammar, grammar.matcher()
+        self._grammar = grammar
+        self._matcher, self._generation = grammar.matcher()
         self._path: list[int] = []
         self._endings = 0  # the matcher never sees the end of sequence
 
@@ -91,8 +104,11 @@ class GrammarConstraint:
         if known is not None:
             words[:] = known
             return
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        matcher, began = self._live(), time.perf_counter()
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
+        if time.perf_counter() - began > SLOW_MASK_SECONDS:
+            self._prove(words)
         if not words.any():
             raise ConstraintError(
                 f"no token goes on with the answer's structure after {len(self._path)} tokens: the model's vocabulary "
@@ -109,7 +125,7 @@ class GrammarConstraint:
             return allowed
         if self._endings or not 0 <= token < self._grammar.vocab_size:  # an unknown id would break the matcher
             return False
-        if self._matcher.try_consume_tokens([token]) == 1:
+        if self._live().try_consume_tokens([token]) == 1:
             self._path.append(token)
             return True
         self._check()
@@ -120,20 +136,22 @@ class GrammarConstraint:
         ended = min(count, self._endings)
         self._endings -= ended
         if count > ended:
+            matcher = self._live()
             del self._path[len(self._path) - (count - ended) :]
-            if not self._matcher.rollback(count - ended):
+            if not matcher.rollback(count - ended):
                 self._begin_again()
 
     def forced(self, most: int) -> list[int]:
         """See `TokenConstraint`; the end of sequence is forced, too, the first of several."""
         if self._endings:
             return []
-        found: list[int] = self._matcher.compute_ff_tokens()[:most]
-        count = self._matcher.try_consume_tokens(found) if found else 0
+        matcher = self._live()
+        found: list[int] = matcher.compute_ff_tokens()[:most]
+        count = matcher.try_consume_tokens(found) if found else 0
         self._check()
-        ends = count == len(found) < most and self._matcher.is_stopped()
+        ends = count == len(found) < most and matcher.is_stopped()
         if count:
-            self._matcher.rollback(count)
+            matcher.rollback(count)
         return [*found[:count], *self._grammar.eos_token_ids[:ends]]
 
     def is_free(self) -> bool:
@@ -142,11 +160,11 @@ class GrammarConstraint:
 
     def is_complete(self) -> bool:
         """See `TokenConstraint`."""
-        return bool(self._endings or self._matcher.is_accepting())
+        return bool(self._endings or self._live().is_accepting())
 
     def is_stopped(self) -> bool:
         """See `TokenConstraint`."""
-        return bool(self._endings or self._matcher.is_stopped())
+        return bool(self._endings or self._live().is_stopped())
 
     def _check(self) -> None:
         """Raise ConstraintError where the matcher is in error, and go back to where it was before."""
@@ -158,8 +176,27 @@ class GrammarConstraint:
                 "simpler one"
             )
 
+    def _prove(self, words: np.ndarray) -> None:
+        """Raise ConstraintError where a mask's work has broken the automaton, which shows only in what it consumes."""
+        token = next((each for each in _tokens(words) if each not in self._grammar.eos_token_ids), None)
+        if token is not None and self.try_advance(token):
+            self.rollback(1)
+        elif token is not None:
+            self._begin_again()
+            raise ConstraintError("the answer's structure takes too much work: ask for a simpler one")
+
+    def _live(self) -> LLMatcher:
+        """The matcher, at the place behind the path."""
+        if self._generation != self._grammar.generation:
+            self._remake()
+        return self._matcher
+
     def _begin_again(self) -> None:
-        self._matcher = self._grammar.matcher()
+        self._grammar.give_up(self._generation)
+        self._remake()
+
+    def _remake(self) -> None:
+        self._matcher, self._generation = self._grammar.matcher()
         if self._path:
             self._matcher.try_consume_tokens(self._path)
 
@@ -219,10 +256,14 @@ class GrammarVocabulary:
     def _compile(self, grammar: str, what: str) -> Grammar:
         began = time.perf_counter()
         limits = LLParserLimits(verbose_errors=False, **FUEL)
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise RequestError(f"{what} cannot be enforced ({matcher_error(matcher)}): say it in another way")
-        compiled = Grammar(matcher, self._eos_token_ids, self._vocab_size)
+
+        def make() -> LLMatcher:
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise RequestError(f"{what} cannot be enforced ({matcher_error(matcher)}): say it in another way")
+            return matcher
+
+        compiled = Grammar(make, self._eos_token_ids, self._vocab_size)
         trial, row = GrammarConstraint(compiled), np.empty(mask_words(self._vocab_size), np.int32)
         try:
             for _ in range(2):  # the beginning, and what follows where that is forced
@@ -237,6 +278,11 @@ class GrammarVocabulary:
                 f"{what} took {seconds:.1f} seconds to compile, of {COMPILE_SECONDS:g}: ask for a simpler one"
             )
         return compiled
+
+
+def _tokens(words: np.ndarray) -> Iterator[int]:
+    """The tokens of a mask, in order."""
+    return iter(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
 def matcher_error(matcher: LLMatcher) -> str:

@@ -24,7 +24,10 @@ class TokenConstraint(Protocol):
         """
 
     def try_advance(self, token: int) -> bool:
-        """Consume a token where it is allowed; else return False and leave everything as it was."""
+        """Consume a token where it is allowed; else return False and leave everything as it was.
+
+        Raises ConstraintError where the rules cannot be followed any further; the place stays as it was.
+        """
 
     def rollback(self, count: int) -> None:
         """Take the latest `count` tokens back that were consumed."""
@@ -98,15 +101,15 @@ def fill_tree_masks(
             if depth >= level:
                 constraint.rollback(depth - level + 1)
                 depth = level - 1
-            if not constraint.try_advance(int(tokens[node])):
-                continue
-            depth = level
-            if not constraint.is_free():
-                try:
-                    constraint.fill_mask(masks[used])
-                except ConstraintError:
+            try:
+                if not constraint.try_advance(int(tokens[node])):
                     continue
-                rows[node], used = used, used + 1
+                depth = level
+                if not constraint.is_free():
+                    constraint.fill_mask(masks[used])
+                    rows[node], used = used, used + 1
+            except ConstraintError:
+                continue
             waiting += [(child, level + 1) for child in children[node]]
     finally:
         if depth:
@@ -246,12 +249,17 @@ class AllConstraints:
 
     def try_advance(self, token: int) -> bool:
         """See `TokenConstraint`."""
-        for place, each in enumerate(self._constraints):
-            if not each.try_advance(token):
-                for advanced in self._constraints[:place]:
-                    advanced.rollback(1)
-                return False
-        return True
+        advanced: list[TokenConstraint] = []
+        try:
+            for each in self._constraints:
+                if not each.try_advance(token):
+                    break
+                advanced.append(each)
+        finally:
+            if len(advanced) < len(self._constraints):
+                for each in advanced:
+                    each.rollback(1)
+        return len(advanced) == len(self._constraints)
 
     def rollback(self, count: int) -> None:
         """See `TokenConstraint`."""
