@@ -53,16 +53,17 @@ class NumpySampling:
     ) -> None:
         """Masks, then biases, in place; rows without either cost nothing. See the contract."""
         sizes = _check("constrain_logits", logits, mask_rows, masks, bias, rows)
-        biased = records(rows)["biased"]
-        for row, mask_row in enumerate(mask_rows.tolist()):
-            values, slot = logits[row], row // (sizes["B"] // sizes["S"])
-            if biased[slot]:
-                with np.errstate(invalid="ignore"):  # inf - inf, replaced
-                    np.add(values, bias[slot], out=values)
-                np.copyto(values, _MINUS_INFINITY, where=np.isnan(values))
-            if 0 <= mask_row < sizes["M"]:
-                bits = np.unpackbits(masks[mask_row].view(np.uint8), count=sizes["V"], bitorder="little")
-                np.copyto(values, _MINUS_INFINITY, where=bits == 0)
+        per_slot = sizes["B"] // sizes["S"]
+        for slot in np.flatnonzero(records(rows)["biased"]):
+            values = logits[slot * per_slot : (slot + 1) * per_slot]
+            with np.errstate(invalid="ignore"):  # inf - inf, replaced
+                np.add(values, bias[slot], out=values)
+            np.putmask(values, np.isnan(values), _MINUS_INFINITY)
+        masked = np.flatnonzero((mask_rows >= 0) & (mask_rows < sizes["M"]))
+        used, which = np.unique(mask_rows[masked], return_inverse=True)
+        forbidden = np.unpackbits(masks[used].view(np.uint8), axis=1, count=sizes["V"], bitorder="little") == 0
+        for row, mask in zip(masked, which, strict=True):
+            np.putmask(logits[row], forbidden[mask], _MINUS_INFINITY)
 
     def process_logits(
         self, logits: np.ndarray, token_counts: np.ndarray, rows: np.ndarray, processed: np.ndarray
