@@ -22,6 +22,9 @@ from edgellm.kernels.sampling.record import penalizes, records
 _check = Contracts(SamplingKernels, np.ndarray)
 _COUNT_BITS = IN_PROMPT - 1
 _MINUS_INFINITY = np.float32(-np.inf)
+#: Of each byte of a mask, the largest value that each of its eight tokens may have.
+_LIMITS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
+_LIMITS = _LIMITS.astype(np.float32)
 #: How many of the largest values are tried as the set that top-p keeps before all are sorted.
 _FEW = 128
 #: An infinity's bits; those of NaN are more, of finite values less, but for the sign. uint16 stands for bfloat16.
@@ -53,16 +56,18 @@ class NumpySampling:
     ) -> None:
         """Masks, then biases, in place; rows without either cost nothing. See the contract."""
         sizes = _check("constrain_logits", logits, mask_rows, masks, bias, rows)
-        biased = records(rows)["biased"]
-        for row, mask_row in enumerate(mask_rows.tolist()):
-            values, slot = logits[row], row // (sizes["B"] // sizes["S"])
-            if biased[slot]:
-                with np.errstate(invalid="ignore"):  # inf - inf, replaced
-                    np.add(values, bias[slot], out=values)
-                np.copyto(values, _MINUS_INFINITY, where=np.isnan(values))
-            if 0 <= mask_row < sizes["M"]:
-                bits = np.unpackbits(masks[mask_row].view(np.uint8), count=sizes["V"], bitorder="little")
-                np.copyto(values, _MINUS_INFINITY, where=bits == 0)
+        per_slot = sizes["B"] // sizes["S"]
+        for slot in np.flatnonzero(records(rows)["biased"]):
+            values = logits[slot * per_slot : (slot + 1) * per_slot]
+            with np.errstate(invalid="ignore"):  # inf - inf, replaced
+                np.add(values, bias[slot], out=values)
+            np.putmask(values, np.isnan(values), _MINUS_INFINITY)
+        for index in np.unique(mask_rows[(mask_rows >= 0) & (mask_rows < sizes["M"])]):
+            limits = _LIMITS.take(masks[index].view(np.uint8), axis=0).reshape(-1)[: sizes["V"]]
+            for row in np.flatnonzero(mask_rows == index):
+                values = np.minimum(logits[row], limits, out=logits[row])
+                if np.isnan(values.max()):  # what is forbidden among them is -inf, like the rest
+                    np.putmask(values, np.isnan(values) & (limits < 0), _MINUS_INFINITY)
 
     def process_logits(
         self, logits: np.ndarray, token_counts: np.ndarray, rows: np.ndarray, processed: np.ndarray

@@ -38,11 +38,11 @@ def load_kernels(gpu: Any, dtype: str = "float16", rows: int = 8) -> None:
     from edgellm.kernels.acceptance.launcher import ADVANCE, WALK, CudaAcceptance
     from edgellm.kernels.images.launcher import CudaImages
     from edgellm.kernels.launch import KernelModule
-    from edgellm.kernels.sampling.launcher import DRAWING, CudaSampling
+    from edgellm.kernels.sampling.launcher import CONSTRAINING, DRAWING, CudaSampling
     from edgellm.kernels.tree.launcher import CudaTree
 
     module = KernelModule(gpu.gpu, gpu.stream.handle)
-    for source in (DRAWING, WALK, ADVANCE):  # which tests capture at once
+    for source in (CONSTRAINING, DRAWING, WALK, ADVANCE):  # which tests capture at once
         module.load(source)
     gpu.kernels = CudaSampling(module, dtype, gpu.zeros((CudaSampling.workspace_bytes(rows),), "uint8"))
     gpu.acceptance = CudaAcceptance(module, gpu.kernels)

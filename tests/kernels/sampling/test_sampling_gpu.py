@@ -61,6 +61,21 @@ def test_argmax(gpu, random_numbers, vocabulary):
     assert_equals_twin(gpu, "argmax", awkward_rows(random_numbers, vocabulary), np.full(8, -5, np.int32))
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_constrain_logits(gpu, random_numbers, vocabulary, nodes):
+    """Rows with a mask, a bias, both, neither, and masks that are shared, full, empty or unknown."""
+    logits, words = awkward_rows(random_numbers, vocabulary), -(-vocabulary // 32)
+    masks = random_numbers.integers(0, 2**32, (5, words), dtype=np.uint32)
+    masks[1] &= random_numbers.integers(0, 2, words).astype(np.uint32) * np.uint32(0xFFFFFFFF)
+    masks[2], masks[3] = 0xFFFFFFFF, 0
+    mask_rows = np.array([0, 1, -1, 2, 3, 0, -1, 5], np.int32)
+    bias = awkward_rows(random_numbers, vocabulary)[: 8 // nodes]
+    biased = sampling_rows(8 // nodes, biased=[1, 0, 1, 0, 0, 1, 0, 1][: 8 // nodes])
+    for rows in (sampling_rows(8 // nodes), biased):
+        assert_equals_twin(gpu, "constrain_logits", logits, mask_rows, masks, bias, rows)
+
+
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_process_logits(gpu, random_numbers, vocabulary):
     logits = awkward_rows(random_numbers, vocabulary)
@@ -301,9 +316,12 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
     vocabulary, batch = 1031, 2
     values = {
         "logits": random_numbers.normal(0, 2, (batch, vocabulary)).astype(np.float32),
+        "mask_rows": np.array([-1, 0], np.int32),
+        "masks": random_numbers.integers(0, 2**32, (1, 33), dtype=np.uint32),
+        "bias": random_numbers.normal(0, 0.01, (batch, vocabulary)).astype(np.float32),
         "rows": sampling_rows(
             2, repetition_penalty=[1.2, 1.1], temperature=[0.9, 0], top_k=[100, 0], top_p=[0.9, 1], seed=[1, 2],
-            sequence=[0, 1],
+            sequence=[0, 1], biased=[1, 0],
         ),
         "processed": np.zeros((batch, vocabulary), np.float32),
         "thresholds": np.zeros(batch, np.float32),
@@ -312,6 +330,7 @@ def test_captured_sampling_step(gpu, random_numbers, caplog):
     }  # fmt: skip
 
     def step(kernels, a):
+        kernels.constrain_logits(a["logits"], a["mask_rows"], a["masks"], a["bias"], a["rows"])
         kernels.process_logits(a["logits"], a["state"].token_counts, a["rows"], a["processed"])
         kernels.filter_threshold(a["processed"], a["rows"], a["thresholds"])
         drawn = a["processed"], a["thresholds"], a["rows"], a["state"].positions, a["tokens"]
