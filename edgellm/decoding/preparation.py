@@ -8,12 +8,12 @@ from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import Clock, DecodingSequence
 from edgellm.defaults import ModelDefaults
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import ContextError, RequestError
 from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
@@ -60,7 +60,7 @@ class Preparation:
         self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids)
 
     def sequence(
-        self, request: Request, runner: Runner, conversation: OngoingConversation | None = None
+        self, request: Request, runner: DecodingRunner, conversation: OngoingConversation | None = None
     ) -> DecodingSequence:
         """A request, as the decoding loop takes it for this runner. Where it goes on a conversation that drops its
         oldest turns, these are left out where the answer would find no room beside them (`turns_to_drop`).
