@@ -157,13 +157,13 @@ def test_a_tree_has_the_masks_of_its_paths(vocabulary, library):
     path = [*opening, *word]
     tokens, parents = [-1, *path, opening[0], ids(library, "x")[0]], [-1, *range(len(path)), 0, 1]
     masks = np.zeros((len(tokens), mask_words(WIDTH)), np.int32)
-    reachable = fill_tree_masks(constraint, tokens, parents, masks)
-    assert reachable.tolist() == [True] * (len(path) + 2) + [False]
+    rows = fill_tree_masks(constraint, tokens, parents, masks)
+    assert sorted(rows.tolist()) == list(range(-1, len(path) + 2)) and rows[-1] == -1
     fresh = begin(vocabulary, Structure(json=ROBOT))
     for node, token in enumerate(path, 1):
         assert fresh.try_advance(token)
-        assert np.array_equal(mask(fresh), masks[node])
-    assert np.array_equal(masks[1], masks[len(path) + 1])
+        assert np.array_equal(mask(fresh), masks[rows[node]])
+    assert np.array_equal(masks[rows[1]], masks[rows[len(path) + 1]])
 
 
 def test_masks_are_kept_by_the_tokens_before_and_not_changed_through_them(vocabulary, library):
@@ -222,8 +222,8 @@ def test_nodes_that_cannot_be_followed_are_not_reached(failing, library):
     answers, z = failing
     a, y = (ids(library, letter)[0] for letter in "ay")
     masks = np.zeros((4, mask_words(WIDTH)), np.int32)
-    reachable = fill_tree_masks(answers[2], [-1, z, a, y], [-1, 0, 1, 0], masks)
-    assert reachable.tolist() == [True, False, False, True]
+    rows = fill_tree_masks(answers[2], [-1, z, a, y], [-1, 0, 1, 0], masks)
+    assert rows.tolist() == [0, -1, -1, 1]
 
 
 def test_a_vocabulary_of_words_is_refused():
