@@ -21,7 +21,7 @@ from edgellm.errors import ConstraintError, RequestError
 
 #: Work that compiling and one mask may take, as llguidance counts it (its documentation: about 50, 14 and 20 units a
 #: microsecond); the clock is looked at once, when a grammar is tried. A mask that needs more is its request's error.
-FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
+FUEL: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
 COMPILE_SECONDS = 2.0
 #: After a mask of so much work it is made sure that the grammar still works.
 SLOW_MASK_SECONDS = 0.01
