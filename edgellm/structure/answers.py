@@ -81,7 +81,7 @@ class RuleMaker:
                 from edgellm.structure.grammar import GrammarVocabulary
 
                 self._vocabulary = GrammarVocabulary.of_tokenizer(
-                    self._tokenizer.definition, self._vocab_size, self._eos_token_ids
+                    self._tokenizer, self._vocab_size, self._eos_token_ids
                 )
             return self._vocabulary
 
