@@ -59,8 +59,9 @@ def test_a_chat_shows_sets_and_forgets_its_schema(edgellm, chat_engines, schema_
     wrong = tmp_path / "wrong.json"
     wrong.write_text('{"not": {}}')
     lines = ["/schema", f"/schema {schema_file}", "/schema", f"/schema {wrong}", "/set max_tokens 3", "/schema"]
-    stdin = "\n".join([*lines, '/schema ""', "/schema"])
+    stdin = "\n".join([*lines, f"/save {tmp_path / 'chat.json'}", '/schema ""', "/schema"])
     code, out, err = edgellm("chat", "--model", chat_engines, "--backend", "numpy", stdin=stdin)
     assert (code, out) == (1, "") and "has the keyword 'not', which would not be enforced" in err.replace("\n", " ")
     assert err.count("Answers have any form") == 3 and err.count("Answers are JSON now.") == 1
     assert err.count('"type": "integer"') == 2
+    assert "structure" not in (tmp_path / "chat.json").read_text()
