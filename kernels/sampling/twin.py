@@ -206,9 +206,13 @@ def _threshold(values: np.ndarray, record: np.void) -> np.float32:
     if not (filters_k or filters_p or filters_min):
         return _MINUS_INFINITY
     values = _without_nan(values)
+    if values.min() == _MINUS_INFINITY:  # of a masked row little is left
+        values = values[values > _MINUS_INFINITY]
+        if not values.size:
+            return _MINUS_INFINITY
     maximum = values.max()
     threshold = _MINUS_INFINITY
-    if filters_k:
+    if filters_k and top_k <= values.size:
         threshold = np.partition(values, values.size - top_k)[values.size - top_k]
     if filters_p:
         threshold = _top_p_threshold(values[values >= threshold], maximum, float(top_p))
