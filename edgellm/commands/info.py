@@ -24,6 +24,7 @@ from edgellm.commands.descriptions import (
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.backends.planned_scratch import planned_scratch
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.digests import FileDigest
@@ -113,7 +114,10 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             limits,
             specs,
             computed,
-            packed_memory(directory.models, layouts, directory.dtype),
+            {
+                **packed_memory(directory.models, layouts, directory.dtype),
+                **(planned_scratch(directory.models, limits, computed, layouts) if refusal is None else {}),
+            },
             draft=None if draft is None else draft.config,
             adapters=limits.has_lora,
             vision_memory=vision_bytes,

@@ -96,6 +96,9 @@ class Backend(Protocol):
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
         """Zeroed memory."""
 
+    def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Array]:
+        """Zeroed arrays of shapes and dtypes by name, in few pieces of memory: many that live equally long."""
+
     def host_visible(self, shape: Sequence[int], dtype: str) -> Array:
         """Zeroed memory for small results: kernels write it, and reading it copies nothing on the device.
 
