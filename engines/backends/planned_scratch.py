@@ -1,0 +1,69 @@
+"""The scratch of engines, as far as it is known without a GPU: what prompts take of a memory plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from edgellm.engines.backends.executors import kernel_executor, split_refusal
+from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.program import NormLinear, Program
+from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.quantization.device_layouts import PackedLayouts
+from edgellm.kernels.arrays import ITEM_SIZES
+from edgellm.kernels.prefill.twin import NumpyPrefill
+
+#: Shared memory of a block on GPUs that have least of it: which kernels run a shape may depend on it, scratch hardly.
+_SHARED_LIMIT = 99 << 10
+
+
+class _PlannedSegment:
+    """A segment's engine that will be, of kernels or of TensorRT: it is never run."""
+
+    def __init__(self, program: Program, dtype: str, takes_packed: bool) -> None:
+        self.takes_packed = takes_packed
+        self.scratch_bytes = 0 if takes_packed else tensorrt_scratch(program, dtype)
+
+    def attach(self, device: Any, scratch: Any) -> None:
+        raise NotImplementedError
+
+    bind = enqueue = attach
+
+
+def planned_scratch(
+    models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts
+) -> dict[str, int]:
+    """By the memory plan's name, the bytes of the scratch that all engines share: what the longest chunk of a prompt
+    needs where kernels compute its attention. Of other shapes TensorRT alone knows."""
+    found = [0]
+    for shape in limits.engine_shapes():
+        if shape.phase != "prefill" or shape.tokens < limits.prefill_chunk:
+            continue
+        config = models[shape.model]
+        whole = kernel_executor(config, shape, dtype, _SHARED_LIMIT)[0] is not None
+        if whole or split_refusal(config, shape, dtype, _SHARED_LIMIT) is not None:
+            continue
+        engines = {}
+        for part in segment_shapes(model_program(config, shape)):
+            on_kernels = kernel_executor(config, part, dtype, _SHARED_LIMIT)[0] is not None
+            engines[part.segment or 0] = _PlannedSegment(model_program(config, part), dtype, on_kernels)
+        names = {*packed.get("base", ()), *packed.get(shape.model, ())}
+        split = SplitEngine(NumpyPrefill(), model_program(config, shape), engines, dtype, names)
+        found.append(split.scratch_bytes)
+    return {"engine scratch": max(found)}
+
+
+def tensorrt_scratch(program: Program, dtype: str) -> int:
+    """What TensorRT needs for a segment besides its inputs and outputs: what it computes of the widest layer (49 KB a
+    token of Llama-3.2-1B's shapes, of which these are 48; TensorRT-RTX 1.6.1)."""
+    sizes = [0]
+    for step in program.steps:
+        if isinstance(step, NormLinear):
+            rows = math.prod(program.kinds[step.output][0][:-1])
+            width = step.linear.weight.shape[0]
+            kept = step.output not in program.outputs
+            sizes.append(rows * (width * step.gated + width // (1 + step.gated) * kept) * ITEM_SIZES[dtype])
+    return max(sizes)
