@@ -294,7 +294,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         yield _row("plans", "none: the NumPy backend runs it; on a GPU with TensorRT they are made on first use")
     total = sum(facts["memory"].values())
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
-    where = "on a GPU, without the engines' scratch"
+    where = "on a GPU"
     if facts["gpu_refusal"]:
         where = "on the NumPy backend, which makes float32 of the weights"
     yield _row("memory", f"{total / MEBIBYTE:,.1f} MiB {where}: {parts}")

@@ -36,6 +36,7 @@ from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.programs import model_program
@@ -140,6 +141,24 @@ def test_packed_weights_give_the_bits_of_their_values(
     first = found.values("logits")
     found.engine.enqueue()
     np.testing.assert_array_equal(found.values("logits"), first)
+
+
+def test_large_layers_are_cut_between_their_matrices(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense and packed: what the whole layers' engines compute, and each other's bits."""
+    config, shape = replace(DEEP, feature_layers=(2, 4, 5)), EngineShape("prefill", 1, 80, 160, 160)
+    arrays = rounded(random_model(config, 1, 160, [13], (None, *range(79))), "float16")
+    arrays["last_token_ids"] = np.array([[77]], np.int32)
+    packed = {}
+    for name, spec in model_program(config, shape).weights.items():
+        if len(spec.shape) == 2 and ".layers." in name:
+            packed[name] = random_packed(*spec.shape, 32, True, "float16", 0.02, seed=len(packed))
+            arrays[name] = packed[name].values()
+    whole = OnDevice(gpu, config, shape, arrays)
+    monkeypatch.setattr(segments, "MOST_WEIGHTS", 1)
+    dense, found = OnDevice(gpu, config, shape, arrays), OnDevice(gpu, config, shape, arrays, packed)
+    for name in ("logits", "hidden_states", f"v_cache_{config.num_layers - 1}"):
+        assert relative(dense.values(name), whole.values(name)) < TOLERANCE["float16"], name
+        np.testing.assert_array_equal(found.values(name), dense.values(name), err_msg=name)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
