@@ -24,7 +24,7 @@ from edgellm.commands.descriptions import (
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
 from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.planned_scratch import planned_scratch
+from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.digests import FileDigest
@@ -116,7 +116,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             computed,
             {
                 **packed_memory(directory.models, layouts, directory.dtype),
-                **(planned_scratch(directory.models, limits, computed, layouts) if refusal is None else {}),
+                **(planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}),
             },
             draft=None if draft is None else draft.config,
             adapters=limits.has_lora,

@@ -143,8 +143,8 @@ class Backend(Protocol):
         names the tensor and the index of a value that is infinite or NaN."""
 
     @property
-    def packed_memory(self) -> Mapping[str, int]:
-        """Bytes of the weights of models that have packed ones, by the memory plan's names; others it finds itself."""
+    def known_memory(self) -> Mapping[str, int]:
+        """Bytes by the memory plan's names that it does not find itself: weights of models with packed ones, code."""
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where the engine of a shape reads what the lengths of sequences ask for, not what the key range does, so

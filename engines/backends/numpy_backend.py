@@ -179,7 +179,7 @@ class NumpyBackend:
         return load_numpy_weights(checkpoint, specs, progress)
 
     @property
-    def packed_memory(self) -> Mapping[str, int]:
+    def known_memory(self) -> Mapping[str, int]:
         """Nothing: packed weights become float32."""
         return {}
 

@@ -15,6 +15,7 @@ from edgellm.engines.backends.executors import kernel_executor, plan_refusal, sp
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
+from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
@@ -175,9 +176,9 @@ class TensorRTBackend(CudaDevice):
         return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
 
     @property
-    def packed_memory(self) -> Mapping[str, int]:
-        """See `Backend.packed_memory`."""
-        return packed_memory(self._directory.models, self._packed, self.compute_dtype)
+    def known_memory(self) -> Mapping[str, int]:
+        """See `Backend.known_memory`."""
+        return {**packed_memory(self._directory.models, self._packed, self.compute_dtype), **CODE}
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.planned_scratch import planned_scratch
+from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import (
     EMBEDDINGS,
     check_disk_space,
@@ -377,7 +377,7 @@ def _planned_bytes(
     config = replace(inputs.config, head=head)
     models = inputs.models | {"base": config}
     packed, _ = _packed_layouts(models, checkpoints, dtype)
-    known = packed_memory(models, packed, dtype) | planned_scratch(models, limits, dtype, packed)
+    known = packed_memory(models, packed, dtype) | planned_engines(models, limits, dtype, packed)
     return plan_memory(config, limits, decoder_weights(config), dtype, known, draft=inputs.draft).total
 
 

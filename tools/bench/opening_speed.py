@@ -45,6 +45,10 @@ class DeviceMemory:
         self._driver, self._context = driver, driver.Device(0).retain_primary_context()
         self._context.push()
 
+    def close(self) -> None:
+        """Leave it: the driver aborts a process that ends in a context."""
+        self._context.pop()
+
     def free_mib(self) -> float:
         """Now."""
         return self._driver.mem_get_info()[0] / 2**20
@@ -186,6 +190,7 @@ def main() -> None:
             "device_mib": max(each["device_mib"] for each in starts) - context,
         }
         print(f"{model}: {json.dumps(results[model])}", flush=True)
+    device.close()
     report(results, arguments.output)
 
 

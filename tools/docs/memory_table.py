@@ -17,7 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from random_checkpoint import LLAMA_3_2_1B, QWEN_2_5_VL_3B
 
-from edgellm.engines.backends.planned_scratch import planned_scratch
+from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
@@ -139,10 +139,11 @@ def _need(published: Mapping[str, Any], weights: Weights) -> Need:
         )
         images = None if vision is None else vision_memory(vision, limits.image_rows, DTYPE)
         draft = _draft(config, weights.head) if has_draft else None
-        models = {"base": config} | ({} if draft is None else {"draft": draft})
+        base = replace(config, feature_layers=() if draft is None else draft.feature_layers)
+        models = {"base": base} | ({} if draft is None else {"draft": draft})
         layouts = _layouts(models, weights.packed)
         limits = replace(limits, packed="base" in weights.packed)
-        packed = packed_memory(models, layouts, DTYPE) | planned_scratch(models, limits, DTYPE, layouts)
+        packed = packed_memory(models, layouts, DTYPE) | planned_engines(models, limits, DTYPE, layouts)
         specs = decoder_weights(config)
         sizes.append(plan_memory(config, limits, specs, DTYPE, packed, draft=draft, vision_memory=images).total)
     return Need(*sizes)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from decode_models import LLAMA
 
-from edgellm.engines.backends.planned_scratch import planned_scratch
+from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
@@ -27,7 +27,7 @@ def scratch(config: DecoderConfig, chunk: int, packed: bool) -> int:
     specs = [spec for spec in decoder_weights(config) if len(spec.shape) == 2 and ".layers." in spec.name]
     layouts = {"base": {spec.name: DeviceLayout(INT4, *spec.shape) for spec in specs}} if packed else {}
     limits = EngineLimits(1, chunk, 4096, packed=packed)
-    return planned_scratch({"base": config}, limits, "float16", layouts)["engine scratch"]
+    return planned_engines({"base": config}, limits, "float16", layouts)["engine scratch"]
 
 
 def test_a_layer_of_a_small_model_is_dense_at_a_time_of_a_large_one_its_largest_matrix() -> None:
@@ -39,6 +39,13 @@ def test_values_grow_with_the_chunk() -> None:
     # The residual stream twice in float32, queries, keys and values, context; TensorRT: gate and up, and their product.
     assert scratch(SMALL, 2048, False) == 2048 * (2 * 4 * 2048 + 2 * 3072 + 2 * 2048 + 2 * 3 * 8192)
     assert scratch(SMALL, 512, False) == scratch(SMALL, 2048, False) // 4
+    # The activation between segments; TensorRT: gate and up, and their normed input, once in float32. 315.8 MiB were
+    # taken with the features of three layers.
+    values = 2 * 4 * 4096 + 2 * 6144 + 2 * 4096 + 2 * 14336
+    large = 512 * (values + 2 * 2 * 14336 + (2 + 4) * 4096)
+    assert scratch(LARGE, 512, False) == large
+    features = replace(LARGE, num_layers=32, feature_layers=(2, 16, 29))
+    assert abs(scratch(features, 512, True) / 2**20 - 315.8) < 0.5
     assert scratch(SMALL, 16, True) == 0  # by kernels whole
 
 

@@ -1,4 +1,4 @@
-"""The scratch of engines, as far as it is known without a GPU: what prompts take of a memory plan."""
+"""What engines take of a memory plan beside weights and states, as far as it is known without a GPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from edgellm.kernels.prefill.twin import NumpyPrefill
 
 #: Shared memory of a block on GPUs that have least of it: which kernels run a shape may depend on it, scratch hardly.
 _SHARED_LIMIT = 99 << 10
+#: What a memory plan has for the code of kernels and engines: of Llama-3.1-8B's shapes with a draft 58 MiB were taken
+#: before any array (TensorRT-RTX 1.6.1 on an H200), and a few more when it first ran.
+CODE = {"engines' code": 64 << 20}
 
 
 class _PlannedSegment:
@@ -33,11 +36,11 @@ class _PlannedSegment:
     bind = enqueue = attach
 
 
-def planned_scratch(
+def planned_engines(
     models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts
 ) -> dict[str, int]:
-    """By the memory plan's name, the bytes of the scratch that all engines share: what the longest chunk of a prompt
-    needs where kernels compute its attention. Of other shapes TensorRT alone knows."""
+    """By the memory plan's names, the bytes of code, and of the scratch that all engines share: what the longest chunk
+    of a prompt needs where kernels compute its attention. Of other shapes TensorRT alone knows."""
     found = [0]
     for shape in limits.engine_shapes():
         if shape.phase != "prefill" or shape.tokens < limits.prefill_chunk:
@@ -53,17 +56,17 @@ def planned_scratch(
         names = {*packed.get("base", ()), *packed.get(shape.model, ())}
         split = SplitEngine(NumpyPrefill(), model_program(config, shape), engines, dtype, names)
         found.append(split.scratch_bytes)
-    return {"engine scratch": max(found)}
+    return {"engine scratch": max(found), **CODE}
 
 
 def tensorrt_scratch(program: Program, dtype: str) -> int:
-    """What TensorRT needs for a segment besides its inputs and outputs: what it computes of the widest layer (49 KB a
-    token of Llama-3.2-1B's shapes, of which these are 48; TensorRT-RTX 1.6.1)."""
-    sizes = [0]
+    """What TensorRT needs for a segment besides its inputs and outputs, by what TensorRT-RTX 1.6.1 took: of the widest
+    layer either what it puts out and what that is computed of, or the latter and its normed input, once in float32."""
+    most = 0
     for step in program.steps:
         if isinstance(step, NormLinear):
             rows = math.prod(program.kinds[step.output][0][:-1])
-            width = step.linear.weight.shape[0]
-            kept = step.output not in program.outputs
-            sizes.append(rows * (width * step.gated + width // (1 + step.gated) * kept) * ITEM_SIZES[dtype])
-    return max(sizes)
+            width, columns = step.linear.weight.shape
+            kept = 0 if step.output in program.outputs else width // (1 + step.gated)
+            most = max(most, rows * (width * step.gated + max(kept, 3 * columns)))
+    return most * ITEM_SIZES[dtype]
