@@ -24,7 +24,7 @@ CODE = {"engines' code": 64 << 20}
 
 
 class _PlannedSegment:
-    """A segment's engine that will be, of kernels or of TensorRT: it is never run."""
+    """A segment's engine that will be, of kernels or of TensorRT: what it needs, for it is never run."""
 
     def __init__(self, program: Program, dtype: str, takes_packed: bool) -> None:
         self.takes_packed = takes_packed
@@ -33,7 +33,11 @@ class _PlannedSegment:
     def attach(self, device: Any, scratch: Any) -> None:
         raise NotImplementedError
 
-    bind = enqueue = attach
+    def bind(self, bindings: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def enqueue(self) -> None:
+        raise NotImplementedError
 
 
 def planned_engines(
