@@ -237,7 +237,7 @@ class DecodingLoop:
             if not running:
                 return
             needed = any(sequence.least < sequence.wanted for sequence in running)
-            fits = all(sequence.most < sequence.room for sequence in running)
+            fits = all(sequence.most < sequence.room for sequence in self.running)  # slots go along until they are left
             if self._launches and not (needed and fits):
                 return
             if self._launches and any(sequence.logprobs is not None for sequence in running):
@@ -276,7 +276,7 @@ class DecodingLoop:
         return launch.tokens
 
     def _launch(self, running: Sequence[DecodingSequence]) -> None:
-        room = min(sequence.room - sequence.most for sequence in running)
+        room = min(sequence.room - sequence.most for sequence in self.running)
         batch = len(self.running)
         raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
         plan, trees = None, None
@@ -291,7 +291,7 @@ class DecodingLoop:
         seconds = time.perf_counter()
         step = self._runner.step(batch, plan, rules, trees)
         self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds))
-        for sequence in running:
+        for sequence in self.running:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
 
