@@ -68,10 +68,10 @@ class SpecDecodeRuntime:
     model's KV rows in 8 bits, "compute" in the dtype of computing (None: as the directory was built). `drafting` says
     how to draft; None, and kind "suffix", load no draft model and take no memory for it; "auto" drafts where the
     directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by name,
-    which join those of the engine directory; None loads none, and nothing that applies them. `snapshots` are files of `edgellm cache build` or
-    `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget` bytes, those used least
-    recently go first. Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError
-    subclasses that say what is wrong.
+    which join those of the engine directory; None loads none, and nothing that applies them. `snapshots` are files of
+    `edgellm cache build` or `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget`
+    bytes, those used least recently go first. Without an `engine_directory` it is the model that ships with the
+    package. Raises EdgeLLMError subclasses that say what is wrong.
     """
 
     def __init__(

@@ -19,12 +19,13 @@ from edgellm.errors import EngineError, RequestError
 class Drafters:
     """The drafters of a runner; what they learned for a setting (None: no drafting) is kept for it.
 
-    `chooser` and `given` are those of the setting in use, as `DecodingLoop` takes them.
+    `chooser` and `given` are those of the setting in use, as `DecodingLoop` takes them; `index` is of what was said
+    under any setting that asks for it (None: none did).
     """
 
     def __init__(self, directory: EngineDirectory, runner: DecodingRunner) -> None:
         self._directory, self._runner = directory, runner
-        self._index: SuffixIndex | None = None  # of what was said under any setting
+        self.index: SuffixIndex | None = None
         self._made: dict[DraftingConfig | None, tuple[GivenDrafting | None, PlanChooser | None]] = {}
         self.setting: DraftingConfig | None = None
         self.chooser: PlanChooser | None = None
@@ -79,9 +80,9 @@ class Drafters:
             return None
         runner, verification = self._runner, self._runner.verification
         asked = setting is not None and setting.uses_suffix
-        if asked and self._index is None:
-            self._index = SuffixIndex()
-        given = GivenDrafting(verification.most_given, runner.backend.fixed_shapes, self._index if asked else None)
+        if asked and self.index is None:
+            self.index = SuffixIndex()
+        given = GivenDrafting(verification.most_given, runner.backend.fixed_shapes, self.index if asked else None)
         if asked and not any(runner.takes_given(1, plan) for plan in given.plans):
             raise EngineError(
                 f"drafts from what was said cannot be verified with {self._directory.path} on this device: neither its "
