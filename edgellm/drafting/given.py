@@ -31,7 +31,7 @@ CAPTURED_WARM_UPS, COMPUTED_WARM_UPS = 2, 1
 #: The most candidates below one token.
 WIDTH = 3
 #: A round must promise so many times the tokens a second of what is done otherwise.
-GAIN = 1.1
+GAIN = 1.15
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
 #: How quickly the tokens of other steps follow what is seen.

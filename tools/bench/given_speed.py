@@ -4,10 +4,10 @@
                                       [--kinds edit action chat schema] [--output RESULTS.json]
 
 The prompts are those of suffix_replay.py: `edit`, a text said again with a word replaced, a line left out and one
-added, which is an answer that decoding is made to draw (known_answers.py), since the shipped model edits no texts; `action`,
-the 20th of 20 similar commands behind 19 earlier requests of the process; `chat`, held-out prompts whose answers are no
-actions. `schema`: the shipped model's JSON adapter, plain and unconstrained, against its actions' schema with forced
-tokens and kind suffix. With `--known` actions and chat draw the accepted answers, too, so that a model of random
+added, which is an answer that decoding is made to draw (known_answers.py), since the shipped model edits no texts;
+`action`, the 20th of 20 similar commands behind 19 earlier requests of the process; `chat`, held-out prompts whose
+answers are no actions. `schema`: the shipped model's JSON adapter, plain and unconstrained, against its actions' schema
+with forced tokens and kind suffix. With `--known` actions and chat draw the accepted answers, too, so that a model of random
 weights and other shapes may be measured.
 
 Every prompt is answered in both ways, another one first each time. A speed is the tokens behind the first of all
