@@ -53,7 +53,7 @@ class RuleMaker:
         `continued` is the text of the message that the model goes on with, where the request asks for that. Raises
         RequestError for ids beyond the vocabulary, and for a structure that cannot be enforced on this model.
         """
-        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        self._check_ids("logit_bias", dict(params.logit_bias))
         constraints: list[TokenConstraint] = []
         after_reasoning = None
         if params.structure is not None:
@@ -83,7 +83,7 @@ class RuleMaker:
                 from edgellm.structure.grammar import GrammarVocabulary
 
                 self._vocabulary = GrammarVocabulary.of_tokenizer(
-                    self._tokenizer.definition, self._vocab_size, self._eos_token_ids
+                    self._tokenizer, self._vocab_size, self._eos_token_ids
                 )
             return self._vocabulary
 

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from byte_level_tokenizer import byte_level
 from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import models
+from tokenizers import decoders, models
 
 from edgellm.engines.speculation.constraints import allows, fill_tree_masks, mask_words
 from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure import grammar as grammar_module
 from edgellm.structure.description import Structure
 from edgellm.structure.grammar import GrammarVocabulary
+from edgellm.text.tokenizer import Tokenizer
 
 WIDTH = 401  # wider than the tokenizer, no multiple of 32
 ROBOT = {
@@ -43,7 +44,7 @@ def ends(library):
 
 @pytest.fixture
 def vocabulary(library, ends):
-    return GrammarVocabulary.of_tokenizer(library.to_str(), WIDTH, ends)
+    return GrammarVocabulary.of_tokenizer(Tokenizer(library), WIDTH, ends)
 
 
 def begin(vocabulary, structure):
@@ -230,14 +231,16 @@ def test_a_vocabulary_of_words_is_refused():
     words = {"yes": 0, "n": 1, "<end>": 2}
     library = LibraryTokenizer(models.WordLevel(words, unk_token="n"))
     with pytest.raises(RequestError, match=r"tokenizer.json cannot be used for structured answers"):
-        GrammarVocabulary.of_tokenizer(library.to_str(), 3, (2,))
+        GrammarVocabulary.of_tokenizer(Tokenizer(library), 3, (2,))
 
 
 def test_tokenizers_that_cannot_be_read_are_named(library):
-    with pytest.raises(RequestError, match=r"tokenizer.json cannot be used for structured answers \("):
-        GrammarVocabulary.of_tokenizer("{}", WIDTH, (2,))
+    metaspace = byte_level()
+    metaspace.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    with pytest.raises(RequestError, match=r"cannot be used for structured answers \(it reads .* byte-level"):
+        GrammarVocabulary.of_tokenizer(Tokenizer(metaspace), WIDTH, (2,))
     with pytest.raises(RequestError, match="names no end-of-sequence token"):
-        GrammarVocabulary.of_tokenizer(library.to_str(), WIDTH, ())
+        GrammarVocabulary.of_tokenizer(Tokenizer(library), WIDTH, ())
 
 
 def test_a_mask_of_another_width_is_refused(vocabulary):

@@ -36,7 +36,7 @@ def marks(tokenizer):
 
 @pytest.fixture(scope="module")
 def vocabulary(library):
-    return GrammarVocabulary.of_tokenizer(library.to_str(), WIDTH, (library.token_to_id("<|im_end|>"),))
+    return GrammarVocabulary.of_tokenizer(Tokenizer(library), WIDTH, (library.token_to_id("<|im_end|>"),))
 
 
 def rules(vocabulary):

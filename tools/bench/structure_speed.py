@@ -186,7 +186,7 @@ class Bench:
         width = runner.config.vocab_size
         grammar = Structure(json=ROBOT_ACTION).grammar_text
         self.vocabulary, self._planning = (
-            GrammarVocabulary.of_tokenizer(tokenizer.definition, width, (eos,)) for _ in range(2)
+            GrammarVocabulary.of_tokenizer(tokenizer, width, (eos,)) for _ in range(2)
         )
         self._grammar, generator = grammar, random.Random(1)
         self.answers = [
