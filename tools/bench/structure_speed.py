@@ -185,9 +185,7 @@ class Bench:
         self.runner, self.tokenizer, self.eos = runner, tokenizer, eos
         width = runner.config.vocab_size
         grammar = Structure(json=ROBOT_ACTION).grammar_text
-        self.vocabulary, self._planning = (
-            GrammarVocabulary.of_tokenizer(tokenizer, width, (eos,)) for _ in range(2)
-        )
+        self.vocabulary, self._planning = (GrammarVocabulary.of_tokenizer(tokenizer, width, (eos,)) for _ in range(2))
         self._grammar, generator = grammar, random.Random(1)
         self.answers = [
             said(self.constraint(planning=True), tokenizer, robot_action(generator)) for _ in range(answers)
@@ -336,7 +334,7 @@ def measure_shipped(backend: str, rounds: int) -> dict[str, Any]:
     from edgellm.runtime import SpecDecodeRuntime
 
     with tempfile.TemporaryDirectory() as folder:
-        limits = EngineLimits(max_batch=2, prefill_chunk=128, kv_capacity=1024)
+        limits = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=1024)
         build_engine_directory(SHIPPED_MODEL, Path(folder) / "engines", limits, [] if backend == "numpy" else None)
         with SpecDecodeRuntime(Path(folder) / "engines", backend=backend) as runtime:
             eos = runtime.directory.eos_token_ids[0]
