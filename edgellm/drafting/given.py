@@ -32,6 +32,8 @@ CAPTURED_WARM_UPS, COMPUTED_WARM_UPS = 2, 1
 WIDTH = 3
 #: A round must promise so many times the tokens a second of what is done otherwise.
 GAIN = 1.15
+#: After so many rounds one step is taken without, so that what they are compared with stays known as load changes.
+MOST_ROUNDS = 50
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
 #: How quickly the tokens of other steps follow what is seen.
@@ -137,7 +139,7 @@ class GivenDrafting:
     def _best(self, runner: Runs, found: Sequence[Proposed], ruled: bool, room: int) -> DraftPlan | None:
         batch, longest = len(found), max(len(each.chances) for each in found)
         rates = self._rates.get((batch, ruled))
-        if not longest or rates is None:
+        if not longest or rates is None or rates.rounds >= MOST_ROUNDS:
             return None
         other = rates.forecast(PLAIN, rates.tokens)  # a draft model's rounds count here, too
         best, forecast, least = None, None, GAIN * other.tokens_per_second
@@ -272,15 +274,17 @@ class _Trust:
 
 
 class _Rates:
-    """What the steps of one batch size take, and the `tokens` that those without given candidates give."""
+    """What the steps of one batch size take, the `tokens` that those without given candidates give, and how many
+    `rounds` were taken since the latest of these."""
 
     def __init__(self, guesses: Mapping[str, float], tokens: float, warm_ups: int) -> None:
-        self.tokens = tokens
+        self.tokens, self.rounds = tokens, 0
         self._costs = CostModel(RoundCosts({name: {1: value} for name, value in guesses.items()}), list(guesses))
         self._warm_ups = {name: 0 if name == PLAIN else warm_ups for name in guesses}
 
     def record(self, name: str, tokens: int, seconds: float) -> None:
         """A step has ended."""
+        self.rounds = 0 if name == PLAIN else self.rounds + 1
         if self._warm_ups[name]:
             self._warm_ups[name] -= 1
             return
