@@ -241,7 +241,7 @@ class DecodingLoop:
             if not running:
                 return
             needed = any(sequence.least < sequence.wanted for sequence in running)
-            fits = all(sequence.most < sequence.room for sequence in running)
+            fits = all(sequence.most < sequence.room for sequence in self.running)  # slots go along until they are left
             if self._launches and not (needed and fits):
                 return
             if self._launches and any(sequence.logprobs is not None for sequence in running):
@@ -253,7 +253,7 @@ class DecodingLoop:
         them that promises more than a step in flight."""
         if any(sequence.constraint is not None for sequence in running):
             return True
-        room = min((sequence.room - sequence.most for sequence in running), default=0)
+        room = min((sequence.room - sequence.most for sequence in self.running), default=0)
         return self._given is not None and self._given.promises(self._runner, self.running, room)
 
     def _know_all(self) -> None:
@@ -282,7 +282,7 @@ class DecodingLoop:
 
     def _launch(self, running: Sequence[DecodingSequence]) -> None:
         seconds = time.perf_counter()  # what the host takes to choose belongs to the step
-        room = min(sequence.room - sequence.most for sequence in running)
+        room = min(sequence.room - sequence.most for sequence in self.running)
         batch = len(self.running)
         raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
         plan, trees = None, None
@@ -296,7 +296,7 @@ class DecodingLoop:
         rules = StepMasks(self.running) if any(sequence.constraint is not None for sequence in running) else None
         step = self._runner.step(batch, plan, rules, trees)
         self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds, trees, rules is not None))
-        for sequence in running:
+        for sequence in self.running:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
 

@@ -101,7 +101,8 @@ class DecodingSequence:
     #: read, which may be more than the answer has taken.
     rules: AnswerRules | None = None
     said: Said | None = None
-    #: Whether a token that was read ends the answer.
+    #: How many tokens were read, and whether the last of them ends the answer.
+    known: int = 0
     is_over: bool = False
 
     @property
@@ -120,7 +121,8 @@ class DecodingSequence:
                     f"the rules on the answer have no way on: token {token} was drawn where no token is allowed"
                 )
                 return tokens[:count]
-            self.is_over = self.answer.ends_at(token)
+            self.known += 1
+            self.is_over = self.answer.ends_at(token) or self.known == self.wanted
         return tokens
 
     @property
