@@ -223,7 +223,7 @@ def test_adapters_and_system_prompts_of_the_shipped_model(monkeypatch: pytest.Mo
     questions = ["Push the red cup to the left.", "Push the green apple to the left."]
     rounds = 0
     with LLM(backend="numpy", drafting=None) as plain, LLM(backend="numpy", drafting=SUFFIX) as drafted:
-        drafted.generate_and_save_system_prompt_kv_cache(drafted.default_system_prompt, lora_name="json")
+        drafted.cache_system_prompt(drafted.default_system_prompt, "json")
         for adapter in ("json", None, "json"):
             for question in questions:
                 answers = [
