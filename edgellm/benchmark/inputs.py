@@ -96,7 +96,7 @@ def _settings_of(name: str) -> dict[str, Any]:
     """The drafting settings that a configuration's name stands for."""
     kind, *rest = name.split(":")
     chosen: dict[str, Any] = {"adaptive": kind == "adaptive"}
-    behind = {
+    behind: dict[str, dict[str, Any]] = {
         "sampled": {"sampled": True},
         "typical": {"acceptance": "typical"},
         SUFFIX: {"suffix_decoding": True},

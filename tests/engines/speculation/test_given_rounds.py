@@ -1,4 +1,4 @@
-"""Rounds of candidates that the host gives: the tokens of plain decoding, whatever is given, with a draft and without."""
+"""Rounds of candidates that the host gives: the tokens of plain decoding, whatever is given, with a draft or none."""
 
 from __future__ import annotations
 

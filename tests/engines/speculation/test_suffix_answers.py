@@ -212,7 +212,7 @@ def test_engines_that_verify_no_trees_are_refused_at_opening(
     directory: EngineDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TreeVerification, "takes", lambda *_: False)
-    with pytest.raises(EngineError, match="drafts from what was said cannot be verified with .* on this device"):
+    with pytest.raises(EngineError, match="drafts from what was said cannot be verified with "):
         LLM(directory.path, backend="numpy", drafting=SUFFIX)
     with LLM(directory.path, backend="numpy", drafting=None) as llm:  # what needs no trees goes on
         llm.generate(REPEATED, GREEDY)
