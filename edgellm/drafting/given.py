@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from edgellm.engines.errors import ConstraintError
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.round import GivenTree
-from edgellm.engines.speculation.suffix_index import Proposal, SaidSequence, SuffixIndex
+from edgellm.engines.speculation.suffix_index import Proposal
 
 #: Nodes of the trees, the root included: where every shape is captured, and where any is computed at once.
 CAPTURED_TREES, COMPUTED_TREES = (4, 8, 16, 32), (3, 5, 8, 12, 16, 24, 32)
@@ -62,6 +62,22 @@ class Runs(Protocol):
         """Whether a round of the plan can run now."""
 
 
+class Proposer(Protocol):
+    """Proposes what may follow a sequence that it knows: `SuffixIndex`, which says what each of these does."""
+
+    def open(self, prompt_tokens: Sequence[int]) -> Any:
+        """A sequence with this prompt."""
+
+    def extend(self, sequence: Any, tokens: Sequence[int]) -> None:
+        """Take note of its tokens."""
+
+    def close(self, sequence: Any) -> None:
+        """It has ended."""
+
+    def propose(self, sequence: Any, nodes: int, depth: int, width: int) -> Proposal:
+        """A tree of what may follow."""
+
+
 class GivenDrafting:
     """Proposes what the host knows, and chooses between rounds of it and what is done otherwise.
 
@@ -70,7 +86,7 @@ class GivenDrafting:
     are captured. Deterministic but for the seconds that it is told.
     """
 
-    def __init__(self, deepest: int, captured: bool, index: SuffixIndex | None = None) -> None:
+    def __init__(self, deepest: int, captured: bool, index: Proposer | None = None) -> None:
         self.index = index
         sizes = CAPTURED_TREES if captured else COMPUTED_TREES
         self.plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes)
@@ -201,7 +217,7 @@ class Proposed(NamedTuple):
 class Said:
     """What is kept of a running sequence: its `history` in the index, and what was `proposed` for its end."""
 
-    def __init__(self, history: SaidSequence) -> None:
+    def __init__(self, history: Any) -> None:
         self.history = history
         self.proposed: Proposed | None = None
 
