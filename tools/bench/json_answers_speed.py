@@ -1,6 +1,6 @@
 """What answers of a given form cost, and what forced tokens give: the shipped model's JSON adapter, greedily.
 
-    python tools/bench/structure_speed.py [--backend numpy] [--repeats 5] [--output RESULTS.json]
+    python tools/bench/json_answers_speed.py [--backend numpy] [--repeats 5] [--output RESULTS.json]
 
 The ways of answering take turns. "masks alone" is a regular expression that allows every answer: each step has a
 mask, nothing is forced, and the tokens are those without a structure. Milliseconds are of a token behind the first,
