@@ -57,10 +57,19 @@ class GivenTrees:
         self.rounds += 1
         return self._plan, [self._tree(sequence.constraint) for sequence in sequences]
 
-    def promises(self, sequences: Sequence[Any]) -> bool:
+    def promises(self, runner: Any, sequences: Sequence[Any], room: int) -> bool:
         return False
 
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
+    def open(self, sequence: Any, prompt_ids: Sequence[int]) -> None:
+        """Nothing is kept of it."""
+
+    def take(self, sequence: Any, tokens: Sequence[int]) -> None:
+        """Nothing is learned."""
+
+    def close(self, sequence: Any) -> None:
+        """Nothing was kept of it."""
+
+    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False) -> None:
         """Nothing is learned."""
 
     def _tree(self, constraint: Any) -> GivenTree:
@@ -108,7 +117,7 @@ def varied_requests(count: int, seed: int) -> list[Request]:
 def plain_answers(engines: Path, requests: Sequence[Request]) -> list[Answer]:
     """Alone, without any draft, and with nothing given."""
     with SpecDecodeRuntime(engines, backend="numpy") as runtime:
-        runtime._given = None
+        runtime._drafters.given = None
         responses = [runtime.handle_request(request) for request in requests]
     for request, response in zip(requests, responses, strict=True):
         structure = request.params.structure
@@ -132,7 +141,7 @@ def expected(serving_engines: Path) -> tuple[list[Request], list[Answer]]:
 @contextmanager
 def opened(engines: Path, name: str, gives: bool) -> Iterator[SpecDecodeRuntime]:
     with SpecDecodeRuntime(engines, drafting=DRAFTINGS[name], backend="numpy") as runtime:
-        runtime._given = GivenTrees() if gives else None
+        runtime._drafters.given = GivenTrees() if gives else None
         yield runtime
 
 
@@ -145,7 +154,7 @@ def test_batches_whose_members_come_and_go(
     with opened(serving_engines, name, gives) as runtime:
         assert [answer(each) for each in runtime.handle_request(requests)] == alone
         assert [answer(runtime.handle_request(each)) for each in requests[:8]] == alone[:8]
-        assert not gives or runtime._given.rounds > 5
+        assert not gives or runtime._drafters.given.rounds > 5
 
 
 @pytest.mark.parametrize("gives", [False, True], ids=["", "given"])
@@ -156,7 +165,7 @@ def test_captured_steps_with_one_under_way(
     requests, alone = expected
     runtime, backend = captured(DRAFTINGS[name])
     with runtime:
-        runtime._given = GivenTrees() if gives else None
+        runtime._drafters.given = GivenTrees() if gives else None
         assert [answer(each) for each in runtime.handle_request(requests)] == alone
         captures = [*backend.captures]
         assert any("forward" in each for each in captures) or name != "plain"
@@ -193,7 +202,7 @@ def test_a_grammar_without_a_way_on_fails_one_request_alone(
     requests = [Request([number, 7, 9], None, params) for number, params in enumerate(each)]
     runtime, _ = captured(DRAFTINGS[name])
     with runtime:
-        runtime._given = GivenTrees() if gives else None
+        runtime._drafters.given = GivenTrees() if gives else None
         failed, *found = runtime.handle_request(requests)
         assert isinstance(failed, ConstraintError), failed
         assert [response.finish_reason for response in found] == ["stop", "length", "length"]
@@ -215,7 +224,7 @@ def test_answers_that_are_over_leave_room_to_others(captured: Callable[..., Any]
     for name in ("plain", "chain"):
         runtime, _ = captured(DRAFTINGS[name])
         with runtime:
-            runtime._given = None
+            runtime._drafters.given = None
             first, second = runtime.handle_request(requests[:2])
             third = runtime.handle_request(requests[2])
             assert (first.text, first.finish_reason) == ("a", "stop")
@@ -258,7 +267,7 @@ def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str
     first = plain.logprobs[0]
     odds = np.array([logits[yes], logits[no] + 2.0])
     law = dict(zip((yes, no), odds - np.log(np.exp(odds).sum()), strict=True))
-    assert dict(first.top[:2]) == pytest.approx(law, abs=1e-4) and first.top[2][1] == -np.inf
+    assert dict(first.top) == pytest.approx(law, abs=1e-4)  # of what the mask forbids there is none
     assert first.logprob == pytest.approx(law[first.token_id], abs=1e-4)
     assert [each.logprob for each in plain.logprobs[1:]] == [0.0] * (len(plain.token_ids) - 1)
     assert free.logprobs[0].top[-1][1] > -np.inf

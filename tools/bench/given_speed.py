@@ -7,8 +7,8 @@ The prompts are those of suffix_replay.py: `edit`, a text said again with a word
 added, which is an answer that decoding is made to draw (known_answers.py), since the shipped model edits no texts;
 `action`, the 20th of 20 similar commands behind 19 earlier requests of the process; `chat`, held-out prompts whose
 answers are no actions. `schema`: the shipped model's JSON adapter, plain and unconstrained, against its actions' schema
-with forced tokens and kind suffix. With `--known` actions and chat draw the accepted answers, too, so that a model of random
-weights and other shapes may be measured.
+with forced tokens and kind suffix. With `--known` actions and chat draw the accepted answers, too, so that a model of
+random weights and other shapes may be measured.
 
 Every prompt is answered in both ways, another one first each time. A speed is the tokens behind the first of all
 answers over the seconds for them; the ratio is the median over the repetitions. Each repetition begins without earlier
