@@ -185,9 +185,7 @@ class Bench:
         self.runner, self.tokenizer, self.eos = runner, tokenizer, eos
         width = runner.config.vocab_size
         grammar = Structure(json=ROBOT_ACTION).grammar_text
-        self.vocabulary, self._planning = (
-            GrammarVocabulary.of_tokenizer(tokenizer, width, (eos,)) for _ in range(2)
-        )
+        self.vocabulary, self._planning = (GrammarVocabulary.of_tokenizer(tokenizer, width, (eos,)) for _ in range(2))
         self._grammar, generator = grammar, random.Random(1)
         self.answers = [
             said(self.constraint(planning=True), tokenizer, robot_action(generator)) for _ in range(answers)
