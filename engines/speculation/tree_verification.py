@@ -57,7 +57,7 @@ class TreeVerification:
     ) -> None:
         self._backend, self._base, self._draft, self._engines = backend, base, draft, engines
         limits = base.limits
-        self._sizes = limits.verify_sizes
+        self._sizes = () if draft is None else limits.verify_sizes
         if draft is None:
             self._limits = given_limits(limits, GIVEN_NODES)
         else:

@@ -258,7 +258,7 @@ def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str
     first = plain.logprobs[0]
     odds = np.array([logits[yes], logits[no] + 2.0])
     law = dict(zip((yes, no), odds - np.log(np.exp(odds).sum()), strict=True))
-    assert dict(first.top[:2]) == pytest.approx(law, abs=1e-4) and first.top[2][1] == -np.inf
+    assert dict(first.top) == pytest.approx(law, abs=1e-4)  # of what the mask forbids there is none
     assert first.logprob == pytest.approx(law[first.token_id], abs=1e-4)
     assert [each.logprob for each in plain.logprobs[1:]] == [0.0] * (len(plain.token_ids) - 1)
     assert free.logprobs[0].top[-1][1] > -np.inf
