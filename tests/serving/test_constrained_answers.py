@@ -46,8 +46,6 @@ DRAFTINGS = {
 class GivenTrees:
     """In the place of `GivenDrafting`: always gives candidates, what rules force and others, right and wrong ones."""
 
-    index = None
-
     def __init__(self, seed: int = 0) -> None:
         self._random, self._plan, self.rounds = random.Random(seed), given(7, 3), 0
 
@@ -60,17 +58,10 @@ class GivenTrees:
     def promises(self, runner: Any, sequences: Sequence[Any], room: int) -> bool:
         return False
 
-    def open(self, sequence: Any, prompt_ids: Sequence[int]) -> None:
-        """Nothing is kept of it."""
-
-    def take(self, sequence: Any, tokens: Sequence[int]) -> None:
+    def open(self, *_: Any) -> None:
         """Nothing is learned."""
 
-    def close(self, sequence: Any) -> None:
-        """Nothing was kept of it."""
-
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False) -> None:
-        """Nothing is learned."""
+    take = close = record = open
 
     def _tree(self, constraint: Any) -> GivenTree:
         try:
