@@ -226,6 +226,10 @@ def drafting_config(
         if given:
             raise RequestError(f"{given[0]} is given beside kind {chosen['kind']}, which sizes its drafts itself")
         return DraftingConfig(**chosen)
+    if "kind" in chosen:
+        _one_of("kind", chosen["kind"], (*KINDS, *WITHOUT_MODEL))
+    if not limits.has_draft:
+        raise RequestError("the engine directory has no draft model: build one with it (edgellm build --draft)")
     values = preset_values(limits, backend, preset)
     if chosen.get("sampled") or chosen.get("acceptance") == "typical":
         values["adaptive"] = False  # what is drafted shows in the tokens then, and a seed should give the same ones

@@ -221,3 +221,20 @@ def test_bench_takes_suffix_drafts(edgellm, tiny_engines, tiny_draft_engines, tm
         code, out, err = edgellm("bench", model, *options, "--configurations", names)
         assert code == 0, err
         assert all(name in out for name in names.split(","))
+
+
+def test_drafting_is_changed_in_a_chat(edgellm, tiny_engines, tiny_draft_engines):
+    lines = '/draft\n/draft suffix\nhello\n/draft ""\nhello\n/draft chain\n/draft fast\n'
+    code, _, err = edgellm("chat", tiny_engines, "--max-tokens", 4, stdin=lines)
+    said = " ".join(err.split())
+    assert code == 1  # of the commands that were refused
+    assert said.index("Nothing is drafted.") < said.index("Drafts are what followed the same tokens before")
+    assert said.count("Nothing is drafted.") == 2
+    assert "the engine directory has no draft model" in said
+    assert "kind is 'fast': expected one of tree, chain, choices, suffix" in said
+    lines = "/draft\n/draft suffix\n/draft chain\n"
+    code, _, err = edgellm("chat", tiny_draft_engines, "--suffix-decoding", stdin=lines)
+    said = " ".join(err.split())
+    assert code == 0
+    assert "Drafts are those of the draft model, or what followed the same tokens before, where" in said
+    assert "Drafts are those of the draft model, where that should be faster." in said

@@ -334,7 +334,7 @@ def measure_shipped(backend: str, rounds: int) -> dict[str, Any]:
     from edgellm.runtime import SpecDecodeRuntime
 
     with tempfile.TemporaryDirectory() as folder:
-        limits = EngineLimits(max_batch=2, prefill_chunk=128, kv_capacity=1024)
+        limits = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=1024)
         build_engine_directory(SHIPPED_MODEL, Path(folder) / "engines", limits, [] if backend == "numpy" else None)
         with SpecDecodeRuntime(Path(folder) / "engines", backend=backend) as runtime:
             eos = runtime.directory.eos_token_ids[0]

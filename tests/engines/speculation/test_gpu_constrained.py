@@ -217,6 +217,4 @@ def test_structures_through_a_runtime(tiny_checkpoint: Path, tiny_draft: Path, t
                 structure = request.params.structure
                 assert (response.structure_complete is None) == (structure is None)
                 assert structure is None or structure.is_complete(response.text) or response.finish_reason == "length"
-            assert response is not None
-        if runtime._given is not None:
-            assert runtime.handle_request(requests[1]).parsed in ("yes", "no")
+        assert runtime.handle_request(requests[1]).parsed in ("yes", "no")
