@@ -15,7 +15,7 @@ import numpy as np
 
 from edgellm.drafting.controller import DraftingReport, Forecast
 from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.worth import ASKING_SHARE, Budget, Proposed, Rates, Trust
+from edgellm.drafting.worth import ASKING_SHARE, SELDOM, Budget, Proposed, Rates, Trust
 from edgellm.engines.errors import ConstraintError
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -91,9 +91,11 @@ class GivenDrafting:
         self._first_cost, self._warm_ups = (
             (CAPTURED_COST, CAPTURED_WARM_UPS) if captured else (COMPUTED_COST, COMPUTED_WARM_UPS)
         )
+        self._untimed = CAPTURED_WARM_UPS if captured else 0  # plain steps
         self._rates: dict[tuple[int, bool], Rates] = {}
         self._trust, self._budget = Trust(), Budget()
         self._rounds: dict[str, int] = {}
+        self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
@@ -146,17 +148,17 @@ class GivenDrafting:
         `PlanChooser.record`."""
         name = plan.name if plan is not None and plan.is_given else PLAIN
         self._rounds[name] = self._rounds.get(name, 0) + 1
-        key = len(emitted), ruled
-        saved = 0.0
+        key, saved = (len(emitted), ruled), 0.0
+        self._steps[key] = self._steps.get(key, 0) + 1
         if key in self._rates:
             if name != PLAIN:
                 other = self._rates[key].forecast(PLAIN, self._rates[key].tokens)
                 saved = max(0.0, sum(emitted) / other.tokens_per_second - seconds)
-            elif self.index is not None and not ruled and not self._budget.affords:
+            elif self.index is not None and not ruled and not self._budget.affords and self._steps[key] % SELDOM:
                 self._budget.earn(ASKING_SHARE * seconds)
-                return  # what steps take is followed where it is asked for
+                return  # following what steps take has a price, too
             self._rates[key].record(name, sum(emitted), seconds)
-        elif name == PLAIN:
+        elif name == PLAIN and self._steps[key] > self._untimed:
             self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
         self._budget.earn(ASKING_SHARE * seconds + saved)
 

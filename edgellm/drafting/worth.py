@@ -16,6 +16,8 @@ from edgellm.engines.speculation.suffix_index import Proposal
 
 #: The share of the steps' time that the index may take, and seconds that it may take at first and at most beyond.
 ASKING_SHARE, FIRST_CREDIT, MOST_CREDIT = 0.02, 0.005, 0.05
+#: Where the index is seldom asked, one in so many steps is timed.
+SELDOM = 8
 #: How quickly the tokens of other steps follow what is seen.
 _PACE = 0.15
 
@@ -138,15 +140,11 @@ class Budget:
         return self._credit >= self._price
 
     def spend(self, seconds: float) -> None:
-        """It was asked, which took so long."""
+        """It was asked, which took so long; the first time may take much longer than all others."""
+        seconds = min(seconds, 2.0 * self._price if self._price else FIRST_CREDIT / 4)
         self._credit -= seconds
-        self._price = seconds if self._price == 0.0 else _followed(self._price, seconds)
+        self._price = seconds if self._price == 0.0 else self._price + _PACE * (seconds - self._price)
 
     def earn(self, seconds: float) -> None:
         """So much may be spent later."""
         self._credit = min(MOST_CREDIT, self._credit + seconds)
-
-
-def _followed(before: float, now: float) -> float:
-    """A time that follows what is seen, outliers little."""
-    return before + _PACE * (min(now, 2.0 * before) - before)
