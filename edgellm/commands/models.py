@@ -40,7 +40,7 @@ def open_model(
     drafting = chosen_drafting(settings)
     if drafting is not None and drafting.acceptance == "typical":
         write_note("Typical acceptance is lossy: answers may be others than without a draft.")
-    snapshot = None if settings.system_cache is None else _snapshot_path(settings.system_cache)
+    snapshot = None if settings.system_cache is None else snapshot_path(settings.system_cache)
     llm = open_model_with(settings, drafting, chosen_adapters(settings, adapters, every_adapter))
     if snapshot is None:
         return llm
@@ -73,7 +73,7 @@ def chosen_adapters(
     return settings.adapters if wanted or settings.adapters or (every_adapter and names) else None
 
 
-def _snapshot_path(name: str) -> Path:
+def snapshot_path(name: str) -> Path:
     """The file that `--system-cache` means; raises RequestError, or SnapshotError for one that cannot be used."""
     from edgellm.commands.cache_prompts import chosen_folder, find_snapshot
 

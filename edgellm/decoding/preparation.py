@@ -97,7 +97,7 @@ class Preparation:
             conversation=conversation,
             dropped=dropped,
             structure=params.structure,
-            rules=self._rules.rules(params, prompt.token_ids, _continued(request)),
+            rules=self._rules.rules(params, prompt.token_ids, continued_text(request)),
         )
 
     def count_tokens(self, request: Request) -> int:
@@ -224,8 +224,8 @@ def sampling_values(params: SamplingParams) -> SamplingValues:
     )
 
 
-def _continued(request: Request) -> str | None:
-    """The text of the message that the model goes on with."""
+def continued_text(request: Request) -> str | None:
+    """The text of the message that the model goes on with, where the request asks for that."""
     if not request.continue_final_message or not request.messages:
         return None
     content = request.messages[-1].get("content")
