@@ -146,7 +146,8 @@ class Service:
         except TemplateError:  # which conversations will be told
             variables = frozenset()
         self._runtime = runtime
-        return replace(self.model, adapters=runtime.adapters, template_variables=variables)
+        vocab_size = runtime.directory.config.vocab_size
+        return replace(self.model, adapters=runtime.adapters, template_variables=variables, vocab_size=vocab_size)
 
     async def finish(self, seconds: float) -> None:
         """Answer nothing new, and wait until what runs has ended; what has not after so many seconds is cancelled."""

@@ -80,14 +80,22 @@ class Endpoint:
         self._answer, self._working = answer, working
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts: asyncio.Queue[Message] = asyncio.Queue(1)
+        is_read = asyncio.Event()
+
+        async def take() -> Message:
+            message = await receive()
+            if not message.get("more_body", False):
+                is_read.set()
+            return message
 
         async def listen() -> None:
-            """Hand the body on, which nobody reads beyond what there is room for, and notice the client's end."""
-            while (message := await receive())["type"] != "http.disconnect":
-                await parts.put(message)
+            """Notice that the client has gone, when its body is read: not before, as who wants to be told to go on
+            (`Expect`) is told so by the first reading."""
+            await is_read.wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
 
-        request = Request(scope, parts.get)
+        request = Request(scope, take)
         work = asyncio.ensure_future(self._respond(request, send))
         self._working.add(work)
         listening = asyncio.ensure_future(listen())

@@ -29,6 +29,8 @@ BACKLOG = 128
 KEEP_ALIVE_SECONDS = 5
 #: A machine that is gone without a word is noticed after so many seconds, then so many more, so many times.
 _PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+#: What the system holds of an answer beside the 64 KiB that the server holds itself; what comes then waits unread.
+_SEND_BYTES = 128 * 1024
 _PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
 
 
@@ -60,6 +62,7 @@ class WatchedProtocol(H11Protocol):
         self._stuck_since: float | None = None
         connected: socket.socket = transport.get_extra_info("socket")
         with contextlib.suppress(OSError, AttributeError):  # not every system has all of them
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _PROBES.items():
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -49,6 +49,7 @@ class ServedModel:
     params: SamplingParams = field(default_factory=SamplingParams)
     system: str | None = None
     template_variables: frozenset[str] = frozenset()
+    vocab_size: int = 2**31
     most_images: int = 16
     image_pixels: int = 16_000_000
 
@@ -360,19 +361,23 @@ def completion(body: bytes, model: ServedModel) -> Asked:
     fields.only("echo", False, why="the prompt is not repeated")
     fields.only("suffix", "", why="text is not filled in")
     include_usage = stream_options(fields, stream)
-    prompt = single_prompt(fields.take("prompt"))
+    prompt = single_prompt(fields.take("prompt"), model)
     fields.end()
     request = {"prompt": prompt, "params": params, "adapter": adapter, "deadline": deadline}
     return asked("prompt", fields, name, request, stream, include_usage)
 
 
-def single_prompt(prompt: Any) -> str | Sequence[int]:
-    """The prompt of a request: text, token ids, or a list of one of them. Raises HTTPError."""
+def single_prompt(prompt: Any, model: ServedModel) -> str | Sequence[int]:
+    """The prompt of a request: text, token ids of the model, or a list of one of them. Raises HTTPError."""
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in prompt):
+        for each in prompt:
+            if not 0 <= each < model.vocab_size:
+                message = f"prompt has the token id {each}: this model's are 0 to {model.vocab_size - 1}"
+                raise HTTPError(400, message, param="prompt")
         return prompt
     found = "missing" if prompt is None else shown(prompt)
     raise HTTPError(400, f"prompt is {found}: expected one text, or one list of token ids", param="prompt")
@@ -390,7 +395,7 @@ def tokens(body: bytes, model: ServedModel) -> Asked:
     if (prompt is None) == (messages is None):
         raise HTTPError(400, "give a prompt or messages, one of them", param="prompt")
     if messages is None:
-        request = {"prompt": single_prompt(prompt), "adapter": adapter}
+        request = {"prompt": single_prompt(prompt, model), "adapter": adapter}
         return asked("prompt", fields, model.name, request, stream=False)
     request = {"messages": with_images(fields, messages, model), "adapter": adapter, "template_variables": variables}
     return asked("messages", fields, model.name, request, stream=False)
