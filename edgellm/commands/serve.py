@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from edgellm.http.connections import Server
 
 _INTERRUPTED = 130
-#: Files that the model and the rest of the process may have open beside connections.
-_OTHER_FILES = 128
+#: Files that the model and connections which are being turned away may have open beside those that are served.
+_OTHER_FILES = 1024
 
 
 @dataclass(frozen=True)

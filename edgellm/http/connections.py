@@ -23,8 +23,9 @@ from edgellm.http.errors import HTTPError
 
 #: Bytes of a request's line and headers.
 MOST_HEADER_BYTES = 16 * 1024
-#: New connections that are taken at a time, which may be so many more than there should be for that long.
-BACKLOG = 128
+#: New connections that are taken at a time, which may be so many more than there should be for that long; the system
+#: lets others try again after a second.
+BACKLOG = 512
 #: An idle connection is kept so many seconds for the next request.
 KEEP_ALIVE_SECONDS = 5
 #: A machine that is gone without a word is noticed after so many seconds, then so many more, so many times.
@@ -58,7 +59,8 @@ class WatchedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or close it where there are as many as there may be."""
         super().connection_made(transport)
-        self._since, self._state, self._unsent = time.monotonic(), (None, None), 0
+        self._state: tuple[Any, Any] = (None, None)
+        self._since, self._unsent = time.monotonic(), 0
         self._stuck_since: float | None = None
         connected: socket.socket = transport.get_extra_info("socket")
         with contextlib.suppress(OSError, AttributeError):  # not every system has all of them
@@ -125,7 +127,8 @@ class Server(uvicorn.Server):
         finish: Callable[[], Awaitable[None]],
     ) -> None:
         """`finish` waits until what runs has ended, before connections are closed."""
-        protocol = type("Protocol", (WatchedProtocol,), {"limits": limits, "closed": Counter()})
+        closed: Counter[str] = Counter()
+        protocol = type("Protocol", (WatchedProtocol,), {"limits": limits, "closed": closed})
         super().__init__(
             uvicorn.Config(
                 app,
@@ -147,7 +150,7 @@ class Server(uvicorn.Server):
         #: Where it listens, once that is set.
         self.listens, self.addresses = asyncio.Event(), list[tuple[str, int]]()
         #: How many connections were closed, by why.
-        self.closed: Counter[str] = protocol.closed
+        self.closed = closed
         #: The signal that ended it.
         self.ended_by: int | None = None
 

@@ -200,7 +200,7 @@ def thinking(
     fields: Fields, model: ServedModel, variables: Mapping[str, Any], effort: Any, name: str
 ) -> dict[str, Any]:
     """The chat template's variables with what a reasoning effort means to it; what it does not read is reported."""
-    found = {}
+    found: dict[str, Any] = {}
     if effort is not None:
         if not isinstance(effort, str) or effort not in EFFORTS:
             raise HTTPError(400, f"{name} is {shown(effort)}: expected one of {', '.join(EFFORTS)}", param=name)

@@ -120,8 +120,8 @@ def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
             output = _texts(item.get("output"), what)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
-            message = f"{what} is {shown(kind or item)}: expected a message, or a function's call or its output"
-            raise HTTPError(400, message, param="input")
+            wrong = f"{what} is {shown(kind or item)}: expected a message, or a function's call or its output"
+            raise HTTPError(400, wrong, param="input")
     return messages
 
 

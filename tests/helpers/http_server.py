@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -108,6 +109,10 @@ class ServerProcess:
             if sample.name == f"edgellm_{name}" and labels.items() <= sample.labels.items()
         ]
         return sum(found)
+
+    def open_files(self) -> int:
+        """How many files and sockets the server has open."""
+        return sum(1 for _ in Path(f"/proc/{self.process.pid}/fd").iterdir())
 
     def terminate(self) -> None:
         """Send SIGTERM."""
