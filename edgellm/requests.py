@@ -201,7 +201,9 @@ class Timings:
 class TokenLogprobs:
     """A token, its log-probability, and the likeliest tokens in its place with theirs, likeliest first.
 
-    They are of the model's own distribution: temperature, penalties and filters are not in them.
+    They are of the model's own distribution among the tokens that a structure, `allowed_token_ids` and `bad_words`
+    allow, with `logit_bias`, drafted or not; temperature, penalties and filters are not in them. Where fewer tokens are
+    allowed, `top` has fewer.
     """
 
     token_id: int
@@ -277,7 +279,8 @@ class Response:
 
 
 def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Of each token, drawn from a row of `logits` [n, V] float32, and of the `top` likeliest (ties: the lower id)."""
+    """Of each token, drawn from a row of `logits` [n, V] float32 (forbidden ones -inf), and of the `top` likeliest
+    (ties: the lower id)."""
     found = []
     for row, token in zip(logits.astype(np.float64), token_ids, strict=True):
         largest = row.max()
@@ -285,7 +288,7 @@ def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> li
         likeliest: np.ndarray = np.empty(0, np.int64)
         if top:
             least = np.partition(values, -top)[-top] if top < len(values) else values.min()
-            candidates = np.flatnonzero(values >= least)
+            candidates = np.flatnonzero((values >= least) & (values > -np.inf))
             likeliest = candidates[np.argsort(-values[candidates], kind="stable")][:top]
         pairs = tuple((int(each), float(values[each])) for each in likeliest)
         found.append(TokenLogprobs(int(token), float(values[token]), pairs))

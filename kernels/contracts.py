@@ -31,8 +31,8 @@ MAXIMUM_ROWS = 65_535
 #: What "compute" may be; NumPy holds bfloat16 as its uint16 bits.
 COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
 
-#: Axes that may be empty: a request may have no prompt tokens to count, an engine may read no mask, a tensor be empty, a
-#: model without a draft put out no features.
+#: Axes that may be empty: a request may have no prompt tokens to count, an engine may read no mask, a tensor be empty,
+#: a model without a draft put out no features.
 _MAY_BE_EMPTY = frozenset("NLF")
 _CUDA_TYPES = {
     "float32": "float*",

@@ -32,6 +32,7 @@ from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.directories.engine_directory import DTYPES
 from edgellm.engines.model.config import HEADS
 from edgellm.engines.model.decoder import head_format
+from edgellm.engines.quantization.config import folder_quantization
 
 MEBIBYTE = 1 << 20
 _DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
@@ -76,7 +77,8 @@ def build(
         int | None,
         typer.Option(
             rich_help_panel="Limits",
-            help="Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 2048].",
+            help="Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 2048; 512 for packed "
+            "models with MLPs wider than 8192].",
         ),
     ] = None,
     kv_capacity: Annotated[
@@ -259,6 +261,7 @@ def build(
             None if max_image_patches == 0 else read_vision_config(checkpoint, vision, config),
             max_image_patches,
             kv_cache,
+            folder_quantization(checkpoint) is not None,
         )
         with ended_by_signals(), display:
             report = build_engine_directory(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -22,6 +23,7 @@ from edgellm.commands.images import (
 )
 from edgellm.commands.models import model_name
 from edgellm.commands.settings import SAMPLING_KEYS
+from edgellm.commands.structures import read_schema
 from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
@@ -41,6 +43,7 @@ HELP = '''\
 /system [TEXT]       show or set the system prompt; "" is none
 /image [FILE]        show an image with the next question, or list those it will show; "" is none
 /set [NAME VALUE]    show or set how answers are drawn (temperature, top_p, seed, max_tokens, stop, ...)
+/schema [FILE]       show the JSON schema of answers, or ask for one; "" is none
 /adapter [NAME]      show the LoRA adapters, or answer with one; "" is none
 /save FILE           write the conversation to a new file, or over a conversation
 /save! FILE          write it over any file
@@ -247,6 +250,17 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def _schema(state: ChatState, argument: str) -> None:
+    structure = state.params.structure
+    if argument:
+        structure = None if argument in ('""', "''") else read_schema(_path(argument, "schema"))
+        state.conversation.params = replace(state.params, structure=structure)
+    if structure is None:
+        state.say("Answers have any form: /schema FILE asks for JSON of a schema.")
+    else:
+        state.say(json.dumps(structure.json, indent=2, ensure_ascii=False) if not argument else "Answers are JSON now.")
+
+
 def _path(argument: str, command: str) -> Path:
     if not argument:
         raise RequestError(f"/{command} needs the name of a file: /{command} FILE")
@@ -327,6 +341,7 @@ COMMANDS: dict[str, Callable[[ChatState, str], SamplingParams | None]] = {
     "adapter": _adapter,
     "image": _image,
     "set": _set,
+    "schema": _schema,
     "save": _save,
     "save!": partial(_save, replaces_any=True),
     "load": _load,

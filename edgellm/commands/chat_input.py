@@ -163,7 +163,7 @@ def chat_completion(state: ChatState) -> ChatCompletion:
     kinds: dict[str, Argument] = {
         "adapter": lambda: state.llm.adapters,
         "set": lambda: SAMPLING_KEYS,
-        **dict.fromkeys(("image", "save", "load"), FILE),
+        **dict.fromkeys(("image", "save", "load", "schema"), FILE),
     }
     return ChatCompletion({name: kinds.get(name.rstrip("!")) for name in COMMANDS})
 

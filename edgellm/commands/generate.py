@@ -19,6 +19,7 @@ from edgellm.commands.console import CancelOnInterrupt, LogFormat, LogLevel, pre
 from edgellm.commands.images import read_image_file, require_vision, shown_content
 from edgellm.commands.models import open_model, sampling_params, with_cached_prompt
 from edgellm.commands.option_groups import OUTPUT, PROMPT, DraftingOptions, with_option_groups
+from edgellm.commands.structures import StructureOptions
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def generate(
     ] = False,
     sampling: options.SamplingOptions,
     logprobs: options.Logprobs = None,
+    structured: StructureOptions,
     drafting: DraftingOptions,
     adapters: options.AdapterOptions,
     tooling: options.ToolOptions,
@@ -94,7 +96,7 @@ def generate(
             "loads an adapter: choose the one that answers with --adapter NAME", param_hint="--lora"
         )
     text = read_prompt(prompt, file)
-    params = replace(sampling_params(settings).seeded(), logprobs=logprobs)
+    params = replace(sampling_params(settings).seeded(), logprobs=logprobs, structure=structured.structure())
     with open_model(settings, tools=tools, template_variables=variables) as llm:
         if images:
             require_vision(llm)
@@ -114,6 +116,8 @@ def generate(
             write_note("\n".join(logprob_lines(llm, response)))
         if json_output:
             print(json.dumps(answer_object(llm, response, params.seed, settings.adapter)))
+        elif response.structure_complete is False:
+            write_note(f"The answer is incomplete: it ended by {response.finish_reason} before its structure did.")
     if response.finish_reason == "cancelled":
         raise typer.Exit(INTERRUPTED)
 
@@ -183,6 +187,8 @@ def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str |
         "token_ids": list(response.token_ids),
         "finish_reason": response.finish_reason,
         "stop_match": response.stop_match,
+        "structure_complete": response.structure_complete,
+        "parsed": response.parsed,
         "usage": asdict(response.usage),
         "timings": {**asdict(response.timings), "tokens_per_second": speed},
         "drafting": drafting_object(llm, response),

@@ -24,6 +24,7 @@ from edgellm.commands.descriptions import (
 from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.digests import FileDigest
@@ -113,7 +114,10 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             limits,
             specs,
             computed,
-            packed_memory(directory.models, layouts, directory.dtype),
+            {
+                **packed_memory(directory.models, layouts, directory.dtype),
+                **(planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}),
+            },
             draft=None if draft is None else draft.config,
             adapters=limits.has_lora,
             vision_memory=vision_bytes,
@@ -290,7 +294,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         yield _row("plans", "none: the NumPy backend runs it; on a GPU with TensorRT they are made on first use")
     total = sum(facts["memory"].values())
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
-    where = "on a GPU, without the engines' scratch"
+    where = "on a GPU"
     if facts["gpu_refusal"]:
         where = "on the NumPy backend, which makes float32 of the weights"
     yield _row("memory", f"{total / MEBIBYTE:,.1f} MiB {where}: {parts}")

@@ -8,12 +8,12 @@ from functools import cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import Clock, DecodingSequence
 from edgellm.defaults import ModelDefaults
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import ContextError, RequestError
 from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
@@ -60,10 +60,15 @@ class Preparation:
         self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids)
 
     def sequence(
-        self, request: Request, runner: Runner, conversation: OngoingConversation | None = None
+        self,
+        request: Request,
+        runner: DecodingRunner,
+        conversation: OngoingConversation | None = None,
+        drafts: bool = False,
     ) -> DecodingSequence:
-        """A request, as the decoding loop takes it for this runner. Where it goes on a conversation that drops its
-        oldest turns, these are left out where the answer would find no room beside them (`turns_to_drop`).
+        """A request, as the decoding loop takes it for this runner, which perhaps `drafts`. Where it goes on a
+        conversation that drops its oldest turns, these are left out where the answer would find no room beside them
+        (`turns_to_drop`).
 
         Raises RequestError, ContextError for a prompt that does not fit, AdapterError for an adapter that is not
         loaded.
@@ -82,7 +87,8 @@ class Preparation:
             () if params.ignore_eos else self._directory.eos_token_ids,
             params.max_tokens,
         )
-        tally = DraftingTally(lambda: runner.stage_seconds) if runner.draft is not None else None
+        rules = self._rules.rules(params, prompt.token_ids, continued_text(request))
+        tally = DraftingTally(lambda: runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
             prompt.token_ids,
             sampling_values(params),
@@ -97,7 +103,7 @@ class Preparation:
             conversation=conversation,
             dropped=dropped,
             structure=params.structure,
-            rules=self._rules.rules(params, prompt.token_ids, continued_text(request)),
+            rules=rules,
         )
 
     def count_tokens(self, request: Request) -> int:

@@ -28,10 +28,12 @@ class AnswerRules:
     def structured_from(self, token_ids: Sequence[int]) -> int | None:
         """Where in the answer's text its structure begins; None where reasoning has not ended.
 
-        `token_ids` are those of the answer, which the constraint has consumed.
+        `token_ids` are those of the answer; the constraint may have consumed more, of a round that a stop string cut.
         """
         start = 0 if self.after_reasoning is None else self.after_reasoning.answer_start
-        return start if not start else len(self.tokenizer.decode(token_ids[:start]))
+        if start is None or start > len(token_ids):
+            return None
+        return start and len(self.tokenizer.decode(token_ids[:start]))
 
 
 class RuleMaker:
@@ -51,7 +53,7 @@ class RuleMaker:
         `continued` is the text of the message that the model goes on with, where the request asks for that. Raises
         RequestError for ids beyond the vocabulary, and for a structure that cannot be enforced on this model.
         """
-        self._check_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
+        self._check_ids("logit_bias", dict(params.logit_bias))
         constraints: list[TokenConstraint] = []
         after_reasoning = None
         if params.structure is not None:
@@ -81,7 +83,7 @@ class RuleMaker:
                 from edgellm.structure.grammar import GrammarVocabulary
 
                 self._vocabulary = GrammarVocabulary.of_tokenizer(
-                    self._tokenizer.definition, self._vocab_size, self._eos_token_ids
+                    self._tokenizer, self._vocab_size, self._eos_token_ids
                 )
             return self._vocabulary
 

@@ -49,24 +49,26 @@ class Structure:
     grammar: str | None = None
     json_object: bool = False
     whitespace: Whitespace = "spaced"
+    _kind: str = field(init=False, repr=False, default="")
     #: The grammar as llguidance takes it.
     grammar_text: str = field(init=False, repr=False, default="")
 
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise RequestError(f"json_object is {shown(self.json_object)}: expected true or false")
-        given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
+        given = [kind for kind in _KINDS if getattr(self, kind) is not None and getattr(self, kind) is not False]
         if self.json is False:
             given.append("json")
         if len(given) != 1:
             raise RequestError(
                 f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_KINDS)}"
             )
-        if self.whitespace not in get_args(Whitespace):
+        if not isinstance(self.whitespace, str) or self.whitespace not in get_args(Whitespace):
             expected = ", ".join(get_args(Whitespace))
             raise RequestError(f"whitespace is {shown(self.whitespace)}: expected one of {expected}")
         if self.choice is not None:
             object.__setattr__(self, "choice", _checked_choices(self.choice))
+        object.__setattr__(self, "_kind", given[0])
         object.__setattr__(self, "grammar_text", self._grammar_text(given[0]))
         from edgellm.structure.grammar import byte_vocabulary  # llguidance is loaded for structured requests alone
 
@@ -78,7 +80,7 @@ class Structure:
     @property
     def name(self) -> str:
         """What it is, for errors."""
-        return _NAMES[next(kind for kind in _KINDS if getattr(self, kind) not in (None, False))]
+        return _NAMES[self._kind]
 
     @property
     def is_json(self) -> bool:
@@ -130,7 +132,7 @@ def structure_of(value: Any) -> Structure:
     """What a short form means: "json_object", a list of choices, a schema, a class; RequestError for anything else."""
     if isinstance(value, Structure):
         return value
-    if value == "json_object":
+    if isinstance(value, str) and value == "json_object":
         return Structure(json_object=True)
     if isinstance(value, (list, tuple)):
         return Structure(choice=value)

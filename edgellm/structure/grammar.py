@@ -18,10 +18,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from edgellm.engines.speculation.constraints import mask_of, mask_words
 from edgellm.errors import ConstraintError, RequestError
+from edgellm.text.tokenizer import Tokenizer
 
 #: Work that compiling and one mask may take, as llguidance counts it (its documentation: about 50, 14 and 20 units a
 #: microsecond); the clock is looked at once, when a grammar is tried. A mask that needs more is its request's error.
-FUEL = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
+FUEL: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
 COMPILE_SECONDS = 2.0
 #: After a mask of so much work it is made sure that the grammar still works.
 SLOW_MASK_SECONDS = 0.01
@@ -211,18 +212,16 @@ class GrammarVocabulary:
         self._lock = threading.Lock()
 
     @classmethod
-    def of_tokenizer(cls, definition: str, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
-        """The vocabulary of a `tokenizer.json`; RequestError where llguidance cannot read it."""
+    def of_tokenizer(cls, model: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
+        """The vocabulary of a model's tokenizer; RequestError where llguidance cannot read it, or reads it wrongly."""
         if not eos_token_ids:
             raise RequestError(
                 "the model names no end-of-sequence token, so that no structured answer could end: name one in "
                 "generation_config.json (eos_token_id) and build anew"
             )
-        from tokenizers import Tokenizer
-
         try:
-            tokenizer = LLTokenizer(definition, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-            sample = Tokenizer.from_str(definition).encode(_SAMPLE, add_special_tokens=False).ids
+            tokenizer = LLTokenizer(model.definition, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            sample = model.encode(_SAMPLE, add_special_tokens=False)
             read = tokenizer.decode_bytes(sample).decode(errors="replace").lstrip()
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's cannot be named

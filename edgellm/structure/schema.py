@@ -16,6 +16,8 @@ from edgellm.structure.schema_keywords import CHECKS, COUNTS, NUMBERS, TYPES, ch
 
 #: Of JSON: values nested in others, values in all, bytes as text.
 MOST_LEVELS, MOST_VALUES, MOST_BYTES = 60, 50_000, 128 * 1024
+#: Properties of one object that may be left out: a parser looks ahead at all of them.
+MOST_OPTIONAL = 400
 #: They say nothing about what is valid. `discriminator` is pydantic's hint beside a `oneOf`.
 ANNOTATIONS = frozenset(
     ["title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "$schema", "$id"]
@@ -278,7 +280,7 @@ def _type_of(value: Any) -> str:
         return "boolean"
     if isinstance(value, (int, float)):
         return "integer" if value == int(value) else "number"
-    return {str: "string", dict: "object"}.get(type(value), "array")
+    return "string" if isinstance(value, str) else "object" if isinstance(value, dict) else "array"
 
 
 def _values(schema: dict[str, Any]) -> list[Any] | None:
@@ -318,6 +320,10 @@ def _check_bounds(schema: dict[str, Any], place: str) -> None:
                 place, f"has {low} {schema[low]} and {high} {schema[high]}", "bounds that a value can fulfil"
             )
     required = schema.get("required", ())
+    optional = set(schema.get("properties", ())) - set(required)
+    if len(optional) > MOST_OPTIONAL:
+        found = f"has {len(optional)} properties that may be left out"
+        raise schema_error(place, found, f"at most {MOST_OPTIONAL}: require some of them, or nest them in objects")
     if len(required) > schema.get("maxProperties", math.inf):
         raise schema_error(place, f"requires {len(required)} properties, more than maxProperties", "fewer of them")
     if schema.get("minProperties", 0) > len(required):

@@ -106,6 +106,9 @@ class Backend(Protocol):
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
         """Zeroed memory."""
 
+    def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Array]:
+        """Zeroed arrays of shapes and dtypes by name, in few pieces of memory: many that live equally long."""
+
     def host_visible(self, shape: Sequence[int], dtype: str) -> Array:
         """Zeroed memory for small results: kernels write it, and reading it copies nothing on the device.
 
@@ -156,8 +159,8 @@ class Backend(Protocol):
         names the tensor and the index of a value that is infinite or NaN."""
 
     @property
-    def packed_memory(self) -> Mapping[str, int]:
-        """Bytes of the weights of models that have packed ones, by the memory plan's names; others it finds itself."""
+    def known_memory(self) -> Mapping[str, int]:
+        """Bytes by the memory plan's names that it does not find itself: weights of models with packed ones, code."""
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where the engine of a shape reads what the lengths of sequences ask for, not what the key range does, so

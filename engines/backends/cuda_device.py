@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,11 @@ logger = logging.getLogger("edgellm.cuda")
 
 #: How many results may be on their way to the host at once.
 _PINNED_SLOTS = 8
+#: Bytes that arrays side by side take together at least: the driver rounds each allocation up to 2 MiB, and one of all
+#: bytes may not be there where memory is in pieces, as on a Jetson.
+_PIECE = 256 << 20
+#: Where an array in such a piece begins.
+_ALIGNMENT = 256
 
 
 def host_dtype(dtype: str) -> np.dtype:
@@ -166,6 +171,19 @@ class CudaDevice:
         array = self.empty(shape, dtype)
         self._cuda.memset_d8_async(array.pointer, 0, array.nbytes, self.stream)
         return array
+
+    def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, DeviceArray]:
+        """See `Backend.zeros_side_by_side`: a piece of memory is freed with the last array in it."""
+        found: dict[str, DeviceArray] = {}
+        waiting, size = dict[str, int](), 0
+        for number, (name, (shape, dtype)) in enumerate(edge.items(), 1):
+            waiting[name] = size
+            size += -(-math.prod(shape) * ITEM_SIZES[dtype] // _ALIGNMENT) * _ALIGNMENT
+            if size >= _PIECE or number == len(edge):
+                piece = self.zeros((size,), "uint8")
+                found |= {each: self.part(piece, offset, *edge[each]) for each, offset in waiting.items()}
+                waiting, size = {}, 0
+        return found
 
     def part(self, memory: DeviceArray, offset: int, shape: Sequence[int], dtype: str) -> DeviceArray:
         """An array in `memory` uint8, from byte `offset` on."""

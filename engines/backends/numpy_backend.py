@@ -136,6 +136,10 @@ class NumpyBackend:
         """Zeroed memory."""
         return self._allocate(np.zeros, shape, dtype)
 
+    def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, np.ndarray]:
+        """Each by itself: the system gives memory by pages."""
+        return {name: self.zeros(shape, dtype) for name, (shape, dtype) in edge.items()}
+
     def host_visible(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         """Zeroed memory, like any other."""
         return self.zeros(shape, dtype)
@@ -193,7 +197,7 @@ class NumpyBackend:
         return load_numpy_weights(checkpoint, specs, progress)
 
     @property
-    def packed_memory(self) -> Mapping[str, int]:
+    def known_memory(self) -> Mapping[str, int]:
         """Nothing: packed weights become float32."""
         return {}
 

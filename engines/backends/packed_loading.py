@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
@@ -49,13 +49,19 @@ class PackedLoader:
         self._staging: dict[str, DeviceArray] = {}
 
     def load(
-        self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int], None]
+        self,
+        checkpoint: Checkpoint,
+        specs: Sequence[WeightSpec],
+        memory: Mapping[str, DeviceArray],
+        progress: Callable[[int], None],
     ) -> dict[str, PackedMatrix]:
-        """The matrices of specs that are packed, by name; `progress` gets the bytes of each. Raises CheckpointError as
-        `Checkpoint.stored`, and for parts of one layer that are packed differently."""
+        """The matrices of specs that are packed, by name, in `memory` that holds what `packed_layouts` said of each;
+        `progress` gets the bytes of each. Raises CheckpointError as `Checkpoint.stored`, and for parts of one layer
+        that are packed differently."""
         found = {}
         for spec, weight in _read_ahead(checkpoint, specs, self._dtype):
-            data = self._device.empty(weight.layout.shape, "uint8")
+            data = self._device.part(memory[spec.name], 0, weight.layout.shape, "uint8")
+            assert data.nbytes <= memory[spec.name].nbytes
             inputs, block = self._uploaded(weight.inputs), 0
             found[spec.name] = PackedMatrix(weight.layout, data, inputs)
             for piece in _pieces(weight):

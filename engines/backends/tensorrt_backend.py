@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from edgellm.engines.backends.executors import kernel_executor, plan_refusal, sp
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
+from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
@@ -103,19 +103,30 @@ class TensorRTBackend(CudaDevice):
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
         """Uninitialized device memory; "compute" stands for `compute_dtype`. Raises DeviceMemoryError."""
-        return super().empty(shape, self.compute_dtype if dtype == "compute" else dtype)
+        return super().empty(shape, self._own(dtype))
+
+    def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, DeviceArray]:
+        """See `Backend.zeros_side_by_side`."""
+        return super().zeros_side_by_side({name: (shape, self._own(dtype)) for name, (shape, dtype) in edge.items()})
+
+    def _own(self, dtype: str) -> str:
+        return self.compute_dtype if dtype == "compute" else dtype
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, DeviceArray | PackedMatrix]:
-        """Each weight in a buffer of its own, filled straight from the memory-mapped checkpoint; packed ones in the
-        kernels' layout. The kernels that engines need for them are loaded, too."""
+        """The weights side by side, filled straight from the memory-mapped checkpoint; packed ones in the kernels'
+        layout. The kernels that engines need for them are loaded, too."""
         layouts = packed_layouts(checkpoint, specs, self.compute_dtype)
         dense = [spec for spec in specs if spec.name not in layouts]
-        weights = {spec.name: self.empty(spec.shape, "compute") for spec in dense}
-        total = sum(array.nbytes for array in weights.values()) + sum(
-            math.prod(each.shape) for each in layouts.values()
+        memory = self.zeros_side_by_side(
+            {
+                spec.name: (layouts[spec.name].shape, "uint8") if spec.name in layouts else (spec.shape, "compute")
+                for spec in specs
+            }
         )
+        weights = {spec.name: memory[spec.name] for spec in dense}
+        total = sum(array.nbytes for array in memory.values())
         done = 0
 
         def advance(count: int) -> None:
@@ -139,7 +150,7 @@ class TensorRTBackend(CudaDevice):
         found: dict[str, DeviceArray | PackedMatrix] = {**weights}
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
         if packed:
-            found |= PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, advance)
+            found |= PackedLoader(self, self._module, self.compute_dtype).load(checkpoint, packed, memory, advance)
             advance(total - done)  # layouts are planned for the most
             seconds = time.perf_counter() - started
             logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
@@ -165,9 +176,9 @@ class TensorRTBackend(CudaDevice):
         return dict(zip(tensors, self.download(found)[: len(tensors)].tolist(), strict=True))
 
     @property
-    def packed_memory(self) -> Mapping[str, int]:
-        """See `Backend.packed_memory`."""
-        return packed_memory(self._directory.models, self._packed, self.compute_dtype)
+    def known_memory(self) -> Mapping[str, int]:
+        """See `Backend.known_memory`."""
+        return {**packed_memory(self._directory.models, self._packed, self.compute_dtype), **CODE}
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import (
     EMBEDDINGS,
     check_disk_space,
@@ -67,6 +68,7 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.engines.quantization.config import folder_quantization
 from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
@@ -128,7 +130,10 @@ def build_engine_directory(
     vision = None if vision is None else Path(vision)
     encoder = _read_vision(source, vision, config, limits)
     if limits is None:
-        limits = choose_limits(config, has_draft=draft is not None, adapter_ranks=ranks, vision=encoder)
+        packs = folder_quantization(source) is not None
+        limits = choose_limits(
+            config, has_draft=draft is not None, adapter_ranks=ranks, vision=encoder, is_packed=packs
+        )
     check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)
     dtype = dtype or _engine_dtype(config)
@@ -270,7 +275,9 @@ def describe_in_place(
     vision = directory / VISION_FOLDER
     vision_source = vision if vision.exists() else None
     encoder = _read_vision(directory, vision_source, config, limits)
-    limits = limits or choose_limits(config, has_draft=has_draft, adapter_ranks=ranks, vision=encoder)
+    if limits is None:
+        packs = folder_quantization(directory) is not None
+        limits = choose_limits(config, has_draft=has_draft, adapter_ranks=ranks, vision=encoder, is_packed=packs)
     check_limits(config, limits, beyond_trained_context, has_draft, ranks)
     check_image_rows(encoder, vision_source is not None, limits)
     dtype = dtype or _engine_dtype(config)
@@ -370,7 +377,7 @@ def _planned_bytes(
     config = replace(inputs.config, head=head)
     models = inputs.models | {"base": config}
     packed, _ = _packed_layouts(models, checkpoints, dtype)
-    known = packed_memory(models, packed, dtype)
+    known = packed_memory(models, packed, dtype) | planned_engines(models, limits, dtype, packed)
     return plan_memory(config, limits, decoder_weights(config), dtype, known, draft=inputs.draft).total
 
 

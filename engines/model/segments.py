@@ -1,11 +1,13 @@
 """A program cut at its attention: what stands between is run by an engine of its own, a segment each.
 
 Segments that do the same in different layers are one program, whose layers are counted from the segment's first: all
-middle layers of a model share one plan.
+middle layers of a model share one plan. Large layers are cut between their matrices, too: what packed weights become
+dense in is as large as a segment's.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -28,6 +30,9 @@ from edgellm.engines.model.states import Edge
 
 #: What stands before the number of a layer in a name, and that number.
 _LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")
+#: Elements of the matrices that a segment has, unless it has one alone: 192 MiB. A layer of Llama-3.1-8B's shapes is of
+#: three segments, whose largest has 224 of its 416 MiB; smaller models' layers stay whole, which saves the host time.
+MOST_WEIGHTS = 96 << 20
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,7 @@ class Segment:
 
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
-    """The segments of a program in their order: one more than it has attention steps."""
+    """The segments of a program in their order: one more than it has attention steps, more of large layers."""
     parts = _parts(program)
     kinds = program.kinds | _kinds_of_kept(program, parts)
     needed = set(program.outputs)
@@ -87,8 +92,8 @@ def segment_shapes(program: Program) -> list[EngineShape]:
 
 
 def _parts(program: Program) -> list[list[Step]]:
-    """The steps up to each attention, that included, and those behind the last; parts of an output that several steps
-    keep are values that the last steps put together."""
+    """The steps up to each attention, that included, in parts of at most `MOST_WEIGHTS`, and those behind the last;
+    parts of an output that several steps keep are values that the last steps put together."""
     parts: list[list[Step]] = [[]]
     places: dict[str, int] = {}
     for step in program.steps:
@@ -103,6 +108,20 @@ def _parts(program: Program) -> list[list[Step]]:
             parts.append([])
     for target, count in places.items():
         parts[-1].append(SideBySide(target, tuple(f"{target}.{place}" for place in range(count))))
+    return [part for whole in parts[:-1] for part in _of_most_weights(whole)] + parts[-1:]
+
+
+def _of_most_weights(steps: list[Step]) -> list[list[Step]]:
+    """Steps cut in front of each whose matrix would be too much beside those before it."""
+    parts: list[list[Step]] = [[]]
+    held = 0
+    for step in steps:
+        size = math.prod(step.linear.weight.shape) if isinstance(step, NormLinear | LinearResidual) else 0
+        if held and size and held + size > MOST_WEIGHTS:
+            parts.append([])
+            held = 0
+        parts[-1].append(step)
+        held += size
     return parts
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +18,8 @@ from edgellm.engines.quantization.written_layout import StoredTensor, StreamedTe
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.kernels.sampling.twin import first_not_finite
 
-#: Elements that are packed at a time.
-_PIECE = 1 << 22
+#: Elements that a thread packs at a time, and how many threads: NumPy lets go of Python's lock.
+_PIECE, _THREADS = 1 << 20, min(8, os.cpu_count() or 1)
 #: Which shares of the full scale are tried: of whole rows of 8 bits the best clip little (2 to 4 % less squared error
 #: than clipping nothing), of groups of 4 bits up to half (30 % less; twice as many shares would take off 1 % more).
 _CLIPPING: dict[str, Clipping] = {
@@ -38,15 +41,23 @@ def write_head(
     rows, columns = checkpoint.info(source).shape
     scales = np.empty((rows, format.groups(columns)), STORAGE[format.dtype])
 
+    def piece(own: slice) -> np.ndarray:
+        values = _values(checkpoint, source, own, format.dtype)
+        weight = quantize_rows(values, format, clipping=_CLIPPING[format.codes])
+        scales[own], _ = convert(weight.scales, "float32", format.dtype)
+        return packed_codes(weight.codes, format.bits).reshape(-1).view(np.uint8)
+
     def codes() -> Iterator[np.ndarray]:
         step = max(1, _PIECE // columns)
-        for start in range(0, rows, step):
-            own = slice(start, min(rows, start + step))
-            values = _values(checkpoint, source, own, format.dtype)
-            weight = quantize_rows(values, format, clipping=_CLIPPING[format.codes])
-            scales[own], _ = convert(weight.scales, "float32", format.dtype)
-            yield packed_codes(weight.codes, format.bits).reshape(-1).view(np.uint8)
-            advance(len(weight.codes))
+        waiting: deque[tuple[slice, Future[np.ndarray]]] = deque()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for start in range(0, rows, step):
+                own = slice(start, min(rows, start + step))
+                waiting.append((own, pool.submit(piece, own)))
+                while waiting and (len(waiting) > _THREADS or own.stop == rows):
+                    done, packed = waiting.popleft()
+                    yield packed.result()
+                    advance(done.stop - done.start)
 
     module = HEAD.removesuffix("weight")
     tensors: dict[str, StoredTensor | StreamedTensor] = {

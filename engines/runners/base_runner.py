@@ -100,7 +100,7 @@ class BaseEngineRunner(AdaptedRunner):
             limits,
             specs,
             backend.compute_dtype,
-            {"masks": mask, "engine scratch": backend.scratch_bytes(), **backend.packed_memory},
+            {"masks": mask, "engine scratch": backend.scratch_bytes(), **backend.known_memory},
             draft,
             adapters is not None,
             vision_memory,

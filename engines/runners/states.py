@@ -30,7 +30,7 @@ class ModelStates:
     def __init__(self, backend: Backend, layers: Sequence[KVRows], slots: int, rows: int, starts: Array) -> None:
         self._backend, self._layers, self._starts = backend, tuple(layers), starts
         edge = state_edge(layers, slots, rows)
-        self.tensors = {name: backend.zeros(shape, dtype) for name, (shape, dtype) in edge.items()}
+        self.tensors = backend.zeros_side_by_side(edge)
         self._dtypes = {name: dtype for name, (_, dtype) in edge.items()}
         self._views: dict[int, dict[str, Array]] = {}
         self._spare: dict[str, Array] = {}

@@ -1,7 +1,8 @@
 // The bounds of top-k, top-p and min-p, in three launches:
 //
 // 1. filter_range: the row's largest and smallest value.
-// 2. filter_histogram: how many values, and how much probability, lie in each bin of distance from the maximum.
+// 2. filter_histogram: how many values, and how much probability, lie in each bin of distance from the maximum. What is
+//    -inf, as nearly all of a masked row, is left out from here on: it is below every bound that is found.
 // 3. filter_select: from the histogram, the bins in which the bounds of top-k and top-p lie; their values are gathered,
 //    and the row's last block selects the exact bounds among them by radix selection.
 //
@@ -122,7 +123,7 @@ __global__ void filter_histogram(FilterThresholdArguments a, FilterRow* rows) {
         unsigned group = start + threadIdx.x;  // beyond the end in the last warps, which must stay whole
         Group values = load_group(row, a.V, group, aligned);
         for (unsigned i = 0; i < 4; ++i) {
-            bool valid = 4 * group + i < a.V;
+            bool valid = 4 * group + i < a.V && without_nan(values.value[i]) > minus_infinity();
             unsigned bin = bin_of(values.value[i], bins);
             warp_add(bin, valid ? 1u : 0u, [&](unsigned index, unsigned amount) {
                 atomicAdd(counts + index, amount);
@@ -289,6 +290,8 @@ __global__ void filter_select(FilterThresholdArguments a, FilterRow* rows) {
     counts[pair] = unsigned(count_sum) - count_1, counts[pair + 1] = unsigned(count_sum);
     if (threadIdx.x == 0) bin_k = BINS - 1, first_p = 0, last_p = 0;
     __syncthreads();
+    settings.filters_k = settings.filters_k && settings.top_k <= counts[BINS - 1];  // else all of them stay
+    settings.filters_p = settings.filters_p && weights[BINS - 1] != 0;              // else there are none
     if (settings.filters_k) find_bin(counts, settings.top_k, &bin_k);
     __syncthreads();
     BinRange range_k = {bin_k, bin_k, bin_k == 0 ? 0 : counts[bin_k - 1]};
@@ -309,7 +312,7 @@ __global__ void filter_select(FilterThresholdArguments a, FilterRow* rows) {
         unsigned group = start + threadIdx.x;
         Group values = load_group(row, a.V, group, aligned);
         for (unsigned i = 0; i < 4; ++i) {
-            bool valid = 4 * group + i < a.V;
+            bool valid = 4 * group + i < a.V && without_nan(values.value[i]) > minus_infinity();
             unsigned bin = bin_of(values.value[i], bins);
             bool wanted_k = valid && settings.filters_k && bin == range_k.first;
             bool wanted_p = valid && settings.filters_p && bin >= range_p.first && bin <= range_p.last;

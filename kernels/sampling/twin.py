@@ -76,9 +76,9 @@ class NumpySampling:
         sizes = _check("process_logits", logits, token_counts, rows, processed)
         if processed is not logits:
             np.copyto(processed, logits)
+        known, per_slot = records(rows), sizes["B"] // sizes["S"]
         for row, values in enumerate(processed):
-            slot = row // (sizes["B"] // sizes["S"])
-            record = records(rows)[slot]
+            record = known[row // per_slot]
             if penalizes(record):
                 _penalize(values, token_counts[row], record)
             if record["temperature"] not in (0, 1):
@@ -87,9 +87,9 @@ class NumpySampling:
     def filter_threshold(self, processed: np.ndarray, rows: np.ndarray, thresholds: np.ndarray) -> None:
         """The bound of top-k, top-p and min-p of each row; see the contract."""
         sizes = _check("filter_threshold", processed, rows, thresholds)
+        known, per_slot = records(rows), sizes["B"] // sizes["S"]
         for row, values in enumerate(processed):
-            slot = row // (sizes["B"] // sizes["S"])
-            thresholds[row] = _threshold(values, records(rows)[slot])
+            thresholds[row] = _threshold(values, known[row // per_slot])
 
     def sample(
         self,
@@ -102,8 +102,9 @@ class NumpySampling:
     ) -> None:
         """Draw a token of each row by Gumbel-max; a `state` takes them. See the contract."""
         sizes = _check("sample", processed, thresholds, rows, positions, tokens, state)
+        known, per_slot = records(rows), sizes["B"] // sizes["S"]
         for row, values in enumerate(processed):
-            record = records(rows)[row // (sizes["B"] // sizes["S"])]
+            record = known[row // per_slot]
             # Of a masked row little is left, and what is -inf is drawn only where nothing else is.
             ids = np.flatnonzero((values >= thresholds[row]) & (values > _MINUS_INFINITY))
             if not ids.size:
@@ -206,9 +207,13 @@ def _threshold(values: np.ndarray, record: np.void) -> np.float32:
     if not (filters_k or filters_p or filters_min):
         return _MINUS_INFINITY
     values = _without_nan(values)
+    if values.min() == _MINUS_INFINITY:  # of a masked row little is left
+        values = values[values > _MINUS_INFINITY]
+        if not values.size:
+            return _MINUS_INFINITY
     maximum = values.max()
     threshold = _MINUS_INFINITY
-    if filters_k:
+    if filters_k and top_k <= values.size:
         threshold = np.partition(values, values.size - top_k)[values.size - top_k]
     if filters_p:
         threshold = _top_p_threshold(values[values >= threshold], maximum, float(top_p))

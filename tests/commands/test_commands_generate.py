@@ -306,7 +306,7 @@ def test_top_level_knows_its_commands(edgellm):
     ("asked", "modules"),
     [
         ("create_app()", {"app", "console"}),
-        ("load_command('generate')", {"app", "console", "generate", "images", "models"}),
+        ("load_command('generate')", {"app", "console", "generate", "images", "models", "structures"}),
     ],
 )
 def test_only_the_command_asked_for_is_imported(asked, modules):

@@ -158,6 +158,8 @@ class Slots:
     def logits(self, tables: Tables, tokens: np.ndarray) -> np.ndarray:
         """The base's after each of `tokens` [B, T], masked and biased: [B, T, V]."""
         logits = tables.base[tokens]
+        if not self.rules.rules:
+            return logits
         masks = (self.rules.allowed() << np.arange(VOCABULARY)).sum(axis=1, keepdims=True).astype(np.uint32)
         bias = np.tile(self.rules.bias(), (self.count, 1))
         KERNELS.constrain_logits(logits.reshape(-1, VOCABULARY), tokens.reshape(-1), masks, bias, self.settings)

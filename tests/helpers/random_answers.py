@@ -32,8 +32,29 @@ def random_answer(grammar_text: str, generator: random.Random, most: int = 600) 
     return None
 
 
+def random_document(generator: random.Random) -> dict[str, Any]:
+    """A schema of enforced keywords, with parts that others refer to, often one that cannot be fulfilled."""
+    return random_schema(generator) | {"$defs": {name: random_schema(generator, 2) for name in ("p", "q")}}
+
+
 def random_schema(generator: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema of enforced keywords, often one that cannot be fulfilled."""
+    """A schema whose references go to #/$defs/p and #/$defs/q."""
+    if depth and generator.random() < 0.1:
+        return {"$ref": f"#/$defs/{generator.choice('pq')}"} | (
+            generator.choice(
+                [{"minLength": 2, "minimum": 3}, {"maxItems": 1, "maxProperties": 1}, {"enum": ["a", 4, []]}]
+            )
+            if generator.random() < 0.5
+            else {}
+        )
+    schema = _random_kind(generator, depth)
+    if generator.random() < 0.1:
+        beside = generator.choice(["anyOf", "allOf"])
+        schema = {beside: [random_schema(generator, depth + 2) for _ in range(2)]} | schema
+    return schema
+
+
+def _random_kind(generator: random.Random, depth: int) -> dict[str, Any]:
     kinds = ["string", "number", "integer", "boolean", "null", "enum", "const"]
     kind = generator.choice(
         kinds if depth > 2 else [*kinds, "object", "object", "array", "anyOf", "allOf", "any", "types"]
@@ -48,6 +69,9 @@ def random_schema(generator: random.Random, depth: int = 0) -> dict[str, Any]:
             schema["pattern"] = generator.choice(
                 ["^a", "b$", "[0-9]+", "^(ab|c)*$", "x.y", "^.{2,4}$", '"', "\\\\", "^[^a]"]
             )
+        if generator.random() < 0.1:
+            schema["format"] = generator.choice(["ipv4", "date", "uuid"])
+            schema["maxLength"] = generator.choice([9, 10, 12, 40])
         return schema
     if kind in ("number", "integer"):
         schema = {"type": kind}
@@ -62,7 +86,14 @@ def random_schema(generator: random.Random, depth: int = 0) -> dict[str, Any]:
         return schema
     if kind == "enum":
         values = ["a", "b\n", 1, 2.5, -3, None, True, [1, "x"], {"k": [None]}, "caf\u00e9", ""]
-        return {"enum": generator.sample(values, generator.randint(1, 4))}
+        beside = [
+            {},
+            {},
+            {"minLength": 1, "minimum": 2},
+            {"pattern": "^b"},
+            {"type": ["string", "array"], "maxItems": 1},
+        ]
+        return {"enum": generator.sample(values, generator.randint(1, 4)), **generator.choice(beside)}
     if kind == "const":
         return {"const": generator.choice(["c", 0, False, {"a": 1, "b": [2]}, []])}
     if kind == "types":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 from typing import Annotated, NamedTuple, Protocol
 
+import numpy as np
 import pytest
 
 from edgellm.kernels.arrays import DeviceArray, OwnArray
 from edgellm.kernels.compiler import ModuleSource, compile_module
-from edgellm.kernels.contracts import Contract, Contracts, cuda_header, limited
+from edgellm.kernels.contracts import Contract, Contracts, cuda_header, limited, record_dtype
 from edgellm.kernels.errors import KernelError
 
 
@@ -74,3 +75,31 @@ __global__ void act(ActArguments a) { a.pair.first[0] = a.number + a.T; }
 """
     headers = (("own.cuh", cuda_header(Example)), ("own.cu", text))
     assert compile_module(ModuleSource("own", ("own.cu",), ("act",), (), headers), "sm_90").code
+
+
+class Settings:
+    bound: Annotated[float, "float32"] = 1.0
+    seed: Annotated[int, "uint64"] = 0
+    count: Annotated[int, "int32"] = 0
+    note: str = ""  # which is no part of the record
+
+
+class Recorded(Protocol):
+    def use(self, rows: Annotated[OwnArray, "S record", Settings], last: Annotated[OwnArray, "S int32"]) -> None: ...
+
+
+def test_records_are_words_that_host_and_compiler_lay_out_alike() -> None:
+    dtype = record_dtype(Settings)
+    assert [(name, dtype.fields[name][1]) for name in dtype.names] == [("bound", 0), ("seed", 8), ("count", 16)]
+    assert Contracts(Recorded, np.ndarray)("use", np.zeros((3, 6), np.uint32), np.zeros(3, np.int32)) == {"S": 3}
+    with pytest.raises(KernelError, match=r"use: rows has shape \[3, 5\]; expected \[S, 6\]"):
+        Contracts(Recorded, DeviceArray)("use", array(3, 5, dtype="uint32"), array(3))
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    text = """
+#include "own.cuh"
+static_assert(sizeof(UseArguments) == 24 && sizeof(Settings) == 24);
+static_assert(__builtin_offsetof(Settings, seed) == 8 && __builtin_offsetof(Settings, count) == 16);
+__global__ void use(UseArguments a) { a.last[0] = a.rows[1].count + int(a.rows[1].bound); }
+"""
+    headers = (("own.cuh", cuda_header(Recorded)), ("own.cu", text))
+    assert compile_module(ModuleSource("own", ("own.cu",), ("use",), (), headers), "sm_90").code

@@ -14,6 +14,7 @@ from edgellm.kernels.images.contract import ResamplingTables
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 from edgellm.kernels.sampling.launcher import CudaSampling
+from edgellm.kernels.sampling.record import SamplingRecord
 from edgellm.kernels.tree.contract import Candidates, Expansion, Level, TreeNodes, candidate_count
 from edgellm.kernels.tree.launcher import CudaTree
 
@@ -128,7 +129,7 @@ def test_a_failed_launch_has_its_workspace_cleared(first: int):
     """Of three launches one fails: what those before it wrote does not meet the next call."""
     gpu, workspace = FailingGPU(first), array(CudaSampling.workspace_bytes(4), dtype="uint8")
     kernels = CudaSampling(gpu, "float16", workspace)
-    rows = array(4, 12, dtype="uint32")
+    rows = array(4, SamplingRecord().words().size, dtype="uint32")
     with pytest.raises(KernelError, match=r"launching filter_.* failed"):
         kernels.filter_threshold(array(4, 99, dtype="float32"), rows, array(4, dtype="float32"))
     assert gpu.launches == ["filter_range", "filter_histogram", "filter_select"][:first]

@@ -10,7 +10,7 @@ from byte_level_tokenizer import byte_level
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models
 
-from edgellm import Request, RequestError, Response, SamplingParams, Structure, Timings, Usage
+from edgellm import Request, RequestError, Response, SamplingParams, Session, Structure, Timings, Usage
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.constraints import allows, mask_words
 from edgellm.runtime import SHIPPED_MODEL
@@ -142,6 +142,30 @@ def test_responses_say_whether_they_are_complete():
     assert lost.structure_complete is False and lost.parsed is None
     plain = dataclasses.replace(whole, structure=None)
     assert plain.structure_complete is None and plain.parsed is None
+
+
+class Asked(Exception):
+    """Carries what a session asked for."""
+
+
+def ask(request, conversation):
+    raise Asked(request)
+
+
+def test_a_message_of_a_session_has_a_structure_of_its_own():
+    session = Session(ask, params=SamplingParams(temperature=0.5, structure=["never"]))
+    for call, expected in (
+        (lambda: session.send("hi", structure=["yes", "no"]), Structure(choice=["yes", "no"])),
+        (lambda: session.stream("hi", response_format={"type": "json_object"}), Structure(json_object=True)),
+        (lambda: session.send("hi", response_format={"type": "text"}), None),
+        (lambda: session.send("hi"), Structure(choice=["never"])),
+    ):
+        with pytest.raises(Asked) as asked:
+            call()
+        assert asked.value.args[0].params == SamplingParams(temperature=0.5, structure=expected)
+    with pytest.raises(Asked) as asked:
+        session.send("hi", SamplingParams(top_k=3), structure="json_object")
+    assert asked.value.args[0].params == SamplingParams(top_k=3, structure="json_object")
 
 
 def test_requests_take_structures_and_response_formats():

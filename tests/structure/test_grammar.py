@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from byte_level_tokenizer import byte_level
 from tokenizers import Tokenizer as LibraryTokenizer
-from tokenizers import models
+from tokenizers import decoders, models
 
 from edgellm.engines.speculation.constraints import allows, fill_tree_masks, mask_words
 from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure import grammar as grammar_module
 from edgellm.structure.description import Structure
 from edgellm.structure.grammar import GrammarVocabulary
+from edgellm.text.tokenizer import Tokenizer
 
 WIDTH = 401  # wider than the tokenizer, no multiple of 32
 ROBOT = {
@@ -43,7 +44,7 @@ def ends(library):
 
 @pytest.fixture
 def vocabulary(library, ends):
-    return GrammarVocabulary.of_tokenizer(library.to_str(), WIDTH, ends)
+    return GrammarVocabulary.of_tokenizer(Tokenizer(library), WIDTH, ends)
 
 
 def begin(vocabulary, structure):
@@ -157,13 +158,13 @@ def test_a_tree_has_the_masks_of_its_paths(vocabulary, library):
     path = [*opening, *word]
     tokens, parents = [-1, *path, opening[0], ids(library, "x")[0]], [-1, *range(len(path)), 0, 1]
     masks = np.zeros((len(tokens), mask_words(WIDTH)), np.int32)
-    reachable = fill_tree_masks(constraint, tokens, parents, masks)
-    assert reachable.tolist() == [True] * (len(path) + 2) + [False]
+    rows = fill_tree_masks(constraint, tokens, parents, masks)
+    assert sorted(rows.tolist()) == list(range(-1, len(path) + 2)) and rows[-1] == -1
     fresh = begin(vocabulary, Structure(json=ROBOT))
     for node, token in enumerate(path, 1):
         assert fresh.try_advance(token)
-        assert np.array_equal(mask(fresh), masks[node])
-    assert np.array_equal(masks[1], masks[len(path) + 1])
+        assert np.array_equal(mask(fresh), masks[rows[node]])
+    assert np.array_equal(masks[rows[1]], masks[rows[len(path) + 1]])
 
 
 def test_masks_are_kept_by_the_tokens_before_and_not_changed_through_them(vocabulary, library):
@@ -222,22 +223,24 @@ def test_nodes_that_cannot_be_followed_are_not_reached(failing, library):
     answers, z = failing
     a, y = (ids(library, letter)[0] for letter in "ay")
     masks = np.zeros((4, mask_words(WIDTH)), np.int32)
-    reachable = fill_tree_masks(answers[2], [-1, z, a, y], [-1, 0, 1, 0], masks)
-    assert reachable.tolist() == [True, False, False, True]
+    rows = fill_tree_masks(answers[2], [-1, z, a, y], [-1, 0, 1, 0], masks)
+    assert rows.tolist() == [0, -1, -1, 1]
 
 
 def test_a_vocabulary_of_words_is_refused():
     words = {"yes": 0, "n": 1, "<end>": 2}
     library = LibraryTokenizer(models.WordLevel(words, unk_token="n"))
     with pytest.raises(RequestError, match=r"tokenizer.json cannot be used for structured answers"):
-        GrammarVocabulary.of_tokenizer(library.to_str(), 3, (2,))
+        GrammarVocabulary.of_tokenizer(Tokenizer(library), 3, (2,))
 
 
 def test_tokenizers_that_cannot_be_read_are_named(library):
-    with pytest.raises(RequestError, match=r"tokenizer.json cannot be used for structured answers \("):
-        GrammarVocabulary.of_tokenizer("{}", WIDTH, (2,))
+    metaspace = byte_level()
+    metaspace.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    with pytest.raises(RequestError, match=r"cannot be used for structured answers \(it reads .* byte-level"):
+        GrammarVocabulary.of_tokenizer(Tokenizer(metaspace), WIDTH, (2,))
     with pytest.raises(RequestError, match="names no end-of-sequence token"):
-        GrammarVocabulary.of_tokenizer(library.to_str(), WIDTH, ())
+        GrammarVocabulary.of_tokenizer(Tokenizer(library), WIDTH, ())
 
 
 def test_a_mask_of_another_width_is_refused(vocabulary):

@@ -5,7 +5,7 @@ import random
 
 import jsonschema
 import pytest
-from random_answers import random_answer, random_schema
+from random_answers import random_answer, random_document
 
 from edgellm.errors import RequestError
 from edgellm.structure.description import Structure
@@ -16,13 +16,13 @@ def test_whole_answers_are_valid_by_an_independent_judge(first):
     taken = whole = 0
     for seed in range(first, first + 50):
         generator = random.Random(seed)
-        schema, whitespace = random_schema(generator), generator.choice(["spaced", "compact", "free"])
+        schema, whitespace = random_document(generator), generator.choice(["spaced", "compact", "free"])
         try:
             structure = Structure(json=schema, whitespace=whitespace)
         except RequestError:
             continue
         taken += 1
-        validator = jsonschema.Draft202012Validator(schema)
+        validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker(["ipv4", "uuid"]))
         for _ in range(6):
             text = random_answer(structure.grammar_text, generator)
             if text is None:
@@ -34,7 +34,7 @@ def test_whole_answers_are_valid_by_an_independent_judge(first):
             except OverflowError:  # jsonschema fails on 1e400, which Python reads as infinity
                 continue
             assert structure.is_complete(text) and structure.parsed(text) == value
-    assert taken > 30 and whole > 150
+    assert taken > 12 and whole > 60
 
 
 @pytest.mark.parametrize("seed", range(5))

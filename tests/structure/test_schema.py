@@ -317,7 +317,7 @@ def shares_parts():
         (lambda: {"const": [10**5000]}, "cannot be written as text|expected a number"),
         (
             lambda: {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(2000)}},
-            "too much work|cannot",
+            "has 2000 properties that may be left out",
         ),
         (
             lambda: {
@@ -331,13 +331,15 @@ def shares_parts():
     ],
 )
 def test_an_enormous_schema_ends_soon_in_a_clear_error(make, words):
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(RequestError, match=words):
         Structure(json=make())
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_deep_and_long_schemas_within_the_limits_work():
+    optional = {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(400)}}
+    assert Structure(json=optional | {"additionalProperties": False}).is_complete('{"p7": 1, "p399": 2}')
     assert Structure(json=nested(50)).is_complete("[" * 51 + "]" * 51) is False
     assert Structure(json=nested(50)).is_complete("[" * 50 + "7" + "]" * 50)
     assert Structure(json={"enum": [f"value {number}" for number in range(5000)]}).is_complete('"value 4999"')

@@ -1,10 +1,12 @@
 """From the start of a process to its first token, and the memory it takes: packed models beside dense ones.
 
-    python tools/bench/opening_speed.py [llama-1b:float16 llama-8b:int4 ...] [--draft] [--kv-cache int8] [--starts 3]
+    python tools/bench/opening_speed.py [llama-1b:float16 llama-8b:int4 ...] [--draft float16] [--kv-cache int8]
 
 Each model has random weights; it is written and built once. Kernels are compiled and files are in the page cache before
 the starts that count. `host_mib`: the largest sum of a process's own pages, without those of mapped files.
 `device_mib`: by how much less memory of the GPU is free at the peak than before, without a context (`context_mib`).
+`plan_mib` is what the runtime planned, `account_mib` by how much less was free after each kind of call, one inside
+another counting for the outer one, then after opening and after an answer, without a context.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ class DeviceMemory:
         self._driver, self._context = driver, driver.Device(0).retain_primary_context()
         self._context.push()
 
+    def close(self) -> None:
+        """Leave it: the driver aborts a process that ends in a context."""
+        self._context.pop()
+
     def free_mib(self) -> float:
         """Now."""
         return self._driver.mem_get_info()[0] / 2**20
@@ -58,16 +64,16 @@ class DeviceMemory:
         return taken
 
 
-def prepared(work: Path, shape: str, weights: str, draft: bool, kv_cache: str, head: str) -> Path:
+def prepared(work: Path, shape: str, weights: str, draft: str | None, kv_cache: str, head: str) -> Path:
     """The engine directory of a random model, built with a context of 4,096."""
-    checkpoint, engines = work / f"{shape}-{weights}", work / f"{shape}-{weights}-{head}-engines"
-    head_of_draft = work / f"{shape}-draft"
+    checkpoint, engines = work / f"{shape}-{weights}", work / f"{shape}-{weights}-{head}-{draft}-engines"
+    drafts = {"float16": work / f"{shape}-draft", "int4": work / f"{shape}-packed-draft"}
     if not (checkpoint / "model.safetensors").exists():
-        options = ["--draft", str(head_of_draft)] if draft else []
-        write_in_a_process(checkpoint, "--shapes", shape, "--weights", weights, *options)
-    command = [*python(), "-m", "edgellm", "build", str(checkpoint), str(engines), "--force", "--kv-capacity", "4096"]
-    command += ["--kv-cache", kv_cache, *(["--draft", str(head_of_draft)] if draft else [])]
-    command += [] if head == "as-published" else ["--head", head]
+        both = ["--draft", str(drafts["float16"]), "--packed-draft", str(drafts["int4"])] if draft else []
+        write_in_a_process(checkpoint, "--shapes", shape, "--weights", weights, *both)
+    command = [*python(), "-m", "edgellm", "build", str(checkpoint), str(engines), "--force", "--weights", "link"]
+    command += ["--kv-capacity", "4096", "--kv-cache", kv_cache, "--head", head]
+    command += ["--draft", str(drafts[draft])] if draft else []
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return engines
 
@@ -100,24 +106,74 @@ def own_mib(process: int) -> float:
     return int(kib) / 1024
 
 
-def memory_plan(engines: Path) -> dict[str, float]:
-    """What `edgellm info` says, MiB."""
-    command = [*python(), "-m", "edgellm", "info", str(engines), "--json"]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["memory"]
-    return {name: size / 2**20 for name, size in found.items()}
+def accounted(engines: Path, device: DeviceMemory, context: float) -> dict[str, dict[str, float]]:
+    """What a process of its own finds with `account`."""
+    free = device.free_mib() - context
+    command = [*python(), __file__, "--account", str(engines)]
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    taken = {stage: free - left for stage, left in found["free_mib"].items()}
+    return {"plan_mib": found["plan_mib"], "account_mib": found["taken_mib"] | taken}
+
+
+def account(engines: Path) -> dict[str, dict[str, float]]:
+    """Of a model that is opened and answers here: its plan, what calls took of the memory, and how much was left."""
+    from pycuda import driver
+
+    from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
+    from edgellm.requests import Request
+    from edgellm.runtime import SpecDecodeRuntime
+    from edgellm.sampling_params import SamplingParams
+
+    taken, inside = dict[str, float](), []
+
+    def free() -> float:
+        return driver.mem_get_info()[0] / 2**20
+
+    def watch(name: str) -> None:
+        function = getattr(TensorRTBackend, name)
+
+        def watched(*arguments: Any, **named: Any) -> Any:
+            if inside:
+                return function(*arguments, **named)
+            inside.append(name)
+            before = free()
+            try:
+                return function(*arguments, **named)
+            finally:
+                inside.pop()
+                taken[name] = taken.get(name, 0.0) + before - free()
+
+        setattr(TensorRTBackend, name, watched)
+
+    for name in ("_load", "load_engine", "check_memory", "load_weights", "zeros_side_by_side", "zeros", "empty"):
+        watch(name)
+    watch("capture")
+    with SpecDecodeRuntime(engines, drafting="auto") as runtime:
+        opened, plan = free(), getattr(runtime._runner, "base", runtime._runner).memory_plan
+        runtime.handle_request(Request(prompt="hello", params=SamplingParams(max_tokens=64)))
+        left = {"opened": opened, "answered": free()}
+    return {
+        "plan_mib": {name: size / 2**20 for name, size in plan.items.items()} | {"total": plan.total / 2**20},
+        "taken_mib": taken,
+        "free_mib": left,
+    }
 
 
 def main() -> None:
     """The whole of the tool."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", default=["llama-1b:float16", "llama-8b:int4"], help="SHAPE:WEIGHTS")
-    parser.add_argument("--draft", action="store_true", help="with an EAGLE-3 head")
+    parser.add_argument("--draft", choices=("float16", "int4"), help="with an EAGLE-3 head of such layers")
     parser.add_argument("--head", default="as-published", help="of the packed models")
     parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-opening")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--account", type=Path, metavar="ENGINES", help="of what `account_mib` is made, alone")
     arguments = parse(parser)
+    if arguments.account is not None:
+        print(json.dumps(account(arguments.account)))
+        return
     arguments.work.mkdir(parents=True, exist_ok=True)
     device = DeviceMemory()
     results: dict[str, Any] = {**provenance(), "context_mib": device.context_mib()}
@@ -125,16 +181,16 @@ def main() -> None:
         shape, weights = model.split(":")
         head = arguments.head if weights == "int4" else "as-published"
         engines = prepared(arguments.work, shape, weights, arguments.draft, arguments.kv_cache, head)
-        starts = [start(engines, device) for _ in range(1 + arguments.starts)]
         context = results["context_mib"]
-        results[model] = {
-            "plan_mib": memory_plan(engines),
-            "first_start": starts[0],
-            "first_token_seconds": min(each["first_token_seconds"] for each in starts[1:]),
-            "host_mib": max(each["host_mib"] for each in starts[1:]),
-            "device_mib": max(each["device_mib"] for each in starts[1:]) - context,
+        accounts = accounted(engines, device, context)  # which compiles the kernels, too
+        starts = [start(engines, device) for _ in range(arguments.starts)]
+        results[model] = accounts | {
+            "first_token_seconds": min(each["first_token_seconds"] for each in starts),
+            "host_mib": max(each["host_mib"] for each in starts),
+            "device_mib": max(each["device_mib"] for each in starts) - context,
         }
         print(f"{model}: {json.dumps(results[model])}", flush=True)
+    device.close()
     report(results, arguments.output)
 
 

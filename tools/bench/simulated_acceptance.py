@@ -44,7 +44,9 @@ class ForcedAcceptance:
 
     def __init__(self, backend: Any) -> None:
         self._backend, self._stream = backend, backend.stream
-        self._function = _load(backend.gpu.compute_capability)
+        module = compiled(_SOURCE, b"force_acceptance.cu", backend.gpu.compute_capability)
+        self._function = module.get_function("force_acceptance")
+        self._function.prepare("PPPPPPiii")
         self._schedule = backend.zeros((SCHEDULE_ROUNDS,), "int32")
         self._round = backend.zeros((1,), "int32")
 
@@ -103,8 +105,8 @@ def _gain(plan: DraftPlan) -> float:
     return 1.0 if plan.kind == "chain" else tree_gain(plan.tree_size - 1, plan.steps)
 
 
-def _load(compute_capability: str) -> Any:
-    """The kernel, compiled by NVRTC, as a prepared pycuda function."""
+def compiled(source: str, name: bytes, compute_capability: str) -> Any:
+    """A pycuda module of the kernels in `source`, compiled by NVRTC."""
     import pycuda.driver as cuda
     from cuda.bindings import nvrtc
 
@@ -114,10 +116,8 @@ def _load(compute_capability: str) -> Any:
             raise SystemExit(f"compiling the benchmark's kernel failed: {status}")
         return values[0] if values else None
 
-    program = checked(nvrtc.nvrtcCreateProgram(_SOURCE.encode(), b"force_acceptance.cu", 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name, 0, [], []))
     checked(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={compute_capability}".encode()]))
     cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
     checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-    function = cuda.module_from_buffer(cubin).get_function("force_acceptance")
-    function.prepare("PPPPPPiii")
-    return function
+    return cuda.module_from_buffer(cubin)

@@ -17,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from random_checkpoint import LLAMA_3_2_1B, QWEN_2_5_VL_3B
 
+from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
@@ -39,8 +40,8 @@ BOARDS = {
     "AGX Orin 64 GB": 64,
     "Thor 128 GB": 128,
 }
-#: An assumption, not a measurement: what firmware, Linux without a desktop, CUDA, Python, TensorRT's code and the
-#: engines' scratch take of a board's memory, in GiB. Scratch was about 225 MiB of it for Llama-1B's shapes on an H200.
+#: An assumption, not a measurement: what firmware, Linux without a desktop, CUDA, Python and TensorRT's code take of a
+#: board's memory, in GiB.
 TAKEN_BY_THE_SYSTEM = 3
 DTYPE, CONTEXT = "float16", 4096
 #: Of linear layers, where they are packed.
@@ -129,12 +130,20 @@ def _need(published: Mapping[str, Any], weights: Weights) -> Need:
     config, sizes = replace(config, head=weights.head), []
     for has_draft in (False, True):
         limits = choose_limits(
-            config, has_draft=has_draft, vision=vision, kv_capacity=CONTEXT, kv_cache=weights.kv_cache
+            config,
+            has_draft=has_draft,
+            vision=vision,
+            kv_capacity=CONTEXT,
+            kv_cache=weights.kv_cache,
+            is_packed="base" in weights.packed,
         )
         images = None if vision is None else vision_memory(vision, limits.image_rows, DTYPE)
         draft = _draft(config, weights.head) if has_draft else None
-        models = {"base": config} | ({} if draft is None else {"draft": draft})
-        packed = packed_memory(models, _layouts(models, weights.packed), DTYPE)
+        base = replace(config, feature_layers=() if draft is None else draft.feature_layers)
+        models = {"base": base} | ({} if draft is None else {"draft": draft})
+        layouts = _layouts(models, weights.packed)
+        limits = replace(limits, packed="base" in weights.packed)
+        packed = packed_memory(models, layouts, DTYPE) | planned_engines(models, limits, DTYPE, layouts)
         specs = decoder_weights(config)
         sizes.append(plan_memory(config, limits, specs, DTYPE, packed, draft=draft, vision_memory=images).total)
     return Need(*sizes)

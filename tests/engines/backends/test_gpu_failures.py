@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from gpu_device import cuda_device
 
+from edgellm.engines.backends import cuda_device as device_file
 from edgellm.engines.backends import tensorrt_backend
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
@@ -163,3 +164,22 @@ def test_garbage_with_device_memory_does_not_end_a_capture():
         assert captured is not step
         captured()
         np.testing.assert_array_equal(device.download(array), [7, 7, 7, 7])
+
+
+def test_arrays_side_by_side_share_pieces_of_memory(monkeypatch):
+    monkeypatch.setattr(device_file, "_PIECE", 1000)
+    pieces: list[DeviceArray] = []
+
+    def zeros(device: CudaDevice, shape: tuple[int, ...], dtype: str) -> DeviceArray:
+        pieces.append(DeviceArray(4096 * (1 + len(pieces)), shape, dtype))
+        return pieces[-1]
+
+    monkeypatch.setattr(CudaDevice, "zeros", zeros)
+    device, _ = opened_device()
+    edge = {"a": ((3, 100), "float16"), "b": ((2,), "float32"), "c": ((300,), "uint8"), "d": ((5000,), "int8")}
+    found = device.zeros_side_by_side(edge | {"e": ((1,), "int32")})
+    assert [piece.shape for piece in pieces] == [(768 + 256,), (512 + 5120,), (256,)]
+    assert {name: (array.shape, array.dtype) for name, array in found.items() if name != "e"} == edge
+    assert [found[name].pointer for name in "abcde"] == [4096, 4096 + 768, 8192, 8192 + 512, 12288]
+    assert [pieces.index(found[name].owner) for name in "abcde"] == [0, 0, 1, 1, 2]
+    assert device.zeros_side_by_side({}) == {}

@@ -43,11 +43,12 @@ def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str, mon
             assert name in REFUSED
             return
         specs, sizes = [spec for spec in specs if spec.name in layouts], list[int]()
+        memory = gpu.zeros_side_by_side({spec.name: (layouts[spec.name].shape, "uint8") for spec in specs})
         if name in UNLIKE:
             with pytest.raises(EngineError, match=r"q_proj\.weight, .*are permuted or scaled differently"):
-                PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, sizes.append)
+                PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, memory, sizes.append)
             specs = [spec for spec in specs if len(spec.parts) == 1]
-        found = PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, sizes.append)
+        found = PackedLoader(gpu, gpu.kernel_module, dtype).load(checkpoint, specs, memory, sizes.append)
         assert found.keys() == {spec.name for spec in specs}
         assert sizes == [matrix.data.nbytes for matrix in found.values()]
         for spec in specs:

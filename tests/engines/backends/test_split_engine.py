@@ -20,6 +20,7 @@ from edgellm.engines.backends.kernel_executors import FewRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.program import Program
@@ -131,6 +132,24 @@ def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_gives_what_the_whole_program_does(name: str) -> None:
     compare(MODELS[name], EngineShape("prefill", 1, 32, 96, 96))
+
+
+@pytest.mark.parametrize("name", ["deep", "features", "deepstack"])
+def test_large_layers_are_cut_between_their_matrices(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """So that scratch holds one of them, and the answers stay."""
+    config, shape = MODELS[name], EngineShape("prefill", 1, 32, 96, 96)
+    whole = model_program(config, shape)
+    names = [each for each in whole.weights if ".layers." in each and len(whole.weights[each].shape) == 2]
+    before = numpy_split_engine(whole, names, config)[0].scratch_bytes
+    gate_up = next(math.prod(whole.weights[each].shape) for each in names if "gate_up" in each)
+    monkeypatch.setattr(segments, "MOST_WEIGHTS", gate_up)
+    found = segments_of(whole)
+    matrices = [[each for each in segment.program.weights.values() if len(each.shape) == 2] for segment in found[:-1]]
+    assert all(len(each) == 1 or sum(math.prod(one.shape) for one in each) <= gate_up for each in matrices)
+    assert len(found) > config.num_layers + 1 and max(map(len, matrices)) == 2
+    assert sum(segment.attention is not None for segment in found) == config.num_layers
+    assert numpy_split_engine(whole, names, config)[0].scratch_bytes < before
+    compare(config, shape)
 
 
 def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:

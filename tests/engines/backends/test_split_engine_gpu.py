@@ -30,12 +30,14 @@ from packed_weights import packed_copy, random_packed
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.programs import model_program
@@ -142,6 +144,24 @@ def test_packed_weights_give_the_bits_of_their_values(
     np.testing.assert_array_equal(found.values("logits"), first)
 
 
+def test_large_layers_are_cut_between_their_matrices(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dense and packed: what the whole layers' engines compute, and each other's bits."""
+    config, shape = replace(DEEP, feature_layers=(2, 4, 5)), EngineShape("prefill", 1, 80, 160, 160)
+    arrays = rounded(random_model(config, 1, 160, [13], (None, *range(79))), "float16")
+    arrays["last_token_ids"] = np.array([[77]], np.int32)
+    packed = {}
+    for name, spec in model_program(config, shape).weights.items():
+        if len(spec.shape) == 2 and ".layers." in name:
+            packed[name] = random_packed(*spec.shape, 32, True, "float16", 0.02, seed=len(packed))
+            arrays[name] = packed[name].values()
+    whole = OnDevice(gpu, config, shape, arrays)
+    monkeypatch.setattr(segments, "MOST_WEIGHTS", 1)
+    dense, found = OnDevice(gpu, config, shape, arrays), OnDevice(gpu, config, shape, arrays, packed)
+    for name in ("logits", "hidden_states", f"v_cache_{config.num_layers - 1}"):
+        assert relative(dense.values(name), whole.values(name)) < TOLERANCE["float16"], name
+        np.testing.assert_array_equal(found.values(name), dense.values(name), err_msg=name)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_rows_that_get_logits_go_on_by_kernels(gpu: Any, batch: int) -> None:
     """Behind the last attention, over dense and over packed weights."""
@@ -208,7 +228,8 @@ def test_a_prompt_of_32_000_tokens_takes_the_memory_that_was_planned(tiny_checkp
             runner.start(0, prompt, reused, SamplingValues()).wait()
             np.testing.assert_array_equal(runner.logits(0), whole)
             scores = 32_000 * limits.prefill_chunk * directory.config.num_heads * 2
-            assert runner.memory_plan.total < scores  # what a matrix of a chunk's scores would take
-            assert used < runner.memory_plan.total + (256 << 20)  # code and contexts of TensorRT are not planned
+            plan = runner.memory_plan.total - sum(CODE.values())
+            assert plan < scores  # what a matrix of a chunk's scores would take
+            assert used < plan + (256 << 20)  # of contexts and code
     finally:
         device.close()

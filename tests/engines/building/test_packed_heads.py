@@ -288,7 +288,7 @@ def test_a_large_head_is_packed_piece_by_piece(tmp_path: Path, monkeypatch: pyte
     random = np.random.default_rng(0)
     (tmp_path / "config.json").write_text("{}")
     save_file({EMBEDDING: random.standard_normal((rows, columns)).astype(np.float16)}, tmp_path / MODEL)
-    monkeypatch.setattr(heads, "_PIECE", 1 << 16)
+    monkeypatch.setattr(heads, "_PIECE", 1 << 14)
     done: list[int] = []
     format = head_format("int4", columns, "float16")
     assert format is not None
@@ -297,7 +297,7 @@ def test_a_large_head_is_packed_piece_by_piece(tmp_path: Path, monkeypatch: pyte
         heads.write_head(tmp_path / HEAD_FILE, checkpoint, EMBEDDING, format, done.append)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    assert sum(done) == rows and len(done) == rows * columns >> 16
+    assert sum(done) == rows and len(done) == rows * columns >> 14
     assert peak < rows * columns / 2  # the packed head alone has as many bytes
     with Checkpoint.open(tmp_path, format) as checkpoint:
         packed = checkpoint.packed(HEAD, (rows, columns))

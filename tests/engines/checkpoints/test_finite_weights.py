@@ -224,6 +224,7 @@ def uploaded_weights(checkpoint: Checkpoint, specs: list[WeightSpec], dtype: str
     backend.compute_dtype, backend.kernels = dtype, Kernels()
     backend._loaded, backend._engines = {}, []  # no engine waits for its kernels
     backend.empty = backend.zeros = lambda shape, kind: zeros(shape, dtype if kind == "compute" else kind)
+    backend.part = lambda memory, offset, shape, kind: DeviceArray(memory.pointer + offset, shape, kind, memory)
     backend.upload = lambda array, values: np.copyto(view(array), values)
     backend.download = lambda array: read.append(array.size) or view(array)
     return {name: view(array) for name, array in backend.load_weights(checkpoint, specs).items()}, read

@@ -94,14 +94,14 @@ def test_sampled_chains_keep_the_law_of_the_base(tables, name, draft):
 
 @pytest.mark.parametrize("name", ["plain", "masked", "all, masked"])
 def test_plain_draws_have_the_law_of_the_base(tables, name):
-    assert fits(plain_tokens(tables, SETTINGS[name], 1500), enumerated(tables, SETTINGS[name]))
+    assert fits(plain_tokens(tables, SETTINGS[name], 800), enumerated(tables, SETTINGS[name]))
 
 
 def test_masks_that_come_after_the_filters_fail(tables):
     settings = replace(SETTINGS["top-k"], rules=1)
     expected = enumerated(tables, settings)
-    assert fits(plain_tokens(tables, settings, 1500), expected)
-    assert not fits(plain_tokens(tables, settings, 1500, late=True), expected)
+    assert fits(plain_tokens(tables, settings, 800), expected)
+    assert not fits(plain_tokens(tables, settings, 800, late=True), expected)
 
 
 def test_forbidden_drafts_of_a_sampled_chain_have_to_be_tested(tables):

@@ -95,6 +95,22 @@ def test_biases_come_before_penalties_and_temperature():
     assert logits.tolist() == [[-8, 2, 6]]
 
 
+@pytest.mark.parametrize("top_k", [0, 1, 7, 50])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.2])
+@pytest.mark.parametrize("left", [1, 6, 7, 8, 200])
+def test_filters_see_what_masks_have_left_alone(top_k, top_p, left):
+    """They keep the tokens that they keep where the vocabulary is no larger than that."""
+    rng = np.random.default_rng(left)
+    ids = np.sort(rng.permutation(300)[:left])
+    few = rng.normal(0, 2, (1, left)).astype(np.float32)
+    masked = np.full((1, 300), -np.inf, np.float32)
+    masked[0, ids] = few[0]
+    rows, bounds = sampling_rows(1, top_k=top_k, top_p=top_p, min_p=0.01), np.zeros((2, 1), np.float32)
+    KERNELS.filter_threshold(few, rows, bounds[0])
+    KERNELS.filter_threshold(masked, rows, bounds[1])
+    assert (few >= bounds[0]).tolist() == (masked[:, ids] >= bounds[1]).tolist()
+
+
 def test_a_row_of_which_nothing_remains_selects_id_0():
     rows, token = sampling_rows(1, temperature=1), np.full(1, 9, np.int32)
     logits = np.ones((1, 40), np.float32)

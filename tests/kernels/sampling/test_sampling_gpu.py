@@ -135,6 +135,18 @@ def test_filter_threshold(gpu, random_numbers, name, vocabulary):
     assert_equals_twin(gpu, "filter_threshold", rows, settings, np.zeros(8, np.float32))
 
 
+@pytest.mark.parametrize("name", FILTERS)
+def test_filter_threshold_of_masked_rows(gpu, random_numbers, name):
+    """Nothing, one token, about as many as top-k takes, and half of all are left; far apart in one row."""
+    top_k, top_p, min_p = FILTERS[name]
+    rows = random_numbers.normal(0, 3, (8, 32_003)).astype(np.float32)
+    rows[7] *= 100
+    for row, left in zip(rows, (0, 1, 2, 49, 50, 51, 16_000, 400), strict=True):
+        row[random_numbers.permutation(row.size)[left:]] = -np.inf
+    settings = sampling_rows(8, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert_equals_twin(gpu, "filter_threshold", rows, settings, np.zeros(8, np.float32))
+
+
 def test_filter_threshold_mixed_settings(gpu, random_numbers):
     """Rows of one batch with different settings, and values so close that tens of thousands share a bin."""
     columns = zip(("top_k", "top_p", "min_p"), zip(*list(FILTERS.values())[:8], strict=True), strict=True)

@@ -1,0 +1,61 @@
+"""The form of answers, as options and as a command of a chat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import typer
+
+from edgellm.commands.option_groups import SAMPLING
+from edgellm.commands.options import checked_argument, read_text_file
+from edgellm.engines.directories.strict_formats import parse_json
+from edgellm.errors import RequestError
+
+if TYPE_CHECKING:
+    from edgellm.structure.description import Structure
+
+
+@dataclass(frozen=True)
+class StructureOptions:
+    """The form that the answer must have; None or [] is an option that was not given."""
+
+    PANEL: ClassVar[str] = SAMPLING
+
+    json_schema: Annotated[
+        Path | None,
+        typer.Option("--json-schema", metavar="FILE", help="The answer is JSON of the schema in this file."),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option("--regex", metavar="REGEX", help="The whole answer matches this regular expression.")
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        typer.Option("--choice", metavar="TEXT", help="The answer is one of these texts; may be given several times."),
+    ] = None
+
+    def structure(self) -> Structure | None:
+        """The structure that was given, None without one; RequestError for a wrong one, usage errors for several."""
+        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) not in (None, [])]
+        if len(given) > 1:
+            flags = [f"--{name.replace('_', '-')}" for name in given]
+            raise typer.BadParameter(f"is given beside {flags[0]}: an answer has one form", param_hint=flags[1])
+        if self.json_schema is not None:
+            return read_schema(self.json_schema)
+        from edgellm.structure.description import Structure  # what plain answers need not load
+
+        if self.regex is not None:
+            return Structure(regex=checked_argument(self.regex, "--regex"))
+        return Structure(choice=[checked_argument(each, "--choice") for each in self.choice]) if self.choice else None
+
+
+def read_schema(path: Path) -> Structure:
+    """The structure of a file with a JSON schema; raises RequestError that names the file."""
+    from edgellm.structure.description import Structure
+
+    schema = parse_json(read_text_file(path, "the JSON schema"), f"the JSON schema {path}", RequestError)
+    try:
+        return Structure(json=schema)
+    except RequestError as error:
+        raise RequestError(f"{path}: {error}") from error

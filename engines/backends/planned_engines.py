@@ -1,0 +1,76 @@
+"""What engines take of a memory plan beside weights and states, as far as it is known without a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from edgellm.engines.backends.executors import kernel_executor, split_refusal
+from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.program import NormLinear, Program
+from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.quantization.device_layouts import PackedLayouts
+from edgellm.kernels.arrays import ITEM_SIZES
+from edgellm.kernels.prefill.twin import NumpyPrefill
+
+#: Shared memory of a block on GPUs that have least of it: which kernels run a shape may depend on it, scratch hardly.
+_SHARED_LIMIT = 99 << 10
+#: What a memory plan has for the code of kernels and engines: of Llama-3.1-8B's shapes with a draft 58 MiB were taken
+#: before any array (TensorRT-RTX 1.6.1 on an H200), and a few more when it first ran.
+CODE = {"engines' code": 64 << 20}
+
+
+class _PlannedSegment:
+    """A segment's engine that will be, of kernels or of TensorRT: what it needs, for it is never run."""
+
+    def __init__(self, program: Program, dtype: str, takes_packed: bool) -> None:
+        self.takes_packed = takes_packed
+        self.scratch_bytes = 0 if takes_packed else tensorrt_scratch(program, dtype)
+
+    def attach(self, device: Any, scratch: Any) -> None:
+        raise NotImplementedError
+
+    def bind(self, bindings: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def enqueue(self) -> None:
+        raise NotImplementedError
+
+
+def planned_engines(
+    models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts
+) -> dict[str, int]:
+    """By the memory plan's names, the bytes of code, and of the scratch that all engines share: what the longest chunk
+    of a prompt needs where kernels compute its attention. Of other shapes TensorRT alone knows."""
+    found = [0]
+    for shape in limits.engine_shapes():
+        if shape.phase != "prefill" or shape.tokens < limits.prefill_chunk:
+            continue
+        config = models[shape.model]
+        whole = kernel_executor(config, shape, dtype, _SHARED_LIMIT)[0] is not None
+        if whole or split_refusal(config, shape, dtype, _SHARED_LIMIT) is not None:
+            continue
+        engines = {}
+        for part in segment_shapes(model_program(config, shape)):
+            on_kernels = kernel_executor(config, part, dtype, _SHARED_LIMIT)[0] is not None
+            engines[part.segment or 0] = _PlannedSegment(model_program(config, part), dtype, on_kernels)
+        names = {*packed.get("base", ()), *packed.get(shape.model, ())}
+        split = SplitEngine(NumpyPrefill(), model_program(config, shape), engines, dtype, names)
+        found.append(split.scratch_bytes)
+    return {"engine scratch": max(found), **CODE}
+
+
+def tensorrt_scratch(program: Program, dtype: str) -> int:
+    """What TensorRT needs for a segment besides its inputs and outputs, by what TensorRT-RTX 1.6.1 took: of the widest
+    layer either what it puts out and what that is computed of, or the latter and its normed input, once in float32."""
+    most = 0
+    for step in program.steps:
+        if isinstance(step, NormLinear):
+            rows = math.prod(program.kinds[step.output][0][:-1])
+            width, columns = step.linear.weight.shape
+            kept = 0 if step.output in program.outputs else width // (1 + step.gated)
+            most = max(most, rows * (width * step.gated + max(kept, 3 * columns)))
+    return most * ITEM_SIZES[dtype]
