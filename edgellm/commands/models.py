@@ -38,8 +38,7 @@ def open_model(
     fit.
     """
     drafting = chosen_drafting(settings)
-    if drafting is not None and drafting.acceptance == "typical":
-        write_note("Typical acceptance is lossy: answers may be others than without a draft.")
+    tell_of_loss(drafting)
     snapshot = None if settings.system_cache is None else snapshot_path(settings.system_cache)
     llm = open_model_with(settings, drafting, chosen_adapters(settings, adapters, every_adapter))
     if snapshot is None:
@@ -54,6 +53,12 @@ def open_model(
         llm.close()
         raise
     return llm
+
+
+def tell_of_loss(drafting: DraftingConfig | None) -> None:
+    """Say so where drafting changes answers."""
+    if drafting is not None and drafting.acceptance == "typical":
+        write_note("Typical acceptance is lossy: answers may be others than without a draft.")
 
 
 def chosen_adapters(

@@ -23,6 +23,7 @@ from edgellm.commands.models import (
     described_directory,
     sampling_params,
     snapshot_path,
+    tell_of_loss,
     with_cached_prompt,
 )
 from edgellm.commands.option_groups import ADAPTERS, DraftingOptions, with_option_groups
@@ -220,11 +221,13 @@ async def _serve(settings: Settings, server: ServerOptions, limits: LimitOptions
     if model.name in names:
         raise RequestError(f"{model.name!r} is the name of a LoRA adapter, too: name the model with --model-name")
     template = None if settings.chat_template is None else ChatTemplate.from_file(settings.chat_template)
+    draft = chosen_drafting(settings)
+    tell_of_loss(draft)
     llm = AsyncLLM(
         settings.model,
         backend=settings.backend,
         kv_cache=settings.kv_cache,
-        drafting=chosen_drafting(settings),
+        drafting=draft,
         adapters=loras,
         snapshots=[] if settings.system_cache is None else [snapshot_path(settings.system_cache)],
         queue_limit=limits.queue_limit,

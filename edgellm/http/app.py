@@ -184,6 +184,7 @@ class Service:
         """A response was begun."""
         path = scope["path"] if scope["path"] in _COUNTED else "other"
         self._responses[path, status] += 1
+        logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": scope["client"]}})
 
     def _answering(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:

@@ -117,7 +117,7 @@ class Clients:
         return "nonsense"
 
 
-@pytest.mark.parametrize("seconds", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_clients_of_all_kinds(llm: LLM, seconds: int) -> None:
     expected = {
         (question, seed): llm.chat(
