@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 import resource
 import time
 from collections import Counter
@@ -41,8 +42,10 @@ logger = logging.getLogger("edgellm.http")
 #: Threads that read bodies and images, render and tokenize: what they do would keep the event loop waiting.
 READERS = 4
 #: Bodies in memory have together at most so many times the size of the largest.
-BODIES = 8
+BODIES = 4
 _LONGEST_WAIT = 60
+#: What a header cannot have, and how long one of this server may be.
+_NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 
 
 @dataclass(frozen=True)
@@ -200,8 +203,9 @@ class Service:
         tokenizer, sequence = self._runtime.tokenizer, state.sequence
         reader = AnswerReader.of(tokenizer, sequence, asked.request)
         writer = kind.writer(asked, tokenizer, reader)
-        headers = {"edgellm-ignored": ", ".join(asked.ignored).encode("ascii", "replace").decode()}
-        headers = {**(headers if asked.ignored else {}), "cache-control": "no-store"}
+        headers = {"cache-control": "no-store"}
+        if asked.ignored:
+            headers["edgellm-ignored"] = _NO_HEADER.sub("?", ", ".join(asked.ignored))[:_LONGEST_HEADER]
         self._answers.add(answer)
         is_streaming = False
         try:

@@ -28,7 +28,7 @@ MOST_HEADER_BYTES = 16 * 1024
 BACKLOG = 512
 #: An idle connection is kept so many seconds for the next request.
 KEEP_ALIVE_SECONDS = 5
-#: A machine that is gone without a word is noticed after so many seconds, then so many more, so many times.
+#: A machine that is gone without a word is asked after so many seconds of silence, then so many later, so many times.
 _PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 #: What the system holds of an answer beside the 64 KiB that the server holds itself; what comes then waits unread.
 _SEND_BYTES = 128 * 1024
@@ -66,6 +66,8 @@ class WatchedProtocol(H11Protocol):
         with contextlib.suppress(OSError, AttributeError):  # not every system has all of them
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            # Of one that owes answers to what was sent, too; later than `check` notices one that lives.
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * self.limits.stall_seconds))
             for name, value in _PROBES.items():
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         if len(self.connections) > self.limits.connections:

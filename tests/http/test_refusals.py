@@ -134,6 +134,13 @@ def test_other_endpoints_name_wrong_fields_too(
     assert (status, found["error"]["param"]) == (400, param), found
 
 
+def test_a_name_that_is_reported_writes_no_header(server: ServerProcess) -> None:
+    body = {"model": MODEL, "input": "hi", "max_output_tokens": 1, "include": ["a\r\nset-cookie: b=c", "\u00e9"]}
+    status, _, headers = server.ask("POST", "/v1/responses", body)
+    assert (status, headers["edgellm-ignored"]) == (200, "include.a??set-cookie: b=c, include.?")
+    assert "set-cookie" not in headers
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
