@@ -66,8 +66,6 @@ class WatchedProtocol(H11Protocol):
         with contextlib.suppress(OSError, AttributeError):  # not every system has all of them
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            # Of one that owes answers to what was sent, too; later than `check` notices one that lives.
-            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * self.limits.stall_seconds))
             for name, value in _PROBES.items():
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         if len(self.connections) > self.limits.connections:
