@@ -32,8 +32,8 @@ class SamplingParams:
 
     With `logprobs` N each token comes with its log-probability and the N likeliest in its place (`TokenLogprobs`); the
     host then reads logits in every step, and with penalties nothing is drafted. They are after masks (`structure`,
-    `allowed_token_ids`, `bad_words`: what is forbidden has minus infinity) and `logit_bias`, before penalties,
-    temperature and filters, drafted and plain alike.
+    `allowed_token_ids`, `bad_words`) and `logit_bias`, before penalties, temperature and filters, drafted and plain
+    alike.
 
     `structure` is the form that an answer must have: `edgellm.Structure(...)`, or for short a JSON schema, a class, a
     list of choices, or "json_object". Tokens that would leave it are never drawn, and the end of sequence only where it

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from edgellm.drafting.config import SIZES, SUFFIX, DraftingConfig, checked_drafting, drafting_config
+from edgellm.drafting.config import SIZES, SUFFIX, WITHOUT_MODEL, DraftingConfig, checked_drafting, drafting_config
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError
@@ -65,7 +65,7 @@ def default_configurations(limits: EngineLimits) -> list[str]:
     """Plain decoding; with a draft also chains, the largest tree, and what the controller picks, without one what was
     said before."""
     if not limits.has_draft:
-        return [PLAIN_NAME, SUFFIX]
+        return [PLAIN_NAME, *WITHOUT_MODEL]
     lengths = sorted({min(steps, limits.draft_steps) for steps in (2, 3, 5)})
     tree = "/".join(str(getattr(limits, size)) for size in SIZES)
     return [PLAIN_NAME, *(f"chain:{steps}" for steps in lengths), f"tree:{tree}", "adaptive"]
@@ -74,8 +74,8 @@ def default_configurations(limits: EngineLimits) -> list[str]:
 def _parse(name: str, limits: EngineLimits, backend: str, settings: Mapping[str, Any]) -> BenchConfiguration:
     if name == PLAIN_NAME:
         return BenchConfiguration(name, None)
-    if name == SUFFIX:
-        return BenchConfiguration(name, DraftingConfig(kind=SUFFIX))
+    if name in WITHOUT_MODEL:
+        return BenchConfiguration(name, DraftingConfig(kind=name))
     if not limits.has_draft:
         raise RequestError(f"the configuration {name!r} drafts, but the engine directory has no draft model")
     common = {key: value for key, value in settings.items() if key not in ("draft", "kind", "choices", *SIZES)}
@@ -96,7 +96,7 @@ def _settings_of(name: str) -> dict[str, Any]:
     """The drafting settings that a configuration's name stands for."""
     kind, *rest = name.split(":")
     chosen: dict[str, Any] = {"adaptive": kind == "adaptive"}
-    behind = {
+    behind: dict[str, dict[str, Any]] = {
         "sampled": {"sampled": True},
         "typical": {"acceptance": "typical"},
         SUFFIX: {"suffix_decoding": True},

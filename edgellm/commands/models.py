@@ -145,11 +145,11 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
     """
     if settings.drafting.get("draft") is False:
         return None
-    from edgellm.drafting.config import SUFFIX, drafting_config
+    from edgellm.drafting.config import drafting_config, drafts_without_model
 
     directory = described_directory(settings)
     chosen = {key: value for key, value in settings.drafting.items() if key not in ("draft", "preset")}
-    if directory.draft is None and not (chosen.get("kind") == SUFFIX or chosen.get("suffix_decoding")):
+    if directory.draft is None and not drafts_without_model(chosen):
         if settings.drafting.get("draft") is True:
             raise RequestError(
                 f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "

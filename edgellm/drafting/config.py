@@ -32,8 +32,9 @@ from edgellm.sampling_params import as_float
 
 #: Trees of choices that come with the package, as `configs/NAME.yaml`; the first is the default.
 NAMED_CHOICES = ("mc_sim_7b_63", "eagle_25")
-#: The kind that needs no draft model.
 SUFFIX = "suffix"
+#: The kinds that need no draft model.
+WITHOUT_MODEL = (SUFFIX,)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class DraftingConfig:
     suffix_decoding: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("kind", self.kind, (*KINDS, SUFFIX))
+        _one_of("kind", self.kind, (*KINDS, *WITHOUT_MODEL))
         _one_of("acceptance", self.acceptance, ACCEPTANCES)
         for name, (least, most) in DRAFT_RANGES.items():
             value = getattr(self, name)
@@ -84,8 +85,8 @@ class DraftingConfig:
             raise RequestError(f"sampled is true for kind {self.kind!r}: only a chain can be sampled")
         if self.sampled and self.acceptance == "typical":
             raise RequestError("a sampled chain has its own exact test: leave out sampled, or acceptance typical")
-        if self.uses_suffix and (self.sampled or self.acceptance == "typical"):
-            asked = "kind is 'suffix'" if self.kind == SUFFIX else "suffix_decoding is true"
+        if self.proposes_given and (self.sampled or self.acceptance == "typical"):
+            asked = "suffix_decoding is true" if self.needs_draft_model else f"kind is {self.kind!r}"
             other = "sampled" if self.sampled else "acceptance typical"
             raise RequestError(
                 f"{asked} beside {other}: measured time chooses between the drafts, and with {other} a seed would give "
@@ -107,12 +108,12 @@ class DraftingConfig:
     @property
     def needs_draft_model(self) -> bool:
         """Whether a draft model proposes."""
-        return self.kind != SUFFIX
+        return self.kind not in WITHOUT_MODEL
 
     @property
-    def uses_suffix(self) -> bool:
-        """Whether what was said before is proposed."""
-        return self.kind == SUFFIX or self.suffix_decoding
+    def proposes_given(self) -> bool:
+        """Whether the host proposes, beside what rules force."""
+        return not self.needs_draft_model or self.suffix_decoding
 
     @property
     def gives_plain_tokens(self) -> bool:
@@ -220,11 +221,15 @@ def drafting_config(
     chosen = dict(chosen or {})
     if chosen.get("suffix_decoding") and not limits.has_draft:
         return DraftingConfig(kind=SUFFIX)
-    if chosen.get("kind") == SUFFIX:
+    if chosen.get("kind") in WITHOUT_MODEL:
         given = [name for name in ("choices", *SIZES) if name in chosen]
         if given:
-            raise RequestError(f"{given[0]} is given beside kind suffix, which takes what was said as it finds it")
+            raise RequestError(f"{given[0]} is given beside kind {chosen['kind']}, which sizes its drafts itself")
         return DraftingConfig(**chosen)
+    if "kind" in chosen:
+        _one_of("kind", chosen["kind"], (*KINDS, *WITHOUT_MODEL))
+    if not limits.has_draft:
+        raise RequestError("the engine directory has no draft model: build one with it (edgellm build --draft)")
     values = preset_values(limits, backend, preset)
     if chosen.get("sampled") or chosen.get("acceptance") == "typical":
         values["adaptive"] = False  # what is drafted shows in the tokens then, and a seed should give the same ones
@@ -244,6 +249,11 @@ def drafting_config(
     if config.draft_top_k == 1 and "verify_tree_size" not in chosen:  # nor is a longer one cut to a preset's
         return replace(config, verify_tree_size=max(config.verify_tree_size, config.draft_steps + 1))
     return config
+
+
+def drafts_without_model(chosen: Mapping[str, Any]) -> bool:
+    """Whether settings (fields of DraftingConfig) ask for drafts that need no draft model."""
+    return chosen.get("kind") in WITHOUT_MODEL or bool(chosen.get("suffix_decoding"))
 
 
 def checked_drafting(values: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
@@ -282,11 +292,11 @@ def merged_drafting(settings: Mapping[str, Any], options: Mapping[str, Any]) -> 
         kept.pop("draft", None)
     if checked.get("draft") is False:
         return checked
-    if checked.get("kind") == SUFFIX:
+    if checked.get("kind") in WITHOUT_MODEL:
         kept = {key: value for key, value in kept.items() if key in ("preset", "adaptive")}
     elif "kind" in checked:
         kept = {key: value for key, value in kept.items() if key not in ("choices", "sampled")}
-    elif kept.get("kind") == SUFFIX and any(key not in ("draft", "adaptive", "suffix_decoding") for key in checked):
+    elif kept.get("kind") in WITHOUT_MODEL and set(checked) - {"draft", "adaptive", "suffix_decoding"}:
         del kept["kind"]  # the others are said of a draft model
     if "choices" in checked:
         kept = {key: value for key, value in kept.items() if key not in ("kind", "sampled", *SIZES)}

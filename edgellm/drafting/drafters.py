@@ -46,23 +46,23 @@ class Drafters:
     @property
     def can_draft(self) -> bool:
         """Whether answers may be drafted, so that their responses say what drafting did."""
-        return self._runner.draft is not None or self._says_again
+        return self._runner.draft is not None or self._proposes
 
     @property
     def plans(self) -> Sequence[DraftPlan]:
         """What rounds are taken of, but for tokens that rules force."""
         chosen = () if self.chooser is None else self.chooser.plans
-        return [*chosen, *(self.given.plans if self.given is not None and self._says_again else ())]
+        return [*chosen, *(self.given.plans if self.given is not None and self._proposes else ())]
 
     def report(self) -> DraftingReport | None:
         """What adaptive drafting, or drafting from what was said alone, chose so far, and why; else None."""
         if isinstance(self.chooser, DraftingController):
             return self.chooser.report()
-        return self.given.report() if self.chooser is None and self.given is not None and self._says_again else None
+        return self.given.report() if self.chooser is None and self.given is not None and self._proposes else None
 
     @property
-    def _says_again(self) -> bool:
-        return self.setting is not None and self.setting.uses_suffix
+    def _proposes(self) -> bool:
+        return self.setting is not None and self.setting.proposes_given
 
     def _chooser_for(self, setting: DraftingConfig | None) -> PlanChooser | None:
         """What picks the plans of the draft model, if that is to propose."""
@@ -79,7 +79,7 @@ class Drafters:
         if setting is not None and not setting.gives_plain_tokens:
             return None
         runner, verification = self._runner, self._runner.verification
-        asked = setting is not None and setting.uses_suffix
+        asked = setting is not None and setting.proposes_given
         if asked and self.index is None:
             self.index = SuffixIndex()
         given = GivenDrafting(verification.most_given, runner.backend.fixed_shapes, self.index if asked else None)

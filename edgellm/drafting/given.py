@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from edgellm.engines.errors import ConstraintError
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.round import GivenTree
-from edgellm.engines.speculation.suffix_index import Proposal, SaidSequence, SuffixIndex
+from edgellm.engines.speculation.suffix_index import Proposal
 
 #: Nodes of the trees, the root included: where every shape is captured, and where any is computed at once.
 CAPTURED_TREES, COMPUTED_TREES = (4, 8, 16, 32), (3, 5, 8, 12, 16, 24, 32)
@@ -32,6 +32,8 @@ CAPTURED_WARM_UPS, COMPUTED_WARM_UPS = 2, 1
 WIDTH = 3
 #: A round must promise so many times the tokens a second of what is done otherwise.
 GAIN = 1.15
+#: After so many rounds one step is taken without, so that what they are compared with stays known as load changes.
+MOST_ROUNDS = 50
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
 #: How quickly the tokens of other steps follow what is seen.
@@ -60,6 +62,22 @@ class Runs(Protocol):
         """Whether a round of the plan can run now."""
 
 
+class Proposer(Protocol):
+    """Proposes what may follow a sequence that it knows: `SuffixIndex`, which says what each of these does."""
+
+    def open(self, prompt_tokens: Sequence[int]) -> Any:
+        """A sequence with this prompt."""
+
+    def extend(self, sequence: Any, tokens: Sequence[int]) -> None:
+        """Take note of its tokens."""
+
+    def close(self, sequence: Any) -> None:
+        """It has ended."""
+
+    def propose(self, sequence: Any, nodes: int, depth: int, width: int) -> Proposal:
+        """A tree of what may follow."""
+
+
 class GivenDrafting:
     """Proposes what the host knows, and chooses between rounds of it and what is done otherwise.
 
@@ -68,7 +86,7 @@ class GivenDrafting:
     are captured. Deterministic but for the seconds that it is told.
     """
 
-    def __init__(self, deepest: int, captured: bool, index: SuffixIndex | None = None) -> None:
+    def __init__(self, deepest: int, captured: bool, index: Proposer | None = None) -> None:
         self.index = index
         sizes = CAPTURED_TREES if captured else COMPUTED_TREES
         self.plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes)
@@ -137,7 +155,7 @@ class GivenDrafting:
     def _best(self, runner: Runs, found: Sequence[Proposed], ruled: bool, room: int) -> DraftPlan | None:
         batch, longest = len(found), max(len(each.chances) for each in found)
         rates = self._rates.get((batch, ruled))
-        if not longest or rates is None:
+        if not longest or rates is None or rates.rounds >= MOST_ROUNDS:
             return None
         other = rates.forecast(PLAIN, rates.tokens)  # a draft model's rounds count here, too
         best, forecast, least = None, None, GAIN * other.tokens_per_second
@@ -199,7 +217,7 @@ class Proposed(NamedTuple):
 class Said:
     """What is kept of a running sequence: its `history` in the index, and what was `proposed` for its end."""
 
-    def __init__(self, history: SaidSequence) -> None:
+    def __init__(self, history: Any) -> None:
         self.history = history
         self.proposed: Proposed | None = None
 
@@ -272,15 +290,17 @@ class _Trust:
 
 
 class _Rates:
-    """What the steps of one batch size take, and the `tokens` that those without given candidates give."""
+    """What the steps of one batch size take, the `tokens` that those without given candidates give, and how many
+    `rounds` were taken since the latest of these."""
 
     def __init__(self, guesses: Mapping[str, float], tokens: float, warm_ups: int) -> None:
-        self.tokens = tokens
+        self.tokens, self.rounds = tokens, 0
         self._costs = CostModel(RoundCosts({name: {1: value} for name, value in guesses.items()}), list(guesses))
         self._warm_ups = {name: 0 if name == PLAIN else warm_ups for name in guesses}
 
     def record(self, name: str, tokens: int, seconds: float) -> None:
         """A step has ended."""
+        self.rounds = 0 if name == PLAIN else self.rounds + 1
         if self._warm_ups[name]:
             self._warm_ups[name] -= 1
             return

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -62,8 +63,6 @@ ENDPOINTS = (
     Kind("/v1/completions", fields.completion, CompletionWriter),
     Kind("/v1/responses", response_request, ResponseWriter),
 )
-
-
 _COUNTED = (*(kind.path for kind in ENDPOINTS), "/tokenize", "/v1/models", "/health", "/metrics")
 
 
@@ -90,7 +89,7 @@ class Service:
         #: What the model failed with, when it was loaded or later.
         self.failure: Exception | None = None
         self._is_ending = False
-        self._answers: set[AsyncGeneration] = set()
+        self._answers: WeakSet[AsyncGeneration] = WeakSet()  # one that nobody holds is cancelled by itself
         self._working: set[asyncio.Future[None]] = set()
         self._responses: Counter[tuple[str, int]] = Counter()
         self._created = int(time.time())
@@ -207,7 +206,6 @@ class Service:
         if asked.ignored:
             headers["edgellm-ignored"] = _NO_HEADER.sub("?", ", ".join(asked.ignored))[:_LONGEST_HEADER]
         self._answers.add(answer)
-        is_streaming = False
         try:
             if not asked.stream:
                 response = await answer.result()
@@ -216,15 +214,11 @@ class Service:
                 chunk = Chunk(response.text, response.token_ids, (), response.logprobs or ())
                 return JSONResponse(writer.whole(reader.read(chunk), response), headers=headers)
             first = await anext(answer, None)
-            is_streaming = True
             events = self._events(answer, first, reader, writer)
             headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
         except EdgeLLMError as error:
             raise self._told(error, asked.fields) from error
-        finally:
-            if not is_streaming:
-                self._answers.discard(answer)
 
     async def _events(
         self, answer: AsyncGeneration, first: Chunk | None, reader: AnswerReader, writer: Writer
@@ -248,7 +242,6 @@ class Service:
                 yield each
         finally:
             answer.cancel()  # of no account where it is finished
-            self._answers.discard(answer)
 
     async def _ask(self, kind: Kind, request: Request) -> tuple[Asked, AsyncGeneration, RequestState]:
         found: list[Any] = []
@@ -260,9 +253,6 @@ class Service:
                     asked = kind.read(body, self.model)
                     try:
                         return asked, self._llm.served.submit(asked.request)
-                    except EngineError as error:  # the model's thread is at its end
-                        self.failure = error
-                        raise
                     except EdgeLLMError as error:
                         raise self._told(error, asked.fields) from error
 
@@ -324,7 +314,7 @@ class Service:
             lines.append(f'edgellm_http_connections_closed_total{{reason="{reason}"}} {count}')
         gauges = {
             "http_connections": ("Connections that are open.", self.connections()),
-            "http_answers": ("Requests that wait for an answer, or for more of it.", len(self._working)),
+            "http_answers": ("Requests that are being answered, this one too.", len(self._working)),
             "http_body_bytes": ("Bytes of requests that are being read.", self._bodies.held),
             "resident_memory_bytes": ("Memory of the process.", _resident_bytes()),
         }

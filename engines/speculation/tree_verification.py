@@ -67,6 +67,7 @@ class TreeVerification:
         self._given: CandidateBuffers | None = None
         self._draft_probabilities: Array | None = None
         self._workspaces: dict[str, Array] = {}
+        self._taken: dict[tuple[int, DraftPlan], bool] = {}
         #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
         #: like the rest. Set it before the first round.
         self.before_acceptance: Callable[[VerifiedTree], None] | None = None
@@ -109,6 +110,12 @@ class TreeVerification:
 
     def takes(self, batch: int, plan: DraftPlan) -> bool:
         """Whether there are engines that verify a given plan's tree in so many slots, without a plan to be built."""
+        asked = batch, plan
+        if asked not in self._taken:  # a backend takes milliseconds to say, and rounds are chosen in microseconds
+            self._taken[asked] = self._takes(batch, plan)
+        return self._taken[asked]
+
+    def _takes(self, batch: int, plan: DraftPlan) -> bool:
         nodes = self.engine_nodes(plan) if plan.tree_size <= self._limits.nodes else 0
         if not nodes or plan.longest > self._limits.emitted:
             return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,9 +15,12 @@ import jsonschema
 import numpy as np
 import pytest
 from served_answers import Answer, answer
+from tokenizers import Tokenizer
 
 from edgellm import LLM, AsyncLLM, Request, RequestError, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.errors import ConstraintError
@@ -46,8 +49,6 @@ DRAFTINGS = {
 class GivenTrees:
     """In the place of `GivenDrafting`: always gives candidates, what rules force and others, right and wrong ones."""
 
-    index = None
-
     def __init__(self, seed: int = 0) -> None:
         self._random, self._plan, self.rounds = random.Random(seed), given(7, 3), 0
 
@@ -60,17 +61,10 @@ class GivenTrees:
     def promises(self, runner: Any, sequences: Sequence[Any], room: int) -> bool:
         return False
 
-    def open(self, sequence: Any, prompt_ids: Sequence[int]) -> None:
-        """Nothing is kept of it."""
-
-    def take(self, sequence: Any, tokens: Sequence[int]) -> None:
+    def open(self, *_: Any) -> None:
         """Nothing is learned."""
 
-    def close(self, sequence: Any) -> None:
-        """Nothing was kept of it."""
-
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False) -> None:
-        """Nothing is learned."""
+    take = close = record = open
 
     def _tree(self, constraint: Any) -> GivenTree:
         try:
@@ -332,3 +326,99 @@ def test_sessions_messages_that_go_on_and_async(serving_engines: Path) -> None:
             return await asyncio.gather(*asked)
 
     assert [each.parsed for each in asyncio.run(ask())] == [plain.parsed] * 3
+
+
+class KnownAnswers(GivenTrees):
+    """Gives what a sequence will say, as far as its rules or chance do not say otherwise."""
+
+    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        super().__init__()
+        self._expected = expected
+
+    def choose(self, runner: Any, sequences: Sequence[Any], room: int) -> tuple[DraftPlan, list[GivenTree]] | None:
+        chosen = super().choose(runner, sequences, room)
+        if chosen is None:
+            return None
+        trees = []
+        for sequence in sequences:
+            tokens = self._expected[tuple(sequence.prompt_ids)][sequence.known : sequence.known + 3]
+            trees.append(GivenTree([*tokens, 5], [*range(-1, len(tokens) - 1), -1]))
+        return chosen[0], trees
+
+
+@pytest.fixture(scope="module")
+def thinking_engines(
+    make_checkpoint: Callable[..., Path], tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A tiny model that may think before it answers, and a draft."""
+    folder = tmp_path_factory.mktemp("thinking")
+    checkpoint = make_checkpoint(folder / "base", 5)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    limits = EngineLimits(4, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+    build_engine_directory(checkpoint, folder / "engines", limits, [], draft=tiny_draft)
+    return folder / "engines"
+
+
+def thinking_requests(**others: Any) -> list[Request]:
+    """Some whose prompt has begun to think, some that may begin to."""
+    requests = []
+    for number in range(16):
+        params = SamplingParams(
+            temperature=1.5 * (number % 4 > 0),
+            seed=number,
+            max_tokens=40,
+            **({"structure": Structure(json=SCHEMAS[number % 2])} | others),
+            logit_bias={259: 6.0, 258: 4.0, 257: -20.0},
+        )
+        requests.append(Request([number, 7, *([258] if number % 2 else [])], None, params))
+    return requests
+
+
+def test_reasoning_that_ends_inside_of_a_round(thinking_engines: Path) -> None:
+    requests = thinking_requests()
+    with SpecDecodeRuntime(thinking_engines, backend="numpy") as runtime:
+        runtime._drafters.given = None
+        plain = [runtime.handle_request(request) for request in requests]
+    assert sum(bool(response.structured_from) for response in plain) > 6
+    assert sum(bool(response.structure_complete) for response in plain) > 3
+    known = {tuple(request.prompt): response.token_ids for request, response in zip(requests, plain, strict=True)}
+    inside = 0
+    for gives in (None, KnownAnswers(known), GivenTrees()):
+        with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
+            runtime._drafters.given = gives
+            step = runtime._runner.step
+
+            def watched(*arguments: Any, step: Callable[..., Any] = step) -> Any:
+                nonlocal inside
+                found = step(*arguments)
+                inside += sum(259 in tokens[:-1] for tokens in found.wait())
+                return found
+
+            runtime._runner.step = watched
+            drafted = runtime.handle_request(requests)
+        for one, other in zip(drafted, plain, strict=True):
+            assert answer(one) == answer(other)
+            assert (one.structured_from, one.parsed) == (other.structured_from, other.parsed)
+    assert inside > 4
+
+
+def test_an_answer_that_is_cut_while_it_thinks_has_no_structure(thinking_engines: Path) -> None:
+    """Though the round that cut it went on, and an empty text would be complete."""
+    requests = thinking_requests(structure=Structure(regex="a*"))
+    with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
+        runtime._drafters.given = None
+        whole = [runtime.handle_request(request) for request in requests]
+        cut = 0
+        for request, response in zip(requests, whole, strict=True):
+            if 259 not in response.token_ids or response.token_ids.index(259) < 2:
+                continue
+            thought = runtime.tokenizer.decode(response.token_ids[: response.token_ids.index(259)])[-1:]
+            params = replace(request.params, stop=thought)
+            runtime._drafters.given = KnownAnswers({tuple(request.prompt): response.token_ids})
+            found = runtime.handle_request(Request(request.prompt, None, params))
+            if found.finish_reason == "stop_string" and 259 not in found.token_ids:
+                cut += 1
+                assert found.structured_from is None and not found.structure_complete and found.parsed is None
+        assert cut > 2

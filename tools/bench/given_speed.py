@@ -10,9 +10,9 @@ answers are no actions. `schema`: the shipped model's JSON adapter, plain and un
 with forced tokens and kind suffix. With `--known` actions and chat draw the accepted answers, too, so that a model of
 random weights and other shapes may be measured.
 
-Every prompt is answered in both ways, another one first each time. A speed is the tokens behind the first of all
-answers over the seconds for them; the ratio is the median over the repetitions. Each repetition begins without earlier
-answers. Of answers that are not forced apart, it is told how many are equal.
+Answers have at most 160 tokens. Every prompt is answered in both ways, another one first each time. A speed is the
+tokens behind the first of all answers over the seconds for them; the ratio is the median over the repetitions. Each
+repetition begins without earlier answers. How many answers are equal is told, too.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def prompts(kind: str, count: int, capacity: int, known: bool) -> list[Asked]:
         found = [Asked(one.prompt, one.answer if known else None) for one in replays.chats()[0]]
     room = [capacity - len(one.prompt) for one in found]
     fitting = [
-        one._replace(answer=None if one.answer is None else one.answer[:left])
+        one._replace(answer=None if one.answer is None else one.answer[:MAX_TOKENS])
         for one, left in zip(found, room, strict=True)
         if left > MAX_TOKENS
     ]

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from token_rules import RandomRules, RuledSequence
+from token_rules import VOCABULARY, RandomRules, RuledSequence, ruled_answers, rules
 
 from edgellm.decoding.rules import StepMasks
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation import constraints
-from edgellm.engines.speculation.constraints import AllConstraints, BadWords, TokenConstraint, allows
+from edgellm.engines.speculation.constraints import TokenConstraint, allows
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, given, tree
-from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 
-VOCABULARY, COUNT = 320, 24
 PLANS = [
     chain(4),
     tree(4, 4, 16),
@@ -38,66 +37,9 @@ SAMPLINGS = {
 PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 1))]
 
 
-def rules(seed: int = 0) -> TokenConstraint:
-    """Random rules with free places, and words of several tokens that may not come."""
-    words = [[token, (token + step) % VOCABULARY] for token in range(0, VOCABULARY, 3) for step in range(40)]
-    return AllConstraints([RandomRules(VOCABULARY, seed, 0.6, free=3), BadWords(words, VOCABULARY)])
-
-
-def random_trees(generator: np.random.Generator, likely: Sequence[Sequence[int]], plan: DraftPlan) -> list[GivenTree]:
-    """Trees of what follows each slot's last tokens in `likely`, of other tokens, and of what no rule allows."""
-    trees = []
-    for tokens in likely:
-        count = int(generator.integers(0, plan.top_k + 1))
-        chosen, parents, depths = [], [], []
-        for node in range(count):
-            above = [-1, *(place for place in range(node) if depths[place] < plan.steps)]
-            goes_on = node and depths[-1] < plan.steps and generator.random() < 0.6
-            parent = node - 1 if goes_on else int(generator.choice(above))
-            depth = 0 if parent < 0 else depths[parent]
-            follows = depth < len(tokens) and generator.random() < 0.8
-            token = int(tokens[depth]) if follows else int(generator.integers(0, VOCABULARY))
-            siblings = {other for above, other in zip(parents, chosen, strict=True) if above == parent}
-            chosen.append(token if token not in siblings else min({*range(VOCABULARY)} - siblings))
-            parents.append(parent)
-            depths.append(depth + 1)
-        trees.append(GivenTree(chosen, parents))
-    return trees
-
-
-def answers(
-    runner: DecodingRunner,
-    samplings: Sequence[SamplingValues],
-    made: Sequence[TokenConstraint | None],
-    plan: DraftPlan | None,
-    expected: Sequence[Sequence[int]] = ((),) * 4,
-) -> tuple[list[list[int]], int]:
-    """The first tokens of each slot, whose rules `made` are, and how many steps they took; `expected` is what given
-    trees have most of their tokens from."""
-    sequences, found = [RuledSequence(each) for each in made], []
-    for slot, (sampling, sequence) in enumerate(zip(samplings, sequences, strict=True)):
-        step_rules = None if sequence.constraint is None else StepMasks([sequence])
-        found.append(runner.start(slot, PROMPTS[slot], 0, sampling, None, step_rules))
-    found = [first.wait().tolist() for first in found]  # prompts follow each other, nothing is waited for
-    for sequence, tokens in zip(sequences, found, strict=True):
-        sequence.know(tokens)
-    generator, steps = np.random.default_rng(1), 0
-    while min(map(len, found)) < COUNT:
-        room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(PROMPTS, found, strict=False))
-        fitting = plan and plan.fitting(room)
-        trees = None
-        if fitting is not None and fitting.is_given:
-            trees = random_trees(generator, [e[len(t) :] for e, t in zip(expected, found, strict=False)], fitting)
-        step_rules = StepMasks(sequences) if any(each.constraint is not None for each in sequences) else None
-        step = runner.step(len(sequences), fitting, step_rules, trees)
-        for sequence, tokens, emitted in zip(sequences, found, step.wait(), strict=True):
-            assert sequence.failure is None
-            sequence.know(emitted)
-            tokens.extend(emitted)
-        steps += 1
-    for slot in range(len(sequences)):
-        runner.stop(slot)
-    return [tokens[:COUNT] for tokens in found], steps
+def answers(runner: DecodingRunner, samplings: Sequence[SamplingValues], *others: Any) -> tuple[list[list[int]], int]:
+    """Those of the first prompts."""
+    return ruled_answers(runner, PROMPTS, samplings, *others)
 
 
 @pytest.fixture(
