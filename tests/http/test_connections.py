@@ -22,7 +22,7 @@ MOST = 40
 @pytest.fixture(scope="module")
 def strict() -> Iterator[ServerProcess]:
     """A server that waits for nobody for long."""
-    limits = ["--header-seconds", 0.6, "--body-seconds", 0.8, "--stall-seconds", 1, "--max-connections", MOST]
+    limits = ["--header-seconds", 1, "--body-seconds", 1.2, "--stall-seconds", 1, "--max-connections", MOST]
     with running(*limits) as server:
         yield server
 
@@ -34,7 +34,7 @@ def closed(server: ServerProcess, reason: str) -> float:
 def test_a_silent_connection_is_closed(strict: ServerProcess) -> None:
     before, started = closed(strict, "silent"), time.monotonic()
     assert read_to_end(strict.connect()) == b""
-    assert 0.5 < time.monotonic() - started < 3 and closed(strict, "silent") == before + 1
+    assert 0.9 < time.monotonic() - started < 6 and closed(strict, "silent") == before + 1
 
 
 def test_slow_headers_are_not_waited_for(strict: ServerProcess) -> None:
@@ -50,7 +50,7 @@ def test_slow_headers_are_not_waited_for(strict: ServerProcess) -> None:
         except TimeoutError:
             pass
     assert found.startswith(b"HTTP/1.1 408 Request Timeout") and b'"slow_headers"' in found
-    assert time.monotonic() - started < 3 and read_to_end(connection) == b""
+    assert time.monotonic() - started < 6 and read_to_end(connection) == b""
 
 
 def test_headers_that_come_in_pieces_but_in_time_are_answered(strict: ServerProcess) -> None:
