@@ -12,7 +12,7 @@ from typing import Any
 
 import openai
 import pytest
-from http_server import MODEL, ServerProcess, chat_body, raw_request, read_to_end, running
+from http_server import MODEL, ServerProcess, chat_body, raw_request, read_to_end, running, wait_for
 from PIL import Image
 
 from edgellm.runtime import SHIPPED_MODEL
@@ -270,6 +270,19 @@ def test_bodies_beyond_the_limit(guarded: ServerProcess) -> None:
         for _ in range(100):
             connection.sendall(b"20000\r\n" + b"x" * 0x20000 + b"\r\n")
     assert guarded.metric("http_body_bytes") == 0
+
+
+def test_bodies_together_beyond_what_is_held(guarded: ServerProcess) -> None:
+    """Whoever sends halves of large bodies on many connections takes a bounded part of the memory."""
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += f"Authorization: Bearer {KEY}\r\nContent-Length: 1000000\r\n\r\n"
+    connections = [guarded.connect() for _ in range(6)]
+    for connection in connections:
+        connection.sendall(head.encode() + b"x" * 900_000)
+    assert read_to_end(connections[4]).startswith(b"HTTP/1.1 503") and guarded.metric("http_body_bytes") <= 4 << 20
+    for connection in connections:
+        connection.close()
+    wait_for(lambda: guarded.metric("http_body_bytes") == 0)
 
 
 def image_url(width: int, height: int) -> str:
