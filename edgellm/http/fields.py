@@ -29,9 +29,8 @@ HARMLESS = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("prompt_cache_options", "prediction"),
 )
-#: Of what `reasoning_effort` may be, the values that let a model that can choose answer at once.
-_NO_EFFORT = ("none",)
-EFFORTS = (*_NO_EFFORT, "minimal", "low", "medium", "high", "xhigh", "max")
+#: What `reasoning_effort` may be; the first lets a model that can choose answer at once.
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 #: The engine looks for each stop string after each token.
 MOST_STOPS, LONGEST_STOP = 32, 1000
 
@@ -164,8 +163,7 @@ def sampling(fields: Fields, model: ServedModel, *limits: str) -> SamplingParams
 
 def common(fields: Fields, model: ServedModel) -> tuple[str, str | None, bool, float | None]:
     """What all requests for an answer have: the model's name, the adapter of that name, whether to stream, deadline."""
-    name = fields.take("model")
-    adapter = model.adapter_of(name)
+    adapter = model.adapter_of(name := fields.take("model"))
     stream = fields.flag("stream")
     deadline = fields.take("deadline", (int, float), "a number of seconds")
     fields.refuse("priority", "requests are answered first come, first served")
@@ -196,23 +194,29 @@ def structured(params: SamplingParams, name: str, response_format: Any) -> Sampl
     return params if structure is None else checked(name, lambda it: replace(params, structure=it), structure)
 
 
-def thinking(
-    fields: Fields, model: ServedModel, variables: Mapping[str, Any], effort: Any, name: str
-) -> dict[str, Any]:
-    """The chat template's variables with what a reasoning effort means to it; what it does not read is reported."""
+def template_variables(fields: Fields) -> dict[str, Any]:
+    """What a request sets for the chat template."""
+    name = "chat_template_kwargs"
+    return checked(name, checked_variables, fields.take(name), "template_variables")
+
+
+def thinking(fields: Fields, model: ServedModel, effort: Any, name: str) -> dict[str, Any]:
+    """The chat template's variables, with what a reasoning effort, the field `name`, means to it; what it does not read
+    is reported."""
+    variables = template_variables(fields)
     found: dict[str, Any] = {}
     if effort is not None:
         if not isinstance(effort, str) or effort not in EFFORTS:
             raise HTTPError(400, f"{name} is {shown(effort)}: expected one of {', '.join(EFFORTS)}", param=name)
         if "enable_thinking" in model.template_variables:
-            found["enable_thinking"] = effort not in _NO_EFFORT
-        if "reasoning_effort" in model.template_variables and effort not in _NO_EFFORT:
+            found["enable_thinking"] = effort != "none"
+        if "reasoning_effort" in model.template_variables and effort != "none":
             found["reasoning_effort"] = effort
         if not found:
             fields.ignored.append(name)
     unread = [each for each in variables if each not in model.template_variables]
     fields.ignored += [f"chat_template_kwargs.{each}" for each in unread]
-    return found | dict(variables)
+    return found | variables
 
 
 def with_images(fields: Fields, messages: Any, model: ServedModel, name: str = "messages") -> list[Any]:
@@ -308,10 +312,7 @@ def chat(body: bytes, model: ServedModel) -> Asked:
     fields.only("modalities", ["text"], why="answers are text")
     for each in ("audio", "functions", "function_call", "web_search_options", "moderation", "verbosity"):
         fields.refuse(each, "there is nothing here that does it")
-    variables = checked(
-        "chat_template_kwargs", checked_variables, fields.take("chat_template_kwargs"), "template_variables"
-    )
-    variables = thinking(fields, model, variables, fields.take("reasoning_effort"), "reasoning_effort")
+    variables = thinking(fields, model, fields.take("reasoning_effort"), "reasoning_effort")
     include_usage = stream_options(fields, stream)
     continued = fields.flag("continue_final_message")
     messages = fields.take("messages")
@@ -388,14 +389,11 @@ def tokens(body: bytes, model: ServedModel) -> Asked:
     fields = Fields(body)
     adapter = model.adapter_of(fields.take("model") or model.name)
     prompt, messages = fields.take("prompt"), fields.take("messages")
-    variables = checked(
-        "chat_template_kwargs", checked_variables, fields.take("chat_template_kwargs"), "template_variables"
-    )
+    variables = template_variables(fields)
     fields.end()
     if (prompt is None) == (messages is None):
         raise HTTPError(400, "give a prompt or messages, one of them", param="prompt")
     if messages is None:
-        request = {"prompt": single_prompt(prompt, model), "adapter": adapter}
-        return asked("prompt", fields, model.name, request, stream=False)
+        return asked("prompt", fields, model.name, {"prompt": single_prompt(prompt, model), "adapter": adapter}, False)
     request = {"messages": with_images(fields, messages, model), "adapter": adapter, "template_variables": variables}
-    return asked("messages", fields, model.name, request, stream=False)
+    return asked("messages", fields, model.name, request, False)

@@ -26,7 +26,6 @@ from edgellm.http.fields import (
     with_images,
 )
 from edgellm.requests import Response
-from edgellm.text.messages import checked_variables
 from edgellm.text.tokenizer import Tokenizer
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -56,10 +55,7 @@ def response_request(body: bytes, model: ServedModel) -> Asked:
     stream_options(fields, stream)
     reasoning = fields.take("reasoning", dict, "an object") or {}
     fields.ignored += [f"reasoning.{each}" for each in reasoning if each != "effort" and reasoning[each] is not None]
-    variables = checked(
-        "chat_template_kwargs", checked_variables, fields.take("chat_template_kwargs"), "template_variables"
-    )
-    variables = thinking(fields, model, variables, reasoning.get("effort"), "reasoning.effort")
+    variables = thinking(fields, model, reasoning.get("effort"), "reasoning.effort")
     instructions = fields.take("instructions", str, "text")
     messages = with_images(fields, input_messages(fields.take("input"), instructions), model, "input")
     fields.end()
