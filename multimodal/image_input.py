@@ -83,11 +83,11 @@ def _from_bytes(data: bytes, what: str, limits: ImageLimits) -> np.ndarray:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # `limits` are checked right after
-            image = Image.open(io.BytesIO(data), formats=_formats())
+            image = Image.open(io.BytesIO(data), formats=readable_formats())
     except Image.DecompressionBombError as error:
         raise ImageError(f"{what} is too large: {error}. The most is {limits.max_pixels} pixels") from error
     except Exception as error:  # whatever hostile bytes make a decoder raise
-        names = ", ".join(_formats())
+        names = ", ".join(readable_formats())
         raise ImageError(f"{what} is not an image, or its beginning is damaged: expected one of {names}") from error
     with image:
         return _from_pillow(image, what, limits)
@@ -182,7 +182,7 @@ def _check_pixels(height: int, width: int, what: str, limits: ImageLimits) -> No
 
 
 @lru_cache(maxsize=1)
-def _formats() -> tuple[str, ...]:
+def readable_formats() -> tuple[str, ...]:
     """Those of `FORMATS` that this Pillow reads."""
     Image.init()
     return tuple(name for name in FORMATS if name in Image.OPEN)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from http_server import running
 from PIL import Image
 
 import edgellm
@@ -34,6 +35,8 @@ TEXTS = [ROOT / "README.md", *sorted(PAGES.rglob("*.md"))]
 #: Pages that tell of files as they were at some commit.
 OF_THE_PAST = {PAGES / "tried.md"}
 PRODUCT = ("edgellm", "engines", "kernels", "multimodal")
+#: Where examples expect a server; they get one on a free port.
+SERVER = "127.0.0.1:8000"
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _FIGURE = re.compile(r"-?\d+\.\d+(e-?\d+)?")
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
@@ -96,20 +99,27 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_python_examples_run(text: Path, workplace: Path) -> None:
     """The examples of one text run one after another, as a reader would type them; what they print is what is shown."""
     names: dict[str, Any] = {"__name__": "__main__", "camera": Camera()}
-    try:
+    with contextlib.ExitStack() as opened:
+        opened.callback(close_models, names)
+        address = SERVER
+        if any(block.language == "python" and SERVER in block.content for block in blocks(text)):
+            server = opened.enter_context(running())
+            address = f"{server.host}:{server.port}"
         for block in blocks(text):
             if block.language != "python":
                 continue
-            printed = io.StringIO()
+            printed, program = io.StringIO(), block.content.replace(SERVER, address)
             with contextlib.redirect_stdout(printed):
                 # Tracebacks name the line in the text; what this file imports from __future__ a reader does not.
-                exec(compile("\n" * block.line + block.content, str(text), "exec", dont_inherit=True), names)
+                exec(compile("\n" * block.line + program, str(text), "exec", dont_inherit=True), names)
             if block.shown_output is not None:
                 assert without_figures(printed.getvalue()) == without_figures(block.shown_output)
-    finally:
-        for value in list(names.values()):
-            if isinstance(value, edgellm.LLM):
-                value.close()
+
+
+def close_models(names: dict[str, Any]) -> None:
+    for value in list(names.values()):
+        if isinstance(value, edgellm.LLM):
+            value.close()
 
 
 def without_figures(text: str) -> list[str]:

@@ -38,9 +38,8 @@ def open_model(
     fit.
     """
     drafting = chosen_drafting(settings)
-    if drafting is not None and drafting.acceptance == "typical":
-        write_note("Typical acceptance is lossy: answers may be others than without a draft.")
-    snapshot = None if settings.system_cache is None else _snapshot_path(settings.system_cache)
+    tell_of_loss(drafting)
+    snapshot = None if settings.system_cache is None else snapshot_path(settings.system_cache)
     llm = open_model_with(settings, drafting, chosen_adapters(settings, adapters, every_adapter))
     if snapshot is None:
         return llm
@@ -54,6 +53,12 @@ def open_model(
         llm.close()
         raise
     return llm
+
+
+def tell_of_loss(drafting: DraftingConfig | None) -> None:
+    """Say so where drafting changes answers."""
+    if drafting is not None and drafting.acceptance == "typical":
+        write_note("Typical acceptance is lossy: answers may be others than without a draft.")
 
 
 def chosen_adapters(
@@ -73,7 +78,7 @@ def chosen_adapters(
     return settings.adapters if wanted or settings.adapters or (every_adapter and names) else None
 
 
-def _snapshot_path(name: str) -> Path:
+def snapshot_path(name: str) -> Path:
     """The file that `--system-cache` means; raises RequestError, or SnapshotError for one that cannot be used."""
     from edgellm.commands.cache_prompts import chosen_folder, find_snapshot
 

@@ -87,7 +87,7 @@ class Preparation:
             () if params.ignore_eos else self._directory.eos_token_ids,
             params.max_tokens,
         )
-        rules = self._rules.rules(params, prompt.token_ids, _continued(request))
+        rules = self._rules.rules(params, prompt.token_ids, continued_text(request))
         tally = DraftingTally(lambda: runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
             prompt.token_ids,
@@ -230,8 +230,8 @@ def sampling_values(params: SamplingParams) -> SamplingValues:
     )
 
 
-def _continued(request: Request) -> str | None:
-    """The text of the message that the model goes on with."""
+def continued_text(request: Request) -> str | None:
+    """The text of the message that the model goes on with, where the request asks for that."""
     if not request.continue_final_message or not request.messages:
         return None
     content = request.messages[-1].get("content")

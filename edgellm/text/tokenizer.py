@@ -118,6 +118,10 @@ class Tokenizer:
         known = _checked_ids([token_id])
         return self._tokenizer.id_to_token(known[0]) if known else None
 
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The bytes that a token stands for; None where it is a piece of text."""
+        return (self._token_text.known.get(token_id) or self._token_text.look_up(token_id)).data
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of raw text; special tokens written in it are recognized.
 

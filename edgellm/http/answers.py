@@ -1,0 +1,268 @@
+"""Answers as clients of OpenAI's API read them: a model's reasoning apart, whole or in pieces, with usage and
+log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from edgellm.decoding.preparation import continued_text
+from edgellm.decoding.sequence import DecodingSequence
+from edgellm.http.errors import HTTPError
+from edgellm.http.fields import Asked
+from edgellm.requests import Chunk, Request, Response, TokenLogprobs
+from edgellm.structure.reasoning import ReasoningMarks, ReasoningState, reasoning_marks, reasoning_state
+from edgellm.text.output import OutputText
+from edgellm.text.tokenizer import Tokenizer
+
+#: What finish reasons are called in OpenAI's API; "deadline" and "context" are told beside it, as `stop_reason`.
+FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "context": "length", "deadline": "length"}
+#: JSON has no infinity: less than any log-probability of a token that could be drawn.
+LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What has come of an answer: what the model thinks, what it says, and the log-probabilities of what it says."""
+
+    reasoning: str = ""
+    content: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class AnswerReader:
+    """Parts an answer, in pieces as they come, into what the model thinks and what it says.
+
+    Tokens decide, not text: marks are found where they are no text, and what only looks like one is none. Space around
+    the reasoning belongs to neither. Calls of tools would be found here, in `Piece.content`, and come out as a further
+    field of `Piece`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, answer: OutputText, marks: ReasoningMarks | None, state: ReasoningState
+    ) -> None:
+        """`answer` is the engine's, which knows the tokens that end it without being a part of it; `state` is that of
+        the reasoning behind the prompt, of no account without `marks`."""
+        self._tokenizer, self._ends_at, self._marks = tokenizer, answer.ends_at, marks
+        self._state: ReasoningState = "closed" if marks is None else state
+        self._ids: list[int] = []  # as long as the model may be thinking
+        self._tokens = self._characters = 0  # that were read
+        self._thought_from = 0  # the rest are characters of the answer, and a token
+        self._thought_to = self._said_from = 0 if self._state == "closed" else sys.maxsize
+        self._first_said = self._said_from
+        self._held: str | None = None  # space at the end of what was thought so far, None before there is anything
+        self._strips = False
+        #: How many tokens the model has thought, the marks among them.
+        self.reasoning_tokens = 0
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, sequence: DecodingSequence, request: Request) -> AnswerReader:
+        """The reader of the answer to a request; a prompt without messages is continued with whatever comes."""
+        marks = None if request.messages is None else reasoning_marks(tokenizer)
+        state: ReasoningState = "closed"
+        if marks is not None:
+            state = reasoning_state(tokenizer, marks, sequence.prompt_ids, continued_text(request))
+        return cls(tokenizer, sequence.answer, marks, state)
+
+    def read(self, chunk: Chunk) -> Piece:
+        """What a chunk of the answer has."""
+        if self._state != "closed":
+            self._ids += chunk.token_ids
+            self._find_marks()
+        begin, text = self._characters, chunk.text
+        logprobs = chunk.logprobs[max(0, self._first_said - self._tokens) :]
+        self._tokens, self._characters = self._tokens + len(chunk.token_ids), begin + len(text)
+        thought = text[max(0, self._thought_from - begin) : max(0, self._thought_to - begin)]
+        said = text[max(0, self._said_from - begin) :]
+        if self._strips:
+            said = said.lstrip()
+            self._strips = not said
+        return Piece(self._shown(thought), said, tuple(each for each in logprobs if not self._ends_at(each.token_id)))
+
+    def _find_marks(self) -> None:
+        """Take notice of where the reasoning begins and ends; text never comes before its tokens."""
+        marks, ids = self._marks, self._ids
+        assert marks is not None
+        if self._state == "undecided" and ids:
+            self._state = "open" if ids[0] == marks.begin else "closed"
+            if self._state == "closed":
+                self._thought_to = self._said_from = self._first_said = 0
+            else:
+                self._thought_from = len(self._tokenizer.decode(ids[:1]))
+        if self._state == "open":
+            self.reasoning_tokens = len(ids)
+            if marks.end in ids:
+                end = ids.index(marks.end)
+                self._thought_to, self._said_from = (len(self._tokenizer.decode(ids[: end + more])) for more in (0, 1))
+                self.reasoning_tokens = self._first_said = end + 1
+                self._state, self._strips = "closed", True
+
+    def _shown(self, thought: str) -> str:
+        """Reasoning as it is shown: without space before it, and with that at its end once there is more."""
+        text = thought.lstrip() if self._held is None else self._held + thought
+        shown = text.rstrip()
+        if shown or self._held is not None:
+            self._held = text[len(shown) :]
+        return shown
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> tuple[str, list[int]]:
+    """A token's text, and its bytes."""
+    data = tokenizer.token_bytes(token_id)
+    if data is not None:
+        return data.decode("utf-8", "replace"), list(data)
+    text = (tokenizer.id_to_token(token_id) or "").replace("\u2581", " ")
+    return text, list(text.encode())
+
+
+def logprob_object(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    """A token with its log-probability."""
+    text, data = token_text(tokenizer, token_id)
+    return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": data}
+
+
+def logprob_objects(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Tokens with their log-probabilities, and those of the likeliest in their places."""
+    return [
+        logprob_object(tokenizer, each.token_id, each.logprob)
+        | {"top_logprobs": [logprob_object(tokenizer, *pair) for pair in each.top]}
+        for each in logprobs
+    ]
+
+
+def event(value: Any, name: str | None = None) -> bytes:
+    """A server-sent event."""
+    data = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return (f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n").encode()
+
+
+class Writer(Protocol):
+    """Writes one answer in the form of an endpoint."""
+
+    def whole(self, piece: Piece, response: Response) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+
+    def begin(self) -> Iterator[bytes]:
+        """The first events of a stream, sent with its first piece."""
+
+    def piece(self, piece: Piece) -> Iterator[bytes]:
+        """The events of a piece."""
+
+    def end(self, response: Response) -> Iterator[bytes]:
+        """The last events."""
+
+    def failure(self, error: HTTPError) -> Iterator[bytes]:
+        """The events of a stream that fails."""
+
+
+class CompletionWriter:
+    """Writes answers of `/v1/completions`; see `Writer`."""
+
+    prefix, kind, streamed_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, asked: Asked, tokenizer: Tokenizer, reader: AnswerReader) -> None:
+        self._asked, self._tokenizer, self._reader = asked, tokenizer, reader
+        self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+        self._offset = 0
+
+    def whole(self, piece: Piece, response: Response) -> dict[str, Any]:
+        """See `Writer`."""
+        choice = {"index": 0, **self._said(piece), **self._ending(response)}
+        return {**self._common, "object": self.kind, "choices": [choice], "usage": self._usage(response)}
+
+    def begin(self) -> Iterator[bytes]:
+        """See `Writer`."""
+        return iter(())
+
+    def piece(self, piece: Piece) -> Iterator[bytes]:
+        """See `Writer`."""
+        if piece != Piece():
+            yield self._event({"index": 0, **self._delta(piece), "finish_reason": None})
+
+    def end(self, response: Response) -> Iterator[bytes]:
+        """See `Writer`."""
+        yield self._event({"index": 0, **self._delta(Piece()), **self._ending(response)})
+        if self._asked.include_usage:
+            yield event({**self._common, "object": self.streamed_kind, "choices": [], "usage": self._usage(response)})
+        yield b"data: [DONE]\n\n"
+
+    def failure(self, error: HTTPError) -> Iterator[bytes]:
+        """See `Writer`."""
+        yield event(error.body())
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        usage = {"usage": None} if self._asked.include_usage else {}
+        return event({**self._common, "object": self.streamed_kind, "choices": [choice], **usage})
+
+    def _said(self, piece: Piece) -> dict[str, Any]:
+        """What a choice has of a piece: here the text as the model wrote it, its reasoning too."""
+        return {"text": piece.content, "logprobs": self._logprobs(piece)}
+
+    _delta = _said
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        params = self._asked.request.params
+        if params is None or params.logprobs is None or (self._asked.stream and not piece.logprobs):
+            return None
+        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for each in piece.logprobs:
+            text, _ = token_text(self._tokenizer, each.token_id)
+            likeliest = {token_text(self._tokenizer, other)[0]: max(value, LEAST_LOGPROB) for other, value in each.top}
+            row = (text, max(each.logprob, LEAST_LOGPROB), likeliest, self._offset)
+            for column, value in zip(found.values(), row, strict=True):
+                column.append(value)
+            self._offset += len(text)
+        return found
+
+    def _ending(self, response: Response) -> dict[str, Any]:
+        """Why the answer ended; `stop_reason` is the stop string or token id, or what OpenAI's API has no name for."""
+        reason = response.finish_reason
+        beside = reason if reason in ("deadline", "context") else response.stop_match
+        return {"finish_reason": FINISH_REASONS.get(reason, "stop"), "stop_reason": beside}
+
+    def _usage(self, response: Response) -> dict[str, Any]:
+        usage = response.usage
+        details = {"reasoning_tokens": self._reader.reasoning_tokens}
+        if response.drafting is not None:
+            details["accepted_prediction_tokens"] = response.drafting.accepted_tokens
+        return {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
+            "completion_tokens_details": details,
+        }
+
+
+class ChatWriter(CompletionWriter):
+    """Writes answers of `/v1/chat/completions`; see `Writer`."""
+
+    prefix, kind, streamed_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def begin(self) -> Iterator[bytes]:
+        """See `Writer`."""
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield self._event(choice)
+
+    def _said(self, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.content, "refusal": None}
+        if self._reader.reasoning_tokens:
+            message["reasoning_content"] = piece.reasoning
+        return {"message": message, "logprobs": self._logprobs(piece)}
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        delta = {} if not piece.reasoning else {"reasoning_content": piece.reasoning}
+        if piece.content or piece.logprobs:
+            delta["content"] = piece.content
+        return {"delta": delta, "logprobs": self._logprobs(piece)}
+
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        params = self._asked.request.params
+        if params is None or params.logprobs is None or (self._asked.stream and not piece.logprobs):
+            return None
+        return {"content": logprob_objects(self._tokenizer, piece.logprobs), "refusal": None}

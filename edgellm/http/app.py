@@ -1,0 +1,343 @@
+"""The server's endpoints: each takes a request's body, asks the model's thread, and sends the answer as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Scope
+
+from edgellm.asynchronous import AsyncLLM
+from edgellm.errors import EdgeLLMError, EngineError, TemplateError
+from edgellm.generation import Generation, RequestState
+from edgellm.http import asgi, fields
+from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
+from edgellm.http.errors import HTTPError, http_error, later
+from edgellm.http.fields import Asked, ServedModel
+from edgellm.http.guard import Guard
+from edgellm.http.responses import ResponseWriter, response_request
+from edgellm.requests import Chunk
+from edgellm.runtime import SpecDecodeRuntime
+from edgellm.serving.async_generation import AsyncGeneration
+from edgellm.text.template import ChatTemplate
+
+logger = logging.getLogger("edgellm.http")
+
+#: Threads that read bodies and images, render and tokenize: what they do would keep the event loop waiting.
+READERS = 4
+#: Bodies in memory have together at most so many times the size of the largest.
+BODIES = 4
+_LONGEST_WAIT = 60
+#: What a header cannot have, and how long one of this server may be.
+_NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An endpoint that answers: how its requests are read and its answers written."""
+
+    path: str
+    read: Callable[[bytes, ServedModel], Asked]
+    writer: Callable[[Asked, Any, AnswerReader], Writer]
+
+
+ENDPOINTS = (
+    Kind("/v1/chat/completions", fields.chat, ChatWriter),
+    Kind("/v1/completions", fields.completion, CompletionWriter),
+    Kind("/v1/responses", response_request, ResponseWriter),
+)
+_COUNTED = (*(kind.path for kind in ENDPOINTS), "/tokenize", "/v1/models", "/health", "/metrics")
+
+
+class Service:
+    """A model that is asked over HTTP. It listens while the model is loaded, and answers once that is open.
+
+    Everything but the model's own thread runs in one event loop and a few threads that make requests ready. Nobody
+    waits for a slow reader: what it has not taken of its answer joins until it is read, at most one answer of it.
+    """
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        model: ServedModel,
+        guard: Guard,
+        body_bytes: int = 32 * 2**20,
+        template: ChatTemplate | None = None,
+    ) -> None:
+        """`model` says how the model is called and what it takes; its adapters are known when it is open. A chat
+        `template` takes the place of the model's own."""
+        self._llm, self._guard, self._bodies = llm, guard, asgi.Bodies(body_bytes, BODIES * body_bytes)
+        self.model, self._template = model, template
+        self._runtime: SpecDecodeRuntime | None = None
+        #: What the model failed with, when it was loaded or later.
+        self.failure: Exception | None = None
+        self._is_ending = False
+        self._answers: WeakSet[AsyncGeneration] = WeakSet()  # one that nobody holds is cancelled by itself
+        self._working: set[asyncio.Future[None]] = set()
+        self._responses: Counter[tuple[str, int]] = Counter()
+        self._created = int(time.time())
+        self._pool = ThreadPoolExecutor(READERS, "edgellm-http")
+        self.connections: Callable[[], int] = lambda: 0
+        self.closed_connections: Counter[str] = Counter()
+
+    def app(self) -> Starlette:
+        """The application, as servers of ASGI run it."""
+        asked = {kind.path: self._answering(kind) for kind in ENDPOINTS} | {"/tokenize": self._tokenize}
+        shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
+        shown |= {"/health": self._health, "/metrics": self._metrics}
+        routes = [
+            Route(path, asgi.Endpoint(answer, self._working), methods=[method])
+            for method, answers in (("POST", asked), ("GET", shown))
+            for path, answer in answers.items()
+        ]
+        # A page at "/" would be one more route, to a handler of static files.
+        app = Starlette(routes=routes, exception_handlers={HTTPException: asgi.refuse, HTTPError: asgi.refuse})
+        app.router.redirect_slashes = False
+        app.add_middleware(asgi.Guarded, gate=self)
+        return app
+
+    @property
+    def state(self) -> str:
+        """ "loading", "ready", "ending" or "failed"."""
+        if self.failure is not None:
+            return "failed"
+        return "ending" if self._is_ending else "ready" if self.is_open else "loading"
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the model was loaded."""
+        return self._runtime is not None
+
+    async def open(self) -> None:
+        """Wait until the model is open. Raises what loading it raised, which the server then tells, too."""
+        try:
+            await self._llm.open()
+            self.model = self._described(await self._llm.call(lambda runtime: runtime))
+        except Exception as error:
+            self.failure = error
+            raise
+
+    async def wait_for_failure(self) -> None:
+        """Return when the model's thread has ended."""
+        await asyncio.shield(asyncio.wrap_future(self._llm._thread.closed))
+        if self.failure is None and not self._is_ending:
+            self.failure = EngineError("the model's thread has ended: the log says why")
+
+    def _described(self, runtime: SpecDecodeRuntime) -> ServedModel:
+        if self._template is not None:
+            runtime.tokenizer.chat_template = self._template
+        try:
+            variables = runtime.tokenizer.template_variables()
+        except TemplateError:  # which conversations will be told
+            variables = frozenset()
+        self._runtime = runtime
+        vocab_size = runtime.directory.config.vocab_size
+        return replace(self.model, adapters=runtime.adapters, template_variables=variables, vocab_size=vocab_size)
+
+    async def finish(self, seconds: float) -> None:
+        """Answer nothing new, and wait until what runs has ended; what has not after so many seconds is cancelled."""
+        self._is_ending = True
+        until = time.monotonic() + seconds
+        while self._working and time.monotonic() < until:
+            await asyncio.wait(self._working, timeout=until - time.monotonic())
+        for answer in list(self._answers):
+            answer.cancel()
+        if self._working:  # a round, and the time to say that it was cancelled
+            await asyncio.wait(self._working, timeout=1.0)
+
+    def close(self) -> None:
+        """Free the threads that make requests ready; the model stays open."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Raise HTTPError for a request that is not to be answered, whatever it asks."""
+        self._guard.check(scope["path"], headers)
+        if scope["path"] in ("/health", "/metrics") or self.state == "ready":
+            return
+        if self.failure is not None:
+            raise HTTPError(503, f"the model has failed: {self.failure}", code="failed")
+        if self._is_ending:
+            raise later(503, "the server is ending: ask another one", "ending", 5)
+        if scope["path"].startswith("/v1/") or scope["path"] == "/tokenize":
+            raise later(503, "the model is being loaded: ask again soon", "loading", 2)
+
+    def sharing(self, headers: Headers) -> dict[str, str]:
+        """See `Guard.sharing`."""
+        return self._guard.sharing(headers)
+
+    def count(self, scope: Scope, status: int) -> None:
+        """A response was begun."""
+        path = scope["path"] if scope["path"] in _COUNTED else "other"
+        self._responses[path, status] += 1
+        logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": scope["client"]}})
+
+    def _answering(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(request: Request) -> Response:
+            return await self._answer(kind, request)
+
+        return answer
+
+    async def _answer(self, kind: Kind, request: Request) -> Response:
+        """Ask the model, and wait for the answer, or the first piece of one that is streamed: what a queue or the
+        engine refuses has a status of its own, and what was not begun may be asked of another server."""
+        asked, answer, state = await self._ask(kind, request)
+        assert self._runtime is not None
+        tokenizer, sequence = self._runtime.tokenizer, state.sequence
+        reader = AnswerReader.of(tokenizer, sequence, asked.request)
+        writer = kind.writer(asked, tokenizer, reader)
+        headers = {"cache-control": "no-store"}
+        if asked.ignored:
+            headers["edgellm-ignored"] = _NO_HEADER.sub("?", ", ".join(asked.ignored))[:_LONGEST_HEADER]
+        self._answers.add(answer)
+        try:
+            if not asked.stream:
+                response = await answer.result()
+                if response.finish_reason == "cancelled":
+                    raise later(503, "the server has ended before the answer was complete", "ending", 5)
+                chunk = Chunk(response.text, response.token_ids, (), response.logprobs or ())
+                return JSONResponse(writer.whole(reader.read(chunk), response), headers=headers)
+            first = await anext(answer, None)
+            events = self._events(answer, first, reader, writer)
+            headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        except EdgeLLMError as error:
+            raise self._told(error, asked.fields) from error
+
+    async def _events(
+        self, answer: AsyncGeneration, first: Chunk | None, reader: AnswerReader, writer: Writer
+    ) -> AsyncIterator[bytes]:
+        """The events of an answer that has begun; each time all that has come since, however slowly they are taken."""
+        try:
+            for each in writer.begin():
+                yield each
+            chunk = first
+            while chunk is not None:
+                events = b"".join(writer.piece(reader.read(chunk)))
+                if events:
+                    yield events
+                chunk = await anext(answer, None)
+            response = await answer.result()
+            if response.finish_reason == "cancelled":
+                raise later(503, "the server has ended before the answer was complete", "ending")
+            yield b"".join(writer.end(response))
+        except Exception as error:
+            for each in writer.failure(self._told(error, {})):
+                yield each
+        finally:
+            answer.cancel()  # of no account where it is finished
+
+    async def _ask(self, kind: Kind, request: Request) -> tuple[Asked, AsyncGeneration, RequestState]:
+        found: list[Any] = []
+
+        async def ask() -> Generation:
+            async with self._bodies.reading(request) as body:
+
+                def submit() -> tuple[Asked, Generation]:
+                    asked = kind.read(body, self.model)
+                    try:
+                        return asked, self._llm.served.submit(asked.request)
+                    except EdgeLLMError as error:
+                        raise self._told(error, asked.fields) from error
+
+                asked, generation = await asyncio.get_running_loop().run_in_executor(self._pool, submit)
+            found.extend((asked, generation.request_state))
+            return generation
+
+        answer = await AsyncGeneration(ask)
+        return found[0], answer, found[1]
+
+    async def _tokenize(self, request: Request) -> Response:
+        async with self._bodies.reading(request) as body:
+
+            def count() -> list[int]:
+                asked = fields.tokens(body, self.model)
+                assert self._runtime is not None
+                try:
+                    return list(self._runtime.prepare(asked.request).prompt_ids)
+                except EdgeLLMError as error:
+                    raise self._told(error, asked.fields) from error
+
+            ids = await asyncio.get_running_loop().run_in_executor(self._pool, count)
+        return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_object(name) for name in self.model.names]})
+
+    async def _model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        self.model.adapter_of(name)
+        return JSONResponse(self._model_object(name))
+
+    def _model_object(self, name: str) -> dict[str, Any]:
+        parent = None if name == self.model.name else self.model.name
+        known = {"id": name, "object": "model", "created": self._created, "owned_by": "edgellm", "parent": parent}
+        return known | {"max_model_len": self._llm.context_length}
+
+    async def _health(self, request: Request) -> Response:
+        state = self.state
+        error = {} if self.failure is None else {"error": str(self.failure)}
+        headers = {} if state == "ready" else {"retry-after": "2"}
+        return JSONResponse({"status": state, **error}, 200 if state == "ready" else 503, headers)
+
+    async def _metrics(self, request: Request) -> Response:
+        return PlainTextResponse(
+            self._llm.metrics_text() + "\n".join([*self._metric_lines(), ""]),
+            media_type="text/plain; version=0.0.4",
+        )
+
+    def _metric_lines(self) -> list[str]:
+        """What the server itself counts, in Prometheus's form."""
+        lines = ["# HELP edgellm_http_responses_total Responses, by endpoint and status."]
+        lines.append("# TYPE edgellm_http_responses_total counter")
+        for (path, status), count in sorted(self._responses.items()):
+            lines.append(f'edgellm_http_responses_total{{path="{path}",status="{status}"}} {count}')
+        lines.append("# HELP edgellm_http_connections_closed_total Connections that were closed, by why.")
+        lines.append("# TYPE edgellm_http_connections_closed_total counter")
+        for reason, count in sorted(self.closed_connections.items()):
+            lines.append(f'edgellm_http_connections_closed_total{{reason="{reason}"}} {count}')
+        gauges = {
+            "http_connections": ("Connections that are open.", self.connections()),
+            "http_answers": ("Requests that are being answered, this one too.", len(self._working)),
+            "http_body_bytes": ("Bytes of requests that are being read.", self._bodies.held),
+            "resident_memory_bytes": ("Memory of the process.", _resident_bytes()),
+        }
+        for name, (text, value) in gauges.items():
+            lines += [f"# HELP edgellm_{name} {text}", f"# TYPE edgellm_{name} gauge", f"edgellm_{name} {value}"]
+        return lines
+
+    def _told(self, error: Exception, names: Mapping[str, str]) -> HTTPError:
+        """An error as a client is told it; what nobody expected goes to the log."""
+        found = http_error(error, names, self._wait_seconds())
+        if found.status == 500:
+            logger.error("a request has failed: %s", error, exc_info=error)
+        return found
+
+    def _wait_seconds(self) -> int:
+        """After how many seconds a place in a full queue may be free: what a request takes on average."""
+        mean = self._llm.metrics()["request_seconds"]["mean"]
+        return min(_LONGEST_WAIT, max(1, math.ceil(mean or 1.0)))
+
+
+def _resident_bytes() -> int:
+    try:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return pages * resource.getpagesize()

@@ -1,0 +1,184 @@
+"""What stands around each endpoint: who may ask, bodies with a limit, clients that go away, errors as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from edgellm.http.errors import HTTPError, http_error, later
+
+logger = logging.getLogger("edgellm.http")
+
+#: Of a body that is too large so many times more is read, and dropped: a client that still sends reads no answer.
+_DROPPED = 4
+
+
+class Bodies:
+    """Reads bodies of at most `most` bytes; those that are held at a time have together at most `together`."""
+
+    def __init__(self, most: int, together: int) -> None:
+        self._most, self._together = most, together
+        #: Bytes that are held now.
+        self.held = 0
+
+    @asynccontextmanager
+    async def reading(self, request: Request) -> AsyncIterator[bytes]:
+        """The body of a request, which counts as held as long as it is used. Raises HTTPError for one that is too
+        large, or of another type than JSON, and where too much is held."""
+        _check_content(request.headers)
+        too_large = HTTPError(
+            413,
+            f"the body has more than {self._most:,} bytes, which are the most (--max-body-mib)",
+            code="body_too_large",
+            headers={"connection": "close"},
+        )
+        length = request.headers.get("content-length", "0")
+        declared = int(length) if length.isdecimal() else 0
+        if declared > self._most * (1 if "expect" in request.headers else 1 + _DROPPED):
+            raise too_large
+        body, read = bytearray(), 0
+        try:
+            async for part in request.stream():
+                read += len(part)
+                if read <= self._most:
+                    body += part
+                    self.held += len(part)
+                elif read > self._most * (1 + _DROPPED):
+                    raise too_large
+                if self.held > self._together:
+                    raise later(503, "the server reads as many requests as it can hold: ask again", "busy")
+            if read > self._most:
+                raise too_large
+            yield bytes(body)
+        finally:
+            self.held -= len(body)
+
+
+def _check_content(headers: Headers) -> None:
+    kind = headers.get("content-type", "")
+    if kind.partition(";")[0].strip().lower() != "application/json":
+        found = kind[:100] or "missing"
+        raise HTTPError(415, f"the content type is {found}: expected application/json", code="wrong_content_type")
+    if headers.get("content-encoding", "identity").lower() != "identity":
+        raise HTTPError(415, "the body is encoded: send it as it is", code="wrong_content_encoding")
+
+
+class Endpoint:
+    """An endpoint as ASGI has it. What it does for a client that goes away is cancelled at once."""
+
+    def __init__(self, answer: Callable[[Request], Awaitable[Response]], working: set[asyncio.Future[None]]) -> None:
+        """What is under way is among those `working`."""
+        self._answer, self._working = answer, working
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_read = asyncio.Event()
+
+        async def take() -> Message:
+            message = await receive()
+            if not message.get("more_body", False):
+                is_read.set()
+            return message
+
+        async def listen() -> None:
+            """Notice that the client has gone, when its body is read: not before, as who wants to be told to go on
+            (`Expect`) is told so by the first reading."""
+            await is_read.wait()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        request = Request(scope, take)
+        work = asyncio.ensure_future(self._respond(request, send))
+        self._working.add(work)
+        listening = asyncio.ensure_future(listen())
+        try:
+            await asyncio.wait({work, listening}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, listening):
+                task.cancel()
+            outcomes = await asyncio.gather(work, listening, return_exceptions=True)
+            self._working.discard(work)
+        if isinstance(outcomes[0], Exception) and not isinstance(outcomes[0], ClientDisconnect):
+            raise outcomes[0]
+
+    async def _respond(self, request: Request, send: Send) -> None:
+        try:
+            response = await self._answer(request)
+        except (HTTPError, HTTPException, ClientDisconnect):
+            raise
+        except Exception as error:
+            logger.error("a request has failed: %s", error, exc_info=error)
+            raise http_error(error, {}) from error
+        if not isinstance(response, StreamingResponse):
+            await response(request.scope, request.receive, send)
+            return
+        try:
+            await response.stream_response(send)
+        finally:
+            await response.body_iterator.aclose()  # type: ignore[attr-defined]
+
+
+class Gate(Protocol):
+    """What `Guarded` asks."""
+
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Raise HTTPError for a request that is not to be answered, whatever it asks."""
+
+    def sharing(self, headers: Headers) -> dict[str, str]:
+        """The headers that let a page of another origin read an answer."""
+
+    def count(self, scope: Scope, status: int) -> None:
+        """A response was begun."""
+
+
+class Guarded:
+    """Checks each request before anything else sees it, answers what browsers ask before they ask, and gives every
+    answer the headers that it needs."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], gate: Gate) -> None:
+        self._app, self._gate = app, gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        more = {"x-content-type-options": "nosniff", **self._gate.sharing(headers)}
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._gate.count(scope, message["status"])
+                pairs = [(name.encode(), value.encode("latin-1")) for name, value in more.items()]
+                message = {**message, "headers": [*message["headers"], *pairs]}
+            await send(message)
+
+        try:
+            is_preflight = scope["method"] == "OPTIONS" and "access-control-request-method" in headers
+            if is_preflight and "access-control-allow-origin" in more:
+                more["access-control-allow-methods"] = "GET, POST"
+                more["access-control-allow-headers"] = "authorization, content-type"
+                await Response(status_code=204)(scope, receive, counted)
+                return
+            self._gate.check(scope, headers)
+        except HTTPError as error:
+            await _response(error)(scope, receive, counted)
+            return
+        await self._app(scope, receive, counted)
+
+
+async def refuse(request: Request, error: Exception) -> Response:
+    """The response to what starlette or an endpoint raises."""
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        error = HTTPError(error.status_code, message, headers=error.headers or {})
+    assert isinstance(error, HTTPError)
+    return _response(error)
+
+
+def _response(error: HTTPError) -> JSONResponse:
+    return JSONResponse(error.body(), error.status, error.headers)

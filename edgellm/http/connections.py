@@ -1,0 +1,207 @@
+"""Connections that wait for nobody: uvicorn's server, with limits on their number and on what silence may last."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from edgellm.errors import RequestError
+from edgellm.http.errors import HTTPError
+
+#: Bytes of a request's line and headers.
+MOST_HEADER_BYTES = 16 * 1024
+#: New connections that are taken at a time, which may be so many more than there should be for that long; the system
+#: lets others try again after a second.
+BACKLOG = 512
+#: An idle connection is kept so many seconds for the next request.
+KEEP_ALIVE_SECONDS = 5
+#: A machine that is gone without a word is asked after so many seconds of silence, then so many later, so many times.
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+#: What the system holds of an answer beside the 64 KiB that the server holds itself; what comes then waits unread.
+_SEND_BYTES = 128 * 1024
+_PHRASES = {400: "Bad Request", 408: "Request Timeout", 503: "Service Unavailable"}
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """How many connections there may be; how many seconds a request's headers may take, then its body; and how long a
+    client may take nothing of what was sent to it."""
+
+    connections: int = 256
+    header_seconds: float = 10.0
+    body_seconds: float = 60.0
+    stall_seconds: float = 30.0
+
+
+class WatchedProtocol(H11Protocol):
+    """A connection that is closed where it says nothing, speaks too slowly, or takes nothing of its answer.
+
+    The server calls `check` every now and then; uvicorn itself watches only idle connections between requests.
+    """
+
+    limits = ConnectionLimits()
+    #: How many connections were closed, by why.
+    closed: ClassVar[Counter[str]] = Counter()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a connection, or close it where there are as many as there may be."""
+        super().connection_made(transport)
+        self._state: tuple[Any, Any] = (None, None)
+        self._since, self._unsent = time.monotonic(), 0
+        self._stuck_since: float | None = None
+        connected: socket.socket = transport.get_extra_info("socket")
+        with contextlib.suppress(OSError, AttributeError):  # not every system has all of them
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _PROBES.items():
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        if len(self.connections) > self.limits.connections:
+            self._turn_away("too many", 503, "there are as many connections as the server takes: try again later")
+
+    def check(self, now: float) -> None:
+        """Close the connection where it has made the server wait for too long."""
+        state = self.conn.their_state, self.cycle
+        if state != self._state:
+            self._state, self._since = state, now
+        unsent = self.transport.get_write_buffer_size()
+        is_stuck = unsent and (self.flow.write_paused or self.transport.is_closing())  # nothing is added meanwhile
+        if not is_stuck or unsent < self._unsent or self._stuck_since is None:
+            self._stuck_since = now if is_stuck else None
+        self._unsent = unsent
+        if self._stuck_since is not None and now - self._stuck_since > self.limits.stall_seconds:
+            self.closed["slow reader"] += 1
+            self.transport.abort()
+        elif self.transport.is_closing():
+            return
+        elif state[0] is h11.IDLE and now - self._since > self.limits.header_seconds:
+            if self.conn.trailing_data[0]:
+                seconds = f"{self.limits.header_seconds:g} seconds"
+                self._turn_away("slow headers", 408, f"the request's headers did not come within {seconds}")
+            else:
+                self.closed["silent"] += 1
+                self.transport.close()
+        elif state[0] is h11.SEND_BODY and now - self._since > self.limits.body_seconds:
+            if self.cycle.response_started:
+                self.closed["slow body"] += 1
+                self.transport.abort()
+            else:
+                seconds = f"{self.limits.body_seconds:g} seconds"
+                self._turn_away("slow body", 408, f"the request's body did not come within {seconds}")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP."""
+        self._turn_away("no HTTP", 400, msg)
+
+    def _turn_away(self, reason: str, status: int, message: str) -> None:
+        self.closed[reason] += 1
+        body = json.dumps(HTTPError(status, message, code=reason.lower().replace(" ", "_")).body()).encode()
+        head = f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        head += f"content-length: {len(body)}\r\n" + ("retry-after: 1\r\n" if status == 503 else "") + "\r\n"
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which checks its connections, goes on listening while answers end, and survives its signals."""
+
+    _TICKS = 2  # of 0.1 s
+
+    def __init__(
+        self,
+        app: Callable[..., Awaitable[Any]],
+        address: tuple[str, int],
+        limits: ConnectionLimits,
+        finish: Callable[[], Awaitable[None]],
+    ) -> None:
+        """`finish` waits until what runs has ended, before connections are closed."""
+        closed: Counter[str] = Counter()
+        protocol = type("Protocol", (WatchedProtocol,), {"limits": limits, "closed": closed})
+        super().__init__(
+            uvicorn.Config(
+                app,
+                *address,
+                http=protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                backlog=BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=1,
+                h11_max_incomplete_event_size=MOST_HEADER_BYTES,
+            )
+        )
+        self._finish = finish
+        #: Where it listens, once that is set.
+        self.listens, self.addresses = asyncio.Event(), list[tuple[str, int]]()
+        #: How many connections were closed, by why.
+        self.closed = closed
+        #: The signal that ended it.
+        self.ended_by: int | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen. Raises RequestError where that is not possible."""
+        host, port = self.config.host, self.config.port
+        try:
+            (await asyncio.get_running_loop().create_server(asyncio.Protocol, host, port)).close()
+        except OSError as error:
+            raise RequestError(f"the server cannot listen on {host}, port {port}: {error.strerror or error}") from error
+        await super().startup(sockets)
+        self.addresses = [each.getsockname()[:2] for server in self.servers for each in server.sockets]
+        self.listens.set()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Check all connections a few times a second."""
+        if counter % self._TICKS == 0:
+            self._check()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let what runs end while new requests are told that the server is going; then close all."""
+        finishing = asyncio.ensure_future(self._finish())
+        while not finishing.done() and not self.force_exit:
+            await asyncio.wait([finishing], timeout=0.1)
+            self._check()
+        finishing.cancel()
+        await super().shutdown(sockets)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """End on SIGINT and SIGTERM, at once on the second of them; they end this server, not the process."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {each: signal.signal(each, self.handle_exit) for each in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for each, handler in previous.items():
+                signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        """A signal: the first one ends the server, the next one does not wait for anything."""
+        self.force_exit = self.should_exit
+        self.should_exit, self.ended_by = True, sig
+
+    def _check(self) -> None:
+        now = time.monotonic()
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, WatchedProtocol):
+                connection.check(now)

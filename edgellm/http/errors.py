@@ -1,0 +1,72 @@
+"""What a request over HTTP fails with, in the form of OpenAI's API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from edgellm.errors import AdapterError, ContextError, EdgeLLMError, ImageError, QueueFullError, RequestError
+from edgellm.errors import TemplateError as ChatTemplateError
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+_FIELD = re.compile(r"(\w+)(?:'s \w+)? (?:is|has|holds) ")
+
+
+class HTTPError(Exception):
+    """A request that is not answered: its status, what is wrong, the field (`param`) and a name for programs (`code`).
+
+    `headers` are sent beside those of every answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object of an answer, and of the last event of a stream that fails."""
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def later(status: int, message: str, code: str, seconds: int = 1) -> HTTPError:
+    """The error of a request that may be asked again in so many seconds."""
+    return HTTPError(status, message, code=code, headers={"retry-after": str(seconds)})
+
+
+def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1) -> HTTPError:
+    """What an error of the engine is over HTTP.
+
+    `fields` are the request's fields by the names that errors of parameters begin with; where an error begins with
+    none of them, it is of what was asked (`fields[""]`). Of errors that are no EdgeLLMError nothing is told.
+    """
+    if isinstance(error, HTTPError):
+        return error
+    message = str(error)
+    if isinstance(error, QueueFullError):
+        return later(429, message, "queue_full", retry_after)
+    if isinstance(error, AdapterError):
+        return HTTPError(404, message, param="model", code="model_not_found")
+    if isinstance(error, ContextError):
+        return HTTPError(400, message, param=fields.get(""), code="context_length_exceeded")
+    if isinstance(error, ImageError):
+        return HTTPError(400, message, param=fields.get(""), code="invalid_image")
+    if isinstance(error, (RequestError, ChatTemplateError)):
+        match = _FIELD.match(message)
+        name = match[1] if match is not None else ""
+        if name in fields:
+            message = fields[name] + message[len(name) :]
+        return HTTPError(400, message, param=fields.get(name, fields.get("")))
+    if isinstance(error, EdgeLLMError):
+        return HTTPError(500, message, code="engine_error")
+    return HTTPError(500, f"the server has failed with {type(error).__name__}: its log says more", code="server_error")

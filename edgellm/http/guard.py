@@ -1,0 +1,109 @@
+"""Who may ask: hosts, origins, keys. It stands before everything else that the server does."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from urllib.parse import urlsplit
+
+from edgellm.errors import shown
+from edgellm.http.errors import HTTPError
+
+#: Whoever looks after the server needs no key to see whether it is well, nor a browser to load a page.
+_WITHOUT_KEY = ("/health", "/")
+LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or a name that stands for one on every machine, is this machine's own alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """Refuses requests by their headers.
+
+    A page that a browser shows can make a name of its own mean this machine and ask in that name: only requests for
+    names that mean this server are answered (`hosts`; where `any_address`, every address is one, which no page can make
+    its own). Requests that a page sends are answered where the page is from this server, or from one of `origins`.
+    """
+
+    hosts: Collection[str] = LOCAL_NAMES
+    any_address: bool = False
+    origins: Collection[str] = ()
+    keys: Sequence[bytes] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, host: str, names: Collection[str], origins: Collection[str], keys: Collection[str]) -> Guard:
+        """The guard of a server that listens on `host` and is known by further `names`."""
+        known = {*LOCAL_NAMES, host.lower(), *(name.lower() for name in names)}
+        if not is_loopback(host):
+            known.add(socket.gethostname().lower())
+        digests = [sha256(key.encode()).digest() for key in keys]
+        return cls(known, not is_loopback(host), {each.lower().rstrip("/") for each in origins}, digests)
+
+    def check(self, path: str, headers: Mapping[str, str]) -> None:
+        """Raise HTTPError for a request that is not to be answered."""
+        host = headers.get("host", "")
+        name = host_name(host)
+        if name is None or not (name in self.hosts or (self.any_address and _is_address(name))):
+            raise HTTPError(
+                421,
+                f"the host {shown(host)[:200]} is not one that this server answers for: expected "
+                f"{', '.join(sorted(self.hosts))} (--allowed-host adds one)",
+                code="wrong_host",
+            )
+        origin = headers.get("origin")
+        if origin is not None and not self.is_known_origin(origin, host):
+            message = f"pages of {shown(origin)[:200]} may not ask this server (--allowed-origin lets them)"
+            raise HTTPError(403, message, code="wrong_origin")
+        if self.keys and path not in _WITHOUT_KEY and not self._has_key(headers.get("authorization", "")):
+            raise HTTPError(
+                401,
+                "the key is missing or wrong: expected the header Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    def is_known_origin(self, origin: str, host: str) -> bool:
+        """Whether a page is from this server, by the host that it was asked for, or from an origin that is allowed."""
+        origin = origin.lower().rstrip("/")
+        return origin in self.origins or origin in (f"http://{host.lower()}", f"https://{host.lower()}")
+
+    def sharing(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """The headers that let a page of another, allowed origin read an answer."""
+        origin = headers.get("origin", "")
+        if origin.lower().rstrip("/") not in self.origins:
+            return {"vary": "origin"} if self.origins else {}
+        return {"access-control-allow-origin": origin, "vary": "origin"}
+
+    def _has_key(self, authorization: str) -> bool:
+        scheme, _, key = authorization.partition(" ")
+        given = sha256(key.strip().encode("latin-1", "replace")).digest()
+        matches = [hmac.compare_digest(given, each) for each in self.keys]  # all of them, whichever it is
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def host_name(host: str) -> str | None:
+    """The name or address in a Host header, without its port; None for what is none."""
+    try:
+        parts = urlsplit(f"//{host}")
+        _ = parts.port
+    except ValueError:
+        return None
+    return parts.hostname if parts.hostname and parts.netloc == host and "@" not in host else None
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

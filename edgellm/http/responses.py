@@ -1,0 +1,290 @@
+"""`/v1/responses`, as far as text and images that the request has itself: nothing is stored."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from edgellm.errors import shown
+from edgellm.http.answers import FINISH_REASONS, AnswerReader, Piece, event, logprob_objects
+from edgellm.http.errors import HTTPError
+from edgellm.http.fields import (
+    Asked,
+    Fields,
+    ServedModel,
+    asked,
+    checked,
+    common,
+    refuse_tools,
+    sampling,
+    stream_options,
+    structured,
+    thinking,
+    with_images,
+)
+from edgellm.requests import Response
+from edgellm.text.tokenizer import Tokenizer
+
+_LOGPROBS = "message.output_text.logprobs"
+_ROLES = ("user", "assistant", "system", "developer")
+
+
+def response_request(body: bytes, model: ServedModel) -> Asked:
+    """A request to `/v1/responses`. Raises HTTPError."""
+    fields = Fields(body)
+    metadata = fields.take("metadata", dict, "an object")
+    name, adapter, stream, deadline = common(fields, model)
+    params = sampling(fields, model, "max_output_tokens")
+    include = fields.take("include", list, "a list") or []
+    fields.ignored += [f"include.{each}" for each in map(str, include) if each != _LOGPROBS]
+    top = fields.take("top_logprobs", int, "a whole number")
+    if _LOGPROBS in include or top:
+        params = checked("top_logprobs", lambda count: replace(params, logprobs=count), top or 0, "logprobs")
+    text = fields.take("text", dict, "an object") or {}
+    params = _with_text_format(fields, params, text)
+    refuse_tools(fields)
+    why = "answers are not stored: send all of the conversation as input"
+    for each in ("previous_response_id", "conversation", "prompt", "context_management"):
+        fields.refuse(each, why)
+    fields.only("background", False, why=why)
+    fields.only("truncation", "disabled", why="conversations are not cut: leave out what is to go")
+    fields.refuse("max_tool_calls", "there are no tools here")
+    stream_options(fields, stream)
+    reasoning = fields.take("reasoning", dict, "an object") or {}
+    fields.ignored += [f"reasoning.{each}" for each in reasoning if each != "effort" and reasoning[each] is not None]
+    variables = thinking(fields, model, reasoning.get("effort"), "reasoning.effort")
+    instructions = fields.take("instructions", str, "text")
+    messages = with_images(fields, input_messages(fields.take("input"), instructions), model, "input")
+    fields.end()
+    request = {"messages": messages, "params": params, "adapter": adapter, "deadline": deadline}
+    found = asked("input", fields, name, request | {"template_variables": variables}, stream)
+    echoed = {"instructions": instructions, "metadata": metadata or {}, "text": text or {"format": {"type": "text"}}}
+    return replace(found, echoed=echoed)
+
+
+def _with_text_format(fields: Fields, params: Any, text: Mapping[str, Any]) -> Any:
+    """Parameters with the structure of `text.format`, which has a schema's name and text beside its type."""
+    for name in text:
+        if name not in ("format", "verbosity"):
+            raise HTTPError(400, f"text has the unknown field {shown(name)}", param=f"text.{name}")
+    if text.get("verbosity") is not None:
+        fields.ignored.append("text.verbosity")
+    form = text.get("format")
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
+    return structured(params, "text.format", form)
+
+
+def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]:
+    """The messages of an `input`: text, or items: messages, reasoning, calls of functions and what these returned.
+
+    Raises HTTPError for what is none of them.
+    """
+    messages: list[dict[str, Any]] = []
+    if instructions is not None:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        found = "missing" if given is None else shown(given)
+        raise HTTPError(400, f"input is {found}: expected text, or a list of items", param="input")
+    reasoning = ""
+    for number, item in enumerate(given):
+        what = f"input[{number}]"
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "message":
+            message = _message(item, what)
+            if message["role"] == "assistant" and reasoning:
+                message, reasoning = message | {"reasoning_content": reasoning}, ""
+            messages.append(message)
+        elif kind == "reasoning":
+            reasoning = _texts(item.get("content") or [], what)
+        elif kind == "function_call":
+            call = {"name": item.get("name"), "arguments": item.get("arguments")}
+            entry = {"id": item.get("call_id"), "type": "function", "function": call}
+            if not all(isinstance(each, str) for each in (*call.values(), entry["id"])):
+                raise HTTPError(400, f"{what} has no call_id, name or arguments: expected texts", param="input")
+            if not messages or "tool_calls" not in messages[-1]:
+                messages.append({"role": "assistant", "content": None, "tool_calls": []})
+            messages[-1]["tool_calls"].append(entry)
+        elif kind == "function_call_output":
+            if not isinstance(item.get("call_id"), str):
+                raise HTTPError(400, f"{what} has no call_id: expected that of the call", param="input")
+            output = _texts(item.get("output"), what)
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
+        else:
+            wrong = f"{what} is {shown(kind or item)}: expected a message, or a function's call or its output"
+            raise HTTPError(400, wrong, param="input")
+    return messages
+
+
+def _message(item: Mapping[str, Any], what: str) -> dict[str, Any]:
+    role, content = item.get("role"), item.get("content")
+    if role not in _ROLES or not isinstance(content, (str, list)):
+        raise HTTPError(400, f"{what} has no role ({', '.join(_ROLES)}) and content", param="input")
+    if isinstance(content, str):
+        return {"role": role, "content": content}
+    parts = []
+    for part in content:
+        if isinstance(part, dict) and part.get("type") == "input_image":
+            parts.append({**part, "type": "image_url"})
+        else:
+            parts.append({"type": "text", "text": _text(part, what)})
+    if role == "assistant":
+        return {"role": role, "content": _texts(parts, what)}
+    return {"role": role, "content": parts}
+
+
+def _texts(parts: Any, what: str) -> str:
+    if isinstance(parts, str):
+        return parts
+    if not isinstance(parts, list):
+        raise HTTPError(400, f"{what} has {shown(parts)}: expected text, or a list of parts", param="input")
+    return "".join(_text(part, what) for part in parts)
+
+
+def _text(part: Any, what: str) -> str:
+    kinds = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
+    if isinstance(part, dict) and part.get("type") in kinds:
+        text = part.get("refusal" if part["type"] == "refusal" else "text")
+        if isinstance(text, str):
+            return text
+    raise HTTPError(400, f"{what} has a part that is no text or image: {shown(part)[:80]}", param="input")
+
+
+def _is_cut(response: Response) -> bool:
+    return FINISH_REASONS.get(response.finish_reason) == "length"
+
+
+class ResponseWriter:
+    """Writes answers of `/v1/responses`; see `edgellm.http.answers.Writer`."""
+
+    def __init__(self, asked: Asked, tokenizer: Tokenizer, reader: AnswerReader) -> None:
+        self._asked, self._tokenizer, self._reader = asked, tokenizer, reader
+        self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
+        self._number = 0
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+        self._logprobs: list[dict[str, Any]] = []
+
+    def whole(self, piece: Piece, response: Response) -> dict[str, Any]:
+        """See `Writer`."""
+        for _ in self.piece(piece):
+            pass
+        for _ in self._close(response):
+            pass
+        return self._finished(response)
+
+    def begin(self) -> Iterator[bytes]:
+        """See `Writer`."""
+        for name in ("response.created", "response.in_progress"):
+            yield self._event(name, response=self._object("in_progress"))
+
+    def piece(self, piece: Piece) -> Iterator[bytes]:
+        """See `Writer`."""
+        if piece.reasoning:
+            yield from self._opened("reasoning")
+            yield from self._added("response.reasoning_text.delta", piece.reasoning)
+        if piece.content:
+            yield from self._opened("message")
+            logprobs = logprob_objects(self._tokenizer, piece.logprobs)
+            self._logprobs += logprobs
+            yield from self._added("response.output_text.delta", piece.content, logprobs=logprobs)
+
+    def end(self, response: Response) -> Iterator[bytes]:
+        """See `Writer`."""
+        yield from self._close(response)
+        finished = self._finished(response)
+        yield self._event(f"response.{finished['status']}", response=finished)
+
+    def failure(self, error: HTTPError) -> Iterator[bytes]:
+        """See `Writer`."""
+        failed = self._object("failed") | {"error": {"code": "server_error", "message": error.message}}
+        yield self._event("response.failed", response=failed)
+
+    def _opened(self, kind: str) -> Iterator[bytes]:
+        """Begin an item of the output, where it is not under way."""
+        if self._open is not None and self._open["type"] == kind:
+            return
+        yield from self._close()
+        if kind == "reasoning":
+            item: dict[str, Any] = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": []}
+            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        else:
+            item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+            part = {"type": "output_text", "text": "", "annotations": []}
+        item |= {"status": "in_progress", "content": []}
+        yield self._event("response.output_item.added", output_index=len(self._output), item=dict(item))
+        yield self._event("response.content_part.added", **self._place(item), part=dict(part))
+        self._open = item | {"content": [part]}
+
+    def _added(self, name: str, text: str, **more: Any) -> Iterator[bytes]:
+        assert self._open is not None
+        self._open["content"][0]["text"] += text
+        yield self._event(name, **self._place(self._open), delta=text, **more)
+
+    def _close(self, response: Response | None = None) -> Iterator[bytes]:
+        """End the item that is under way; where a `response` ends it, it may be cut."""
+        if self._open is None:
+            return
+        item, place = self._open, self._place(self._open)
+        part = item["content"][0]
+        if item["type"] == "message":
+            if self._logprobs:
+                part["logprobs"] = self._logprobs
+            yield self._event("response.output_text.done", **place, text=part["text"], logprobs=self._logprobs)
+        else:
+            yield self._event("response.reasoning_text.done", **place, text=part["text"])
+        yield self._event("response.content_part.done", **place, part=part)
+        item["status"] = "incomplete" if response is not None and _is_cut(response) else "completed"
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._open = None
+
+    def _place(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+
+    def _event(self, name: str, **values: Any) -> bytes:
+        self._number += 1
+        return event({"type": name, "sequence_number": self._number - 1, **values}, name)
+
+    def _finished(self, response: Response) -> dict[str, Any]:
+        usage, is_cut = response.usage, _is_cut(response)
+        return self._object("incomplete" if is_cut else "completed") | {
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.reused_tokens, "cache_write_tokens": 0},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            },
+        }
+
+    def _object(self, status: str) -> dict[str, Any]:
+        params = self._asked.request.params
+        assert params is not None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._asked.model,
+            "output": list(self._output),
+            "parallel_tool_calls": False,
+            "tool_choice": "none",
+            "tools": [],
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "max_output_tokens": params.max_tokens,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "usage": None,
+            **self._asked.echoed,
+        }

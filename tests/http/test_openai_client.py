@@ -1,0 +1,278 @@
+"""OpenAI's own client is answered as `LLM` answers in Python."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from http_server import MODEL, ServerProcess, chat_body
+
+from edgellm import LLM, SamplingParams
+from edgellm.runtime import SHIPPED_MODEL
+
+QUESTION = "Where is the red cup?"
+MESSAGES: list[Any] = [{"role": "user", "content": QUESTION}]
+DRAWN = {"temperature": 1.3, "seed": 11, "top_p": 0.95, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+SCHEMA = {
+    "type": "object",
+    "properties": {"object": {"type": "string", "maxLength": 12}, "count": {"type": "integer", "maximum": 9}},
+    "required": ["object", "count"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "seen", "schema": SCHEMA, "strict": True}}
+
+
+def deltas(stream: Any) -> tuple[str, list[Any]]:
+    """The text of a stream of chunks, and all of them."""
+    chunks = list(stream)
+    return "".join(each.choices[0].delta.content or "" for each in chunks if each.choices), chunks
+
+
+def test_models_are_the_model_and_its_adapters(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL, "json", "pirate"]
+    assert client.models.retrieve("pirate").model_extra["parent"] == MODEL
+    with pytest.raises(openai.NotFoundError, match="did you mean pirate"):
+        client.models.retrieve("pirates")
+
+
+def test_a_chat_is_answered_as_in_python(client: openai.OpenAI, llm: LLM) -> None:
+    expected = llm.chat(MESSAGES)
+    found = client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    assert found.choices[0].message.content == expected.text and found.choices[0].message.role == "assistant"
+    assert (found.choices[0].finish_reason, found.model, found.object) == ("stop", MODEL, "chat.completion")
+    usage = found.usage
+    assert usage is not None and usage.prompt_tokens == expected.usage.prompt_tokens
+    assert usage.completion_tokens == expected.usage.completion_tokens
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    again = client.chat.completions.create(model=MODEL, messages=MESSAGES).usage
+    assert again.prompt_tokens_details.cached_tokens > 0.8 * usage.prompt_tokens
+
+
+def test_a_stream_has_the_same_text_its_role_first_and_its_end_last(client: openai.OpenAI, llm: LLM) -> None:
+    options = {"model": MODEL, "messages": MESSAGES, "stream": True, **DRAWN}
+    text, chunks = deltas(client.chat.completions.create(**options, stream_options={"include_usage": True}))
+    expected = llm.chat(MESSAGES, SamplingParams(**DRAWN))
+    assert text == expected.text and len({each.id for each in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert [each.choices[0].finish_reason for each in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == expected.usage.completion_tokens
+    _, chunks = deltas(client.chat.completions.create(**options))
+    assert all(each.choices and each.usage is None for each in chunks)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_model(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+    expected = llm.chat(MESSAGES, SamplingParams(logprobs=3)).logprobs
+    found = client.chat.completions.create(model=MODEL, messages=MESSAGES, logprobs=True, top_logprobs=3, stream=stream)
+    tokens = (
+        [token for chunk in found if chunk.choices[0].logprobs for token in chunk.choices[0].logprobs.content]
+        if stream
+        else found.choices[0].logprobs.content
+    )
+    assert "".join(token.token for token in tokens) == llm.chat(MESSAGES).text
+    assert expected is not None and len(expected) == len(tokens) + 1  # the last one ends the turn
+    for token, other in zip(tokens, expected, strict=False):
+        assert math.isclose(token.logprob, other.logprob, abs_tol=1e-5)
+        assert bytes(token.bytes).decode() == token.token and len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].token == token.token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_is_fulfilled(client: openai.OpenAI, stream: bool) -> None:
+    found = client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=FORMAT, stream=stream)
+    text = deltas(found)[0] if stream else found.choices[0].message.content
+    jsonschema.validate(json.loads(text), SCHEMA)
+    any_object = {"type": "json_object"}
+    found = client.chat.completions.create(
+        model="json", messages=MESSAGES, response_format=any_object, stream=stream, max_tokens=200
+    )
+    assert isinstance(json.loads(deltas(found)[0] if stream else found.choices[0].message.content), dict)
+
+
+def test_a_class_is_parsed_by_the_client(client: openai.OpenAI) -> None:
+    from pydantic import BaseModel, ConfigDict
+
+    class Seen(BaseModel):
+        model_config = ConfigDict(extra="forbid")
+        colour: Literal["red", "blue"]
+        certain: bool
+
+    found = client.chat.completions.parse(model=MODEL, messages=MESSAGES, response_format=Seen)
+    assert isinstance(found.choices[0].message.parsed, Seen)
+
+
+def test_sampling_is_that_of_the_request(client: openai.OpenAI, llm: LLM) -> None:
+    text = llm.chat(MESSAGES).text
+    stopped = client.chat.completions.create(model=MODEL, messages=MESSAGES, stop=[" front", "none"])
+    assert stopped.choices[0].message.content == text.partition(" front")[0]
+    assert (stopped.choices[0].finish_reason, stopped.choices[0].model_extra["stop_reason"]) == ("stop", " front")
+    for limit in ("max_tokens", "max_completion_tokens"):
+        cut = client.chat.completions.create(model=MODEL, messages=MESSAGES, **{limit: 3})
+        assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 3)
+    token = llm.tokenizer.encode("The", add_special_tokens=False)[0]
+    biased = client.chat.completions.create(model=MODEL, messages=MESSAGES, logit_bias={str(token): -100})
+    assert biased.choices[0].message.content == llm.chat(MESSAGES, SamplingParams(logit_bias={token: -100})).text
+    assert biased.choices[0].message.content != text
+    more = {"top_k": 5, "min_p": 0.02, "repetition_penalty": 1.1, "bad_words": ["red"], "deadline": 30}
+    drawn = client.chat.completions.create(model=MODEL, messages=MESSAGES, **DRAWN, extra_body=more)
+    del more["deadline"]
+    assert drawn.choices[0].message.content == llm.chat(MESSAGES, SamplingParams(**DRAWN, **more)).text
+
+
+def test_an_adapter_answers_under_its_name(client: openai.OpenAI, llm: LLM) -> None:
+    found = client.chat.completions.create(model="json", messages=[{"role": "user", "content": "Wave."}])
+    assert json.loads(found.choices[0].message.content) == {"action": "wave"} and found.model == "json"
+
+
+def test_images_come_as_data_urls(client: openai.OpenAI, llm: LLM) -> None:
+    path = SHIPPED_MODEL / "scenes" / "toys.png"
+    url = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    parts = [{"type": "text", "text": "What do you see?"}, {"type": "image_url", "image_url": {"url": url}}]
+    found = client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": parts}])
+    expected = llm.chat([{"role": "user", "content": [parts[0], {"type": "image", "image": str(path)}]}])
+    assert found.choices[0].message.content == expected.text
+    assert found.usage.prompt_tokens == expected.usage.prompt_tokens
+    items = [{"role": "user", "content": [{"type": "input_text", "text": "What do you see?"}]}]
+    items[0]["content"].append({"type": "input_image", "image_url": url, "detail": "auto"})
+    assert client.responses.create(model=MODEL, input=items).output_text == expected.text
+
+
+def test_a_message_is_continued_where_that_is_asked(client: openai.OpenAI, llm: LLM) -> None:
+    messages = [*MESSAGES, {"role": "assistant", "content": "The red"}]
+    more = {"continue_final_message": True}
+    found = client.chat.completions.create(model=MODEL, messages=messages, extra_body=more)
+    assert found.choices[0].message.content == llm.chat(messages, continue_final_message=True).text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_continue_a_prompt(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+    expected = llm.generate("The red cup", SamplingParams(max_tokens=12, logprobs=2))
+    for prompt in ("The red cup", ["The red cup"], llm.tokenizer.encode("The red cup")):
+        found = client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, logprobs=2, stream=stream)
+        pieces = list(found) if stream else [found]
+        assert "".join(each.choices[0].text for each in pieces) == expected.text
+        tokens = [token for each in pieces if each.choices[0].logprobs for token in each.choices[0].logprobs.tokens]
+        offsets = [at for each in pieces if each.choices[0].logprobs for at in each.choices[0].logprobs.text_offset]
+        assert "".join(tokens) == expected.text and len(tokens) == 12
+        assert all(expected.text[at:].startswith(token) for at, token in zip(offsets, tokens, strict=True))
+        assert pieces[-1].choices[0].finish_reason == "length"
+
+
+def test_responses_answer_text_and_conversations(client: openai.OpenAI, llm: LLM) -> None:
+    found = client.responses.create(model=MODEL, input=QUESTION, metadata={"robot": "pip"})
+    assert found.output_text == llm.chat(MESSAGES).text and found.status == "completed"
+    assert found.metadata == {"robot": "pip"} and found.usage.input_tokens == llm.count_tokens(MESSAGES)
+    asked = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    said = llm.chat(asked).text
+    follow = {"role": "user", "content": "And the blue one?"}
+    expected = llm.chat([*asked, {"role": "assistant", "content": said}, follow])
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    first = client.responses.create(model=MODEL, input=items, instructions="Be brief.")
+    assert first.output_text == said and first.instructions == "Be brief."
+    items += [item.model_dump(exclude_none=True) for item in first.output]
+    found = client.responses.create(model=MODEL, input=[*items, follow], instructions="Be brief.")
+    assert found.output_text == expected.text
+    cut = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=2)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert cut.output[0].status == "incomplete"
+
+
+def test_responses_stream_their_events_in_order(client: openai.OpenAI, llm: LLM) -> None:
+    with client.responses.stream(model=MODEL, input=QUESTION, top_logprobs=1) as stream:  # which checks the order
+        events = list(stream)
+        final = stream.get_final_response()
+    kinds = list(dict.fromkeys(each.type for each in events))
+    assert kinds == [
+        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"),
+        *("response.output_text.delta", "response.output_text.done", "response.content_part.done"),
+        *("response.output_item.done", "response.completed"),
+    ]
+    assert final.output_text == llm.chat(MESSAGES).text
+    assert "".join(each.token for each in final.output[0].content[0].logprobs) == final.output_text
+    numbers = [each.sequence_number for each in events]
+    assert numbers == sorted(numbers)
+
+
+def test_responses_take_a_schema_and_what_a_function_returned(client: openai.OpenAI) -> None:
+    form: Any = {"format": {"type": "json_schema", "name": "seen", "schema": SCHEMA, "strict": True}}
+    found = client.responses.create(model=MODEL, input=QUESTION, text=form)
+    jsonschema.validate(json.loads(found.output_text), SCHEMA)
+    called: list[Any] = [
+        {"role": "user", "content": "Wave."},
+        {"type": "function_call", "call_id": "c1", "name": "wave", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "done"},
+    ]
+    assert client.responses.create(model=MODEL, input=called, max_output_tokens=4).status in ("incomplete", "completed")
+
+
+def test_tokens_are_counted_as_they_are_paid_for(server: ServerProcess, llm: LLM) -> None:
+    status, found, _ = server.ask("POST", "/tokenize", {"model": MODEL, "prompt": "The red cup"})
+    assert (status, found["tokens"]) == (200, llm.tokenizer.encode("The red cup"))
+    _, found, _ = server.ask("POST", "/tokenize", {"messages": MESSAGES})
+    assert found["count"] == len(found["tokens"]) == llm.count_tokens(MESSAGES)
+    assert found["max_model_len"] == llm.context_length
+    assert server.chat()[1]["usage"]["prompt_tokens"] == found["count"]
+
+
+def test_a_deadline_gives_what_there_is(server: ServerProcess) -> None:
+    _, found, _ = server.chat(deadline=0.3, ignore_eos=True)
+    choice = found["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "deadline") and choice["message"]["content"]
+
+
+def test_what_changes_nothing_is_reported(server: ServerProcess, client: openai.OpenAI) -> None:
+    status, found, headers = server.chat(
+        user="me", metadata={"a": "b"}, reasoning_effort="low", chat_template_kwargs={"nothing": 1}, seed=None
+    )
+    assert status == 200 and found["choices"][0]["message"]["content"]
+    expected = "user, metadata, chat_template_kwargs.nothing, reasoning_effort"
+    assert sorted(headers["edgellm-ignored"].split(", ")) == sorted(expected.split(", "))
+    assert "edgellm-ignored" not in server.chat()[2]
+    raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES, user="me")
+    assert raw.headers["edgellm-ignored"] == "user"
+
+
+def test_many_streams_have_the_answers_that_each_would_have_alone(client: openai.OpenAI, llm: LLM) -> None:
+    """32 at a time, of which this model computes one: the others wait in the queue."""
+    colours = ("red", "blue", "green", "white")
+    asked = [
+        ([{"role": "user", "content": f"Where is the {colours[n % 4]} cup?"}], {"temperature": 0.9, "seed": n // 4})
+        for n in range(32)
+    ]
+
+    def stream(which: int) -> str:
+        messages, drawn = asked[which]
+        options = {"model": MODEL, "messages": messages, "stream": True, "max_tokens": 8, **drawn}
+        return deltas(client.chat.completions.create(**options))[0]
+
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found = list(pool.map(stream, range(len(asked))))
+    assert found == [llm.chat(messages, SamplingParams(max_tokens=8, **drawn)).text for messages, drawn in asked]
+
+
+def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "cup " * 2000}])
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "messages")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="gpt-4", messages=MESSAGES)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+
+
+def test_a_body_that_http_client_sends_is_what_the_openai_client_sends(server: ServerProcess, llm: LLM) -> None:
+    """A second client, which knows nothing of OpenAI's API."""
+    import httpx
+
+    url = f"http://{server.host}:{server.port}/v1/chat/completions"
+    with httpx.stream("POST", url, json=chat_body(stream=True), timeout=60) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
+    chunks = [json.loads(line[6:]) for line in lines[:-1]]
+    assert "".join(each["choices"][0]["delta"].get("content", "") for each in chunks) == llm.chat(MESSAGES).text

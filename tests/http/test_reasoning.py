@@ -1,0 +1,100 @@
+"""What a model thinks is parted from what it says, wherever the pieces of its answer are cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from byte_level_tokenizer import byte_level
+
+from edgellm.http.answers import AnswerReader, ChatWriter, Piece
+from edgellm.http.fields import Asked
+from edgellm.http.responses import ResponseWriter
+from edgellm.requests import Chunk, Request, Response, Timings, TokenLogprobs, Usage
+from edgellm.sampling_params import SamplingParams
+from edgellm.structure.reasoning import ReasoningState, reasoning_marks
+from edgellm.text.output import OutputText
+from edgellm.text.tokenizer import Tokenizer
+
+MARKS = ["<think>", "</think>"]
+
+
+@pytest.fixture(params=["shown", "special"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """One whose marks are text, and one whose marks are special tokens, of which no text is shown."""
+    library = byte_level()
+    if request.param == "shown":
+        library.add_tokens(MARKS)
+    else:
+        library.add_special_tokens(MARKS)
+    return Tokenizer(library)
+
+
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def chunks_of(tokenizer: Tokenizer, ids: list[int], size: int) -> list[Chunk]:
+    """An answer in pieces of so many tokens, each with log-probabilities, and with a last one of text alone."""
+    detokenizer, found = tokenizer.detokenizer(), []
+    for start in range(0, len(ids), size):
+        part = ids[start : start + size]
+        logprobs = tuple(TokenLogprobs(each, -1.0) for each in part)
+        found.append(Chunk("".join(map(detokenizer.push, part)), tuple(part), (), logprobs))
+    return [*found, Chunk(detokenizer.finish(), ())]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("state", "text", "thought", "said"),
+    [
+        ("undecided", "<think>\nhello world\n\n</think>\n\nhow are you?", "hello world", "how are you?"),
+        ("open", "\nhello  world</think>how are", "hello  world", "how are"),
+        ("open", "hello wor", "hello wor", ""),
+        ("open", "\n\n</think>\n\n how", "", "how"),
+        ("undecided", "how <think> are </think> you", "", None),
+        ("closed", "how <think> are", "", None),
+        ("undecided", "<think></think>", "", ""),
+        ("undecided", "", "", ""),
+        ("open", "h\u00e9llo \U0001f916</think>\U0001f916 you", "h\u00e9llo \U0001f916", "\U0001f916 you"),
+    ],
+)
+def test_parts_of_an_answer(
+    tokenizer: Tokenizer, state: ReasoningState, text: str, thought: str, said: str | None, size: int
+) -> None:
+    ids = encoded(tokenizer, text)
+    reader = AnswerReader(tokenizer, OutputText(tokenizer.detokenizer()), reasoning_marks(tokenizer), state)
+    pieces = [reader.read(chunk) for chunk in chunks_of(tokenizer, ids, size)]
+    assert "".join(piece.reasoning for piece in pieces) == thought
+    assert "".join(piece.content for piece in pieces) == (tokenizer.decode(ids) if said is None else said)
+    end = tokenizer.token_to_id("</think>")
+    thinks = said is not None and bool(ids)
+    expected = (ids.index(end) + 1 if end in ids else len(ids)) if thinks else 0
+    assert reader.reasoning_tokens == expected
+    assert [each.token_id for piece in pieces for each in piece.logprobs] == ids[expected:]
+
+
+def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
+    ids = encoded(tokenizer, "<think>hello</think>world")
+    request = Request(messages=[{"role": "user", "content": "x"}], params=SamplingParams())
+    usage, timings = Usage(1, 0, len(ids)), Timings(0, 0, 0, 0)
+    response = Response(tokenizer.decode(ids), tuple(ids), "stop", usage, timings)
+
+    def made(kind: Any, stream: bool) -> tuple[Any, AnswerReader]:
+        reader = AnswerReader(tokenizer, OutputText(tokenizer.detokenizer()), reasoning_marks(tokenizer), "undecided")
+        return kind(Asked(request, "m", stream), tokenizer, reader), reader
+
+    writer, reader = made(ChatWriter, False)
+    found = writer.whole(reader.read(Chunk(response.text, tuple(ids))), response)
+    message = found["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("hello", "world")
+    assert (
+        found["usage"]["completion_tokens_details"]["reasoning_tokens"]
+        == ids.index(encoded(tokenizer, "</think>")[0]) + 1
+    )
+    writer, _ = made(ChatWriter, True)
+    assert b'"delta":{"reasoning_content":"so"}' in b"".join(writer.piece(Piece("so")))
+    writer, reader = made(ResponseWriter, False)
+    found = writer.whole(reader.read(Chunk(response.text, tuple(ids))), response)
+    assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
+    assert found["output"][0]["content"] == [{"type": "reasoning_text", "text": "hello"}]
