@@ -249,15 +249,16 @@ class Chunk:
 class Response:
     """A finished answer.
 
-    `finish_reason` is "stop" (end of turn, a stop id, or the request's `stop_when`), "stop_string", "tool_calls" (end of turn,
-    behind calls of tools), "length" (max_tokens), "context" (the KV capacity is used up), "cancelled", or "deadline" (its time was over, before it began
-    perhaps: then it is empty). `text` excludes the stop string; `token_ids` are all that were generated and count
-    towards usage, the ending one included; after `stop_when`, those that were shown. `drafting` says what drafting did,
-    where a draft model is loaded; `logprobs` has those of each token, where they were asked for. `dropped_turns`, of
-    `dropped_messages` in all, are the oldest ones of a session that left it before this answer, to make room for it.
-    `structure` is what was asked for, and `structured_from` where it begins in `text`: behind the reasoning of a model
-    that thinks, None where that did not end. `tool_calls` are the calls that the answer makes, which are no part of
-    `text`; `tool_call_error` says why what began like one stayed text, or is not complete.
+    `finish_reason` is "stop" (end of turn, a stop id, or the request's `stop_when`), "stop_string", "tool_calls" (end
+    of turn, behind calls of tools), "length" (max_tokens), "context" (the KV capacity is used up), "cancelled", or
+    "deadline" (its time was over, before it began perhaps: then it is empty). `text` excludes the stop string;
+    `token_ids` are all that were generated and count towards usage, the ending one included; after `stop_when`, those
+    that were shown. `drafting` says what drafting did, where a draft model is loaded; `logprobs` has those of each
+    token, where they were asked for. `dropped_turns`, of `dropped_messages` in all, are the oldest ones of a session
+    that left it before this answer, to make room for it. `structure` is what was asked for, and `structured_from`
+    where it begins in `text`: behind the reasoning of a model that thinks, None where that did not end. `tool_calls`
+    are the calls that the answer makes, which are no part of `text`; `tool_call_error` says why what began like one
+    stayed text, or is not complete.
     """
 
     text: str

@@ -62,8 +62,8 @@ class ToolCalling:
         if found is None:
             if choice.mode == "required":
                 raise RequestError(
-                    f"tool_choice requires a call, but the chat template of {self._tokenizer.template_origin} shows the "
-                    "model no form of calls that is known: ask with tool_choice 'auto', or build with --tool-format"
+                    f"tool_choice requires a call, but the chat template of {self._tokenizer.template_origin} shows "
+                    "no form of calls that is known: ask with tool_choice 'auto', or build with --tool-format"
                 )
             return None
         ids = {mark: self._tokenizer.token_to_id(mark) for mark in found.marks}

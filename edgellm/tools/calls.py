@@ -45,8 +45,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """A piece of a call in a streamed answer, of the call number `index` from 0 on: the first has `id` and `name`, those
-    that follow have more text of its `arguments` alone."""
+    """A piece of a call in a streamed answer, of the call number `index` from 0 on: the first has `id` and `name`,
+    those that follow have more text of its `arguments` alone."""
 
     index: int
     id: str | None
