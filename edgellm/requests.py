@@ -220,7 +220,9 @@ class Timings:
 class TokenLogprobs:
     """A token, its log-probability, and the likeliest tokens in its place with theirs, likeliest first.
 
-    They are of the model's own distribution: temperature, penalties and filters are not in them.
+    They are of the model's own distribution among the tokens that a structure, `allowed_token_ids` and `bad_words`
+    allow, with `logit_bias`, drafted or not; temperature, penalties and filters are not in them. Where fewer tokens are
+    allowed, `top` has fewer.
     """
 
     token_id: int
@@ -253,7 +255,7 @@ class Response:
     of turn, behind calls of tools), "length" (max_tokens), "context" (the KV capacity is used up), "cancelled", or
     "deadline" (its time was over, before it began perhaps: then it is empty). `text` excludes the stop string;
     `token_ids` are all that were generated and count towards usage, the ending one included; after `stop_when`, those
-    that were shown. `drafting` says what drafting did, where a draft model is loaded; `logprobs` has those of each
+    that were shown. `drafting` says what drafting did, where something might be drafted; `logprobs` has those of each
     token, where they were asked for. `dropped_turns`, of `dropped_messages` in all, are the oldest ones of a session
     that left it before this answer, to make room for it. `structure` is what was asked for, and `structured_from`
     where it begins in `text`: behind the reasoning of a model that thinks, None where that did not end. `tool_calls`
@@ -309,7 +311,8 @@ class Response:
 
 
 def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Of each token, drawn from a row of `logits` [n, V] float32, and of the `top` likeliest (ties: the lower id)."""
+    """Of each token, drawn from a row of `logits` [n, V] float32 (forbidden ones -inf), and of the `top` likeliest
+    (ties: the lower id)."""
     found = []
     for row, token in zip(logits.astype(np.float64), token_ids, strict=True):
         largest = row.max()
@@ -317,7 +320,7 @@ def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> li
         likeliest: np.ndarray = np.empty(0, np.int64)
         if top:
             least = np.partition(values, -top)[-top] if top < len(values) else values.min()
-            candidates = np.flatnonzero(values >= least)
+            candidates = np.flatnonzero((values >= least) & (values > -np.inf))
             likeliest = candidates[np.argsort(-values[candidates], kind="stable")][:top]
         pairs = tuple((int(each), float(values[each])) for each in likeliest)
         found.append(TokenLogprobs(int(token), float(values[token]), pairs))

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
-from edgellm.decoding.loop import DecodingLoop, FixedDrafting, PlanChooser
+from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import open_runner, read_adapters
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
 from edgellm.defaults import ModelDefaults
-from edgellm.drafting.adaptive import adaptive_drafting
 from edgellm.drafting.config import DraftingConfig, default_drafting
-from edgellm.drafting.controller import DraftingController, DraftingReport
-from edgellm.drafting.given import GivenDrafting
+from edgellm.drafting.controller import DraftingReport
+from edgellm.drafting.drafters import Drafters
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
@@ -67,12 +66,12 @@ class SpecDecodeRuntime:
     `engine_directory` has the model; images need vision engines, from there or from `multimodal_engine_directory`.
     `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `kv_cache` "int8" keeps the
     model's KV rows in 8 bits, "compute" in the dtype of computing (None: as the directory was built). `drafting` says
-    how to draft; None loads no draft model and takes no memory for it; "auto" drafts where the directory has a draft
-    model, as this machine's preset says. `adapters` are directories of LoRA adapters by name, which join those of the
-    engine directory; None loads none, and nothing that applies them. `snapshots` are files of `edgellm cache build` or
-    `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget` bytes, those used least
-    recently go first. Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError
-    subclasses that say what is wrong.
+    how to draft; None, and kind "suffix", load no draft model and take no memory for it; "auto" drafts where the
+    directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by name,
+    which join those of the engine directory; None loads none, and nothing that applies them. `snapshots` are files of
+    `edgellm cache build` or `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget`
+    bytes, those used least recently go first. Without an `engine_directory` it is the model that ships with the
+    package. Raises EdgeLLMError subclasses that say what is wrong.
     """
 
     def __init__(
@@ -110,8 +109,6 @@ class SpecDecodeRuntime:
         self._vision: VisionEncoder | LazyVisionEncoder | None = None
         self._observer: Observer | None = None
         self._following: FollowingLogits | None = None
-        self._choosers: dict[DraftingConfig | None, PlanChooser | None] = {None: None}
-        self._drafting: DraftingConfig | None = None
         loras = read_adapters(self.directory, adapters)
         opened = open_backend(backend, self.directory)
         try:
@@ -128,7 +125,7 @@ class SpecDecodeRuntime:
         try:
             if self._vision is not None:
                 self._vision.load(progress)
-            self._given = GivenDrafting(self._runner.verification.most_given)
+            self._drafters = Drafters(self.directory, self._runner)
             self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
@@ -181,36 +178,24 @@ class SpecDecodeRuntime:
     @property
     def drafting(self) -> DraftingConfig | None:
         """How requests are drafted; None: plainly."""
-        return self._drafting
+        return self._drafters.setting
 
     @property
     def drafting_report(self) -> DraftingReport | None:
-        """What adaptive drafting chose so far, and why; None where drafting is not adaptive."""
-        chooser = self._choosers[self._drafting]
-        return chooser.report() if isinstance(chooser, DraftingController) else None
+        """What adaptive drafting, or drafting from what was said, chose so far, and why; else None."""
+        return self._drafters.report()
 
     def use_drafting(self, drafting: DraftingConfig | None) -> None:
         """Draft otherwise, or not at all, from the next request on; what was learned for a setting is kept for it.
 
-        Raises RequestError where no draft model is loaded, EngineError where the engines cannot serve the setting.
+        Raises RequestError where no draft model is loaded that it needs, EngineError where the engines cannot serve the
+        setting.
         """
-        runner = self._open_runner()
+        self._open_runner()
         check_drafting(drafting)
-        if drafting is None:
-            with self._exclusive():
-                self._drafting = None
-            return
-        if runner.draft is None:
-            raise RequestError("no draft model is loaded: open the model with drafting, on a directory that has one")
         with self._exclusive():
-            if drafting not in self._choosers:
-                plan = drafting.plan(self.directory.limits)
-                if drafting.adaptive:  # measuring costs uses all slots
-                    self._contents = [KVContents() for _ in self._contents]
-                    self._choosers[drafting] = adaptive_drafting(drafting, self.directory, runner)
-                else:
-                    self._choosers[drafting] = FixedDrafting(plan)
-            self._drafting = drafting
+            if self._drafters.use(drafting):
+                self._contents = [KVContents() for _ in self._contents]
 
     def capture_decoding_cuda_graph(self) -> bool:
         """Capture what decoding runs as CUDA graphs now, rather than when it first comes up: for every batch size and
@@ -224,8 +209,7 @@ class SpecDecodeRuntime:
             if not runner.backend.fixed_shapes:
                 self.uncaptured_stages = (f"all: the {runner.backend.name} backend computes at once",)
             else:
-                chooser = self._choosers[self._drafting]
-                self.uncaptured_stages = tuple(runner.capture_steps(() if chooser is None else chooser.plans))
+                self.uncaptured_stages = tuple(runner.capture_steps(self._drafters.plans))
         return not self.uncaptured_stages
 
     def observe(self, observer: Observer | None) -> None:
@@ -289,7 +273,7 @@ class SpecDecodeRuntime:
 
         Raises RequestError, and AdapterError for an adapter that is not loaded.
         """
-        return self._preparation.sequence(request, self._open_runner(), conversation)
+        return self._preparation.sequence(request, self._open_runner(), conversation, self._drafters.can_draft)
 
     def count_tokens(self, request: Request) -> int:
         """How many tokens a request's prompt has, those of its images included. Any thread may call it."""
@@ -299,13 +283,13 @@ class SpecDecodeRuntime:
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.server.Engine`."""
-        chooser = self._choosers[self._drafting]
+        chooser, given = self._drafters.chooser, self._drafters.given
         runner, snapshots = self._open_runner(), self._open_snapshots()
         encode = None if self._vision is None else self._vision.encode
         if self._observer is None:
-            return DecodingLoop(runner, self._contents, chooser, snapshots, encode, self._given)
+            return DecodingLoop(runner, self._contents, chooser, snapshots, encode, given)
         observed = ObservedRunner(runner, self._observer), ObservedSnapshots(snapshots, self._observer)
-        return DecodingLoop(observed[0], self._contents, chooser, observed[1], encode, self._given)
+        return DecodingLoop(observed[0], self._contents, chooser, observed[1], encode, given)
 
     def generate_and_save_system_prompt_kv_cache(
         self,

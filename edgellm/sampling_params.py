@@ -31,7 +31,9 @@ class SamplingParams:
     (unless `ignore_eos`), at one of `stop_token_ids`, or where its text contains one of the `stop` strings.
 
     With `logprobs` N each token comes with its log-probability and the N likeliest in its place (`TokenLogprobs`); the
-    host then reads logits in every step, and with penalties nothing is drafted.
+    host then reads logits in every step, and with penalties nothing is drafted. They are after masks (`structure`,
+    `allowed_token_ids`, `bad_words`) and `logit_bias`, before penalties, temperature and filters, drafted and plain
+    alike.
 
     `structure` is the form that an answer must have: `edgellm.Structure(...)`, or for short a JSON schema, a class, a
     list of choices, or "json_object". Tokens that would leave it are never drawn, and the end of sequence only where it
@@ -68,7 +70,8 @@ class SamplingParams:
             object.__setattr__(self, field.name, checked_value(field.name, getattr(self, field.name)))
         if self.structure is not None and self.ignore_eos:
             raise RequestError(
-                "ignore_eos goes on behind the end of an answer, where a structure has nothing more to say"
+                "ignore_eos goes on behind the end of an answer, where a structure has nothing more to say: leave one "
+                "of them out"
             )
 
     @property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from edgellm.drafting.config import SIZES, DraftingConfig, checked_drafting, drafting_config
+from edgellm.drafting.config import SIZES, SUFFIX, WITHOUT_MODEL, DraftingConfig, checked_drafting, drafting_config
 from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 PLAIN_NAME = "plain"
 _MOST_DIGITS = 9
 EXPECTED = (
-    "expected plain, chain:STEPS, tree:TOP_K/STEPS/SIZE, choices:NAME or FILE, or adaptive[:TOP_K/STEPS/SIZE]; "
-    "behind a chain there may be :sampled, behind all but plain :typical"
+    "expected plain, suffix, chain:STEPS, tree:TOP_K/STEPS/SIZE, choices:NAME or FILE, or adaptive[:TOP_K/STEPS/SIZE]; "
+    "behind a chain there may be :sampled, behind what a draft model proposes :typical or :suffix"
 )
 
 
@@ -42,7 +42,7 @@ class BenchConfiguration:
     @property
     def is_lossless(self) -> bool:
         """Whether it must give the tokens of plain decoding."""
-        return self.drafting is None or not (self.drafting.sampled or self.drafting.acceptance == "typical")
+        return self.drafting is None or self.drafting.gives_plain_tokens
 
 
 def parse_configurations(
@@ -62,9 +62,10 @@ def parse_configurations(
 
 
 def default_configurations(limits: EngineLimits) -> list[str]:
-    """Plain decoding; with a draft also chains, the largest tree, and what the controller picks."""
+    """Plain decoding; with a draft also chains, the largest tree, and what the controller picks, without one what was
+    said before."""
     if not limits.has_draft:
-        return [PLAIN_NAME]
+        return [PLAIN_NAME, *WITHOUT_MODEL]
     lengths = sorted({min(steps, limits.draft_steps) for steps in (2, 3, 5)})
     tree = "/".join(str(getattr(limits, size)) for size in SIZES)
     return [PLAIN_NAME, *(f"chain:{steps}" for steps in lengths), f"tree:{tree}", "adaptive"]
@@ -73,6 +74,8 @@ def default_configurations(limits: EngineLimits) -> list[str]:
 def _parse(name: str, limits: EngineLimits, backend: str, settings: Mapping[str, Any]) -> BenchConfiguration:
     if name == PLAIN_NAME:
         return BenchConfiguration(name, None)
+    if name in WITHOUT_MODEL:
+        return BenchConfiguration(name, DraftingConfig(kind=name))
     if not limits.has_draft:
         raise RequestError(f"the configuration {name!r} drafts, but the engine directory has no draft model")
     common = {key: value for key, value in settings.items() if key not in ("draft", "kind", "choices", *SIZES)}
@@ -93,9 +96,13 @@ def _settings_of(name: str) -> dict[str, Any]:
     """The drafting settings that a configuration's name stands for."""
     kind, *rest = name.split(":")
     chosen: dict[str, Any] = {"adaptive": kind == "adaptive"}
-    while rest and rest[-1] in ("sampled", "typical"):
-        chosen |= {"sampled": True} if rest[-1] == "sampled" else {"acceptance": "typical"}
-        rest.pop()
+    behind: dict[str, dict[str, Any]] = {
+        "sampled": {"sampled": True},
+        "typical": {"acceptance": "typical"},
+        SUFFIX: {"suffix_decoding": True},
+    }
+    while rest and rest[-1] in behind:
+        chosen |= behind[rest.pop()]
     if kind == "choices" and rest:
         return chosen | {"choices": ":".join(rest)}
     sizes = [part for given in rest for part in given.split("/")]

@@ -54,8 +54,8 @@ def bench(
         str | None,
         typer.Option(
             "--configurations",
-            help="Comma-separated: chain:STEPS, tree:TOP_K/STEPS/SIZE, choices:FILE, adaptive; :sampled or :typical "
-            "may follow [default: some of each].",
+            help="Comma-separated: suffix, chain:STEPS, tree:TOP_K/STEPS/SIZE, choices:FILE, adaptive; :sampled, "
+            ":typical or :suffix may follow [default: some of each].",
         ),
     ] = None,
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Times that each prompt is answered.")] = 3,
@@ -113,7 +113,8 @@ def measure(
         drafted = [each.drafting for each in chosen if each.drafting is not None]
         if drafted:
             # The yardstick is the model without its draft, which plain decoding beside a draft is a little slower than.
-            llm = opened.enter_context(open_model_with(settings, drafted[0]))
+            first = max(drafted, key=lambda drafting: drafting.needs_draft_model)
+            llm = opened.enter_context(open_model_with(settings, first))
         answered = with_system_prompt(prompts, settings.system)
         try:
             result = run_benchmark(llm, plain, answered, chosen, params, repeat, progress)

@@ -96,7 +96,7 @@ def build(
         computing=computing,
         prompt=options.PromptOptions(chat_template=chat_template),
         sampling=options.SamplingOptions(),
-        drafting=DraftingOptions(draft=draft),
+        drafting=DraftingOptions(draft="" if draft else None, no_draft=draft is False),
     )
     # What a settings file says of answers does not choose what is computed here.
     settings = replace(

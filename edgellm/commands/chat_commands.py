@@ -30,6 +30,7 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import SamplingParams, checked_value
 
 if TYPE_CHECKING:
+    from edgellm.drafting.config import DraftingConfig
     from edgellm.llm import LLM
     from edgellm.requests import Response
     from edgellm.sessions import Session
@@ -44,6 +45,7 @@ HELP = '''\
 /image [FILE]        show an image with the next question, or list those it will show; "" is none
 /set [NAME VALUE]    show or set how answers are drawn (temperature, top_p, seed, max_tokens, stop, ...)
 /schema [FILE]       show the JSON schema of answers, or ask for one; "" is none
+/draft [KIND]        show or set what drafts: suffix (what was said before), chain, tree; "" is nothing
 /adapter [NAME]      show the LoRA adapters, or answer with one; "" is none
 /save FILE           write the conversation to a new file, or over a conversation
 /save! FILE          write it over any file
@@ -195,6 +197,27 @@ def _adapter(state: ChatState, argument: str) -> None:
         state.say(f"{words}." if words else "There are no LoRA adapters; --lora NAME=DIR loads one.")
 
 
+def _draft(state: ChatState, argument: str) -> None:
+    from edgellm.drafting.config import drafting_config  # it takes long to load, and the model has loaded it
+
+    llm = state.llm
+    if argument:
+        chosen = None if argument in ('""', "''") else {"kind": argument}
+        limits, backend = llm.directory.limits, llm.backend_name
+        llm.use_drafting(None if chosen is None else drafting_config(limits, backend, chosen))
+    state.say(f"{drafted_by(llm.drafting)}.")
+
+
+def drafted_by(drafting: DraftingConfig | None) -> str:
+    """What drafts, in words."""
+    if drafting is None:
+        return "Nothing is drafted"
+    if not drafting.needs_draft_model:
+        return "Drafts are what followed the same tokens before, where that should be faster"
+    beside = ", or what followed the same tokens before" if drafting.suffix_decoding else ""
+    return f"Drafts are those of the draft model{beside}{', where that should be faster' if drafting.adaptive else ''}"
+
+
 def _image(state: ChatState, argument: str) -> None:
     if argument in ('""', "''"):
         state.attached_images.clear()
@@ -339,6 +362,7 @@ COMMANDS: dict[str, Callable[[ChatState, str], SamplingParams | None]] = {
     "trim": _trim,
     "system": _system,
     "adapter": _adapter,
+    "draft": _draft,
     "image": _image,
     "set": _set,
     "schema": _schema,

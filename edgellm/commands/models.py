@@ -140,17 +140,18 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
     """
     if settings.drafting.get("draft") is False:
         return None
-    from edgellm.drafting.config import drafting_config
+    from edgellm.drafting.config import drafting_config, drafts_without_model
 
     directory = described_directory(settings)
-    if directory.draft is None:
+    chosen = {key: value for key, value in settings.drafting.items() if key not in ("draft", "preset")}
+    if directory.draft is None and not drafts_without_model(chosen):
         if settings.drafting.get("draft") is True:
             raise RequestError(
                 f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
-                "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave the options of drafting out"
+                "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), draft without one (--draft suffix), or leave the "
+                "options of drafting out"
             )
         return None
-    chosen = {key: value for key, value in settings.drafting.items() if key not in ("draft", "preset")}
     return drafting_config(directory.limits, backend_name(settings), chosen, settings.drafting.get("preset"))
 
 

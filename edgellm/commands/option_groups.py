@@ -31,6 +31,9 @@ PROMPT, SAMPLING, DRAFTING, ADAPTERS, TEMPLATE, MODEL, LOGS, OUTPUT = (
     "Logs and errors",
     "Output",
 )
+#: The kinds of `DraftingConfig`, which takes longer to load than all else here.
+DRAFT_KINDS = ("tree", "chain", "choices", "suffix")
+_OPTIONAL_KIND = f"[{'|'.join(DRAFT_KINDS)}]"
 _ARGUMENTS, _COMMANDS, _OTHERS = "Arguments", "Commands", "Options"
 _FRAME = ("╭", "─", "╮", "│", "╰", "╯")
 _WIDEST = 100
@@ -39,6 +42,16 @@ _SUMMARY = 200
 
 class PanelCommand(TyperCommand):
     """A command whose help shows its options by subject."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does. `--draft` of `DraftingOptions` may stand alone: a word behind it that is no kind is another
+        argument."""
+        if any(parameter.metavar == _OPTIONAL_KIND for parameter in self.params):
+            ends = args.index("--") if "--" in args else len(args)
+            for place in reversed(range(ends)):
+                if args[place] == "--draft" and (place + 1 >= ends or args[place + 1] not in DRAFT_KINDS):
+                    args = [*args[:place], "--draft=", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the panels of options."""
@@ -152,10 +165,21 @@ class DraftingOptions:
     PANEL: ClassVar[str] = DRAFTING
 
     draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            metavar=_OPTIONAL_KIND,
+            help="Draft with the model's EAGLE head, or, with suffix, from what was said before, which every model can "
+            "[default: with the head where there is one].",
+            show_default=False,
+        ),
+    ] = None
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Decode without a draft.", show_default=False)] = False
+    suffix_decoding: Annotated[
         bool | None,
         typer.Option(
-            "--draft/--no-draft",
-            help="Draft with the model's EAGLE head, or decode without [default: where it has one].",
+            "--suffix-decoding/--no-suffix-decoding",
+            help="Draft from what was said before, too, beside the model's EAGLE head.",
             show_default=False,
         ),
     ] = None
@@ -203,10 +227,18 @@ class DraftingOptions:
 
     def given(self) -> dict[str, Any]:
         """The options that were given, under their names as settings."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if given.pop("no_draft"):
+            given["draft"] = False
+        elif "draft" in given:
+            kind, given["draft"] = given["draft"], True
+            given |= {"kind": kind} if kind else {}
+        return given
 
     def applied_to(self, settings: Settings) -> dict[str, Any]:
         """The drafting settings with these options on top; a contradiction is a usage error that names an option."""
+        if self.no_draft and self.draft is not None:
+            raise typer.BadParameter("--draft is given, and so is --no-draft: expected only one of them")
         given = self.given()
         if not given:
             return settings.drafting
@@ -222,5 +254,5 @@ class DraftingOptions:
 def _with_option_names(message: str) -> str:
     """An error about settings, in the words of the command line."""
     names = "|".join(item.name for item in fields(DraftingOptions) if item.name != "draft")
-    message = message.replace("but draft is false", "and so is --no-draft")
+    message = message.replace("but draft is false", "and so is --no-draft").replace("kind is ", "--draft is ")
     return re.sub(rf"\b({names}) is\b", lambda match: f"--{match[1].replace('_', '-')} is", message)

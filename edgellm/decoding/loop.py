@@ -22,6 +22,7 @@ from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.round import GivenTree
 from edgellm.requests import TokenLogprobs, token_logprobs
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ class _Launch:
     plan: DraftPlan | None
     is_prefill: bool
     seconds: float
+    #: The candidates that were given, of each slot; whether a sequence has rules.
+    trees: Sequence[GivenTree] | None = None
+    ruled: bool = False
     #: What was waited for, and when.
     tokens: list[list[int]] | None = None
     read: float = 0.0
@@ -169,8 +173,8 @@ class DecodingLoop:
             contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
             rules = None if sequence.constraint is None else StepMasks([sequence])
             first = runner.start(slot, prompt_ids, reused, sequence.sampling, sequence.images, rules)
-            if self._given is not None and self._given.index is not None:
-                sequence.said = self._given.index.open(prompt_ids)
+            if self._given is not None:
+                self._given.open(sequence, prompt_ids)
         except BaseException:
             base.await_rows()
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
@@ -237,7 +241,7 @@ class DecodingLoop:
             if not running:
                 return
             needed = any(sequence.least < sequence.wanted for sequence in running)
-            fits = all(sequence.most < sequence.room for sequence in running)
+            fits = all(sequence.most < sequence.room for sequence in self.running)  # slots go along until they are left
             if self._launches and not (needed and fits):
                 return
             if self._launches and any(sequence.logprobs is not None for sequence in running):
@@ -249,7 +253,8 @@ class DecodingLoop:
         them that promises more than a step in flight."""
         if any(sequence.constraint is not None for sequence in running):
             return True
-        return self._given is not None and self._given.promises(running)
+        room = min((sequence.room - sequence.most for sequence in self.running), default=0)
+        return self._given is not None and self._given.promises(self._runner, self.running, room)
 
     def _know_all(self) -> None:
         """Wait for all tokens that are under way, and take notice of them; their text is read later."""
@@ -270,13 +275,14 @@ class DecodingLoop:
                 if plan is not None:
                     sequence.most += len(emitted) - plan.longest
                     sequence.least += len(emitted) - 1
-                sequence.know(emitted)
-                if sequence.said is not None and self._given is not None and self._given.index is not None:
-                    self._given.index.extend(sequence.said, emitted)
+                known = sequence.know(emitted)
+                if self._given is not None:
+                    self._given.take(sequence, known)
         return launch.tokens
 
     def _launch(self, running: Sequence[DecodingSequence]) -> None:
-        room = min(sequence.room - sequence.most for sequence in running)
+        seconds = time.perf_counter()  # what the host takes to choose belongs to the step
+        room = min(sequence.room - sequence.most for sequence in self.running)
         batch = len(self.running)
         raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
         plan, trees = None, None
@@ -288,10 +294,9 @@ class DecodingLoop:
         if plan is None and self._chooser is not None and not raw:
             plan = self._chooser.next_plan(room, batch)
         rules = StepMasks(self.running) if any(sequence.constraint is not None for sequence in running) else None
-        seconds = time.perf_counter()
         step = self._runner.step(batch, plan, rules, trees)
-        self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds))
-        for sequence in running:
+        self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds, trees, rules is not None))
+        for sequence in self.running:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
 
@@ -305,13 +310,14 @@ class DecodingLoop:
             if self._chooser is not None and not (plan is not None and plan.is_given):
                 self._chooser.record(plan, counts, seconds)
             if self._given is not None:
-                self._given.record(plan, counts, seconds)
+                self._given.record(plan, counts, seconds, launch.ruled)
         for slot, emitted in zip(launch.slots, tokens, strict=True):
             sequence = self.running[slot]
             if sequence.finished or not emitted:
                 continue
             if sequence.tally is not None and not launch.is_prefill:
-                sequence.tally.step(plan, seconds)
+                drafted = None if launch.trees is None else len(launch.trees[slot].tokens)
+                sequence.tally.step(plan, seconds, drafted)
             sequence.clock.step(now)
             logprobs: list[TokenLogprobs | None] = [None] * len(emitted)
             if sequence.logprobs is not None:
@@ -339,9 +345,8 @@ class DecodingLoop:
         """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
         sequence, runner = self.running[slot], self._runner
         runner.stop(slot)
-        if sequence.said is not None and self._given is not None and self._given.index is not None:
-            self._given.index.close(sequence.said)
-            sequence.said = None
+        if self._given is not None:
+            self._given.close(sequence)
         self._contents[slot].bind(sequence.adapter_digest)
         rows = [*sequence.identities, *sequence.answer.token_ids[:-1]]
         self._contents[slot].replace(rows, runner.draft_rows(slot))

@@ -63,10 +63,15 @@ class Preparation:
         self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids)
 
     def sequence(
-        self, request: Request, runner: DecodingRunner, conversation: OngoingConversation | None = None
+        self,
+        request: Request,
+        runner: DecodingRunner,
+        conversation: OngoingConversation | None = None,
+        drafts: bool = False,
     ) -> DecodingSequence:
-        """A request, as the decoding loop takes it for this runner. Where it goes on a conversation that drops its
-        oldest turns, these are left out where the answer would find no room beside them (`turns_to_drop`).
+        """A request, as the decoding loop takes it for this runner, which perhaps `drafts`. Where it goes on a
+        conversation that drops its oldest turns, these are left out where the answer would find no room beside them
+        (`turns_to_drop`).
 
         Raises RequestError, ContextError for a prompt that does not fit, AdapterError for an adapter that is not
         loaded.
@@ -88,7 +93,9 @@ class Preparation:
             params.max_tokens,
             None if calling is None else calling.reader,
         )
-        tally = DraftingTally(lambda: runner.stage_seconds) if runner.draft is not None else None
+        made = None if calling is None else calling.rules
+        rules = self._rules.rules(params, prompt.token_ids, continued, made)
+        tally = DraftingTally(lambda: runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
             prompt.token_ids,
             sampling_values(params),
@@ -103,7 +110,7 @@ class Preparation:
             conversation=conversation,
             dropped=dropped,
             structure=params.structure,
-            rules=self._rules.rules(params, prompt.token_ids, continued, None if calling is None else calling.rules),
+            rules=rules,
             calls=None if calling is None else calling.reader,
         )
 

@@ -26,7 +26,7 @@ class StepMasks:
         used = 0
         for slot, sequence in enumerate(self._sequences):
             constraint = sequence.constraint
-            if constraint is None or sequence.finished:
+            if constraint is None or sequence.finished or sequence.is_over:
                 continue
             try:
                 if trees is not None:

@@ -21,7 +21,8 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import RequestError
+from edgellm.engines.speculation.tree_verification import GIVEN_SIZES, given_tree_bytes
+from edgellm.errors import DeviceMemoryError, RequestError
 
 
 class StepTokens(Protocol):
@@ -94,12 +95,15 @@ def open_runner(
     progress: Callable[[int, int], None] | None,
     vision_memory: Mapping[str, int] | None = None,
 ) -> DecodingRunner:
-    """A runner with the directory's draft model if there is `drafting`; RequestError where it has none.
+    """A runner with the directory's draft model if the `drafting` needs one; RequestError where it has none.
 
-    `vision_memory` is what a vision encoder takes (bytes by name).
+    `vision_memory` is what a vision encoder takes (bytes by name). Trees of what was said before are planned for where
+    they are asked for and no draft model has larger ones; smaller ones where memory is short.
     """
     if drafting is None:
         return DecodingRunner.open(backend, directory, progress, adapters, vision_memory, drafts=False)
+    if not drafting.needs_draft_model:
+        return _open_for_given(backend, directory, adapters, progress, vision_memory or {})
     if directory.draft is None:
         raise RequestError(
             f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
@@ -107,6 +111,28 @@ def open_runner(
         )
     drafting.plan(directory.limits)  # refused before anything is loaded
     return DecodingRunner.open(backend, directory, progress, adapters, vision_memory)
+
+
+def _open_for_given(
+    backend: Backend,
+    directory: EngineDirectory,
+    adapters: Mapping[str, LoraAdapter] | None,
+    progress: Callable[[int, int], None] | None,
+    memory: Mapping[str, int],
+) -> DecodingRunner:
+    """A runner without a draft model, with room for the largest trees of given candidates that fit into memory."""
+    for nodes in GIVEN_SIZES:
+        trees = given_tree_bytes(directory.config, directory.limits, nodes, backend.compute_dtype)
+        known = {**memory, f"trees of {nodes} candidates": trees}
+        try:
+            runner = DecodingRunner.open(backend, directory, progress, adapters, known, drafts=False)
+        except DeviceMemoryError:
+            if nodes == GIVEN_SIZES[-1]:
+                raise
+            continue
+        runner.verification.reserve(nodes)
+        return runner
+    raise AssertionError("there are sizes")
 
 
 def read_adapters(

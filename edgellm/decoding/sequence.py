@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from edgellm.drafting.acceptance import DraftingTally
+from edgellm.drafting.given import Said
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import TokenConstraint
-from edgellm.engines.speculation.suffix_index import SaidSequence
 from edgellm.errors import ConstraintError
 from edgellm.requests import Response, Timings, TokenLogprobs, Usage
 from edgellm.structure.answers import AnswerRules
@@ -102,10 +102,11 @@ class DecodingSequence:
     #: The rules that its tokens obey, and what an index of what was said knows of it: both know the tokens that were
     #: read, which may be more than the answer has taken.
     rules: AnswerRules | None = None
-    said: SaidSequence | None = None
+    said: Said | None = None
     #: Reads the calls of tools out of the answer's text.
     calls: ToolReader | None = None
-    #: Whether a token that was read ends the answer.
+    #: How many tokens were read, and whether the last of them ends the answer.
+    known: int = 0
     is_over: bool = False
 
     @property
@@ -113,18 +114,20 @@ class DecodingSequence:
         """What the rules ask of the next token."""
         return None if self.rules is None else self.rules.constraint
 
-    def know(self, tokens: Sequence[int]) -> None:
-        """Take notice of tokens that were read; the answer takes them later. What rules forbid is a failure: they had
-        no way on where it was drawn."""
-        for token in tokens:
+    def know(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Take notice of tokens that were read, and give those that belong to the answer, which takes them later. What
+        rules forbid is a failure: they had no way on where it was drawn."""
+        for count, token in enumerate(tokens):
             if self.is_over or self.finished:
-                return
+                return tokens[:count]
             if self.constraint is not None and not self.constraint.try_advance(token):
                 self.failure = ConstraintError(
                     f"the rules on the answer have no way on: token {token} was drawn where no token is allowed"
                 )
-                return
-            self.is_over = self.answer.ends_at(token)
+                return tokens[:count]
+            self.known += 1
+            self.is_over = self.answer.ends_at(token) or self.known == self.wanted
+        return tokens
 
     def take_call_deltas(self) -> tuple[ToolCallDelta, ...]:
         """The pieces of calls that the answer's latest tokens gave."""

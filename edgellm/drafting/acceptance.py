@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from edgellm.engines.speculation.draft_plan import BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
 
@@ -16,9 +16,10 @@ class DraftingStatistics:
 
     `rounds` drafted, `plain_steps` did not. `drafted_tokens` were verified (without the root), `accepted_tokens` of
     them came into the answer; what lies behind its end does not count. `lengths[n]` is how many rounds gave n tokens,
-    the bonus token included. `plans` counts rounds by the plan's name. `seconds` are those of all rounds and steps;
-    `draft_seconds` and `verify_seconds` those of the draft's and the base's part of the rounds, None where the parts
-    cannot be timed. Rounds that serve several sequences count for each of them, seconds included.
+    the bonus token included. `plans` counts rounds by the plan's name ("given N": up to N candidates that no draft
+    model proposed), `tokens` what they gave. `seconds` are those of all rounds and steps; `draft_seconds` and
+    `verify_seconds` those of the draft's and the base's part of the rounds, None where the parts cannot be timed.
+    Rounds that serve several sequences count for each of them, seconds included.
     """
 
     rounds: int
@@ -30,6 +31,7 @@ class DraftingStatistics:
     seconds: float
     draft_seconds: float | None = None
     verify_seconds: float | None = None
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -53,6 +55,8 @@ class DraftingTally:
         self._rounds = self._plain_steps = self._drafted = 0
         self._lengths: Counter[int] = Counter()
         self._plans: Counter[str] = Counter()
+        self._tokens: Counter[str] = Counter()
+        self._plan = ""  # that of the latest round
         self._seconds = 0.0
         self._length: int | None = None  # that of the latest round, which its tokens raise; of a plain step none
 
@@ -60,15 +64,17 @@ class DraftingTally:
         """Leave out what the stages took up to now: the answer begins, having waited for others."""
         self._before = dict(self._stage_seconds())
 
-    def step(self, plan: DraftPlan | None, seconds: float) -> None:
-        """A round, or without a plan a plain step, has given its tokens; they follow."""
+    def step(self, plan: DraftPlan | None, seconds: float, drafted: int | None = None) -> None:
+        """A round, or without a plan a plain step, has given its tokens; they follow. `drafted` candidates were
+        verified (None: as many as the plan has)."""
         self._seconds += seconds
         if plan is None:
             self._plain_steps += 1
             self._length = None
             return
         self._rounds += 1
-        self._drafted += plan.tree_size - 1
+        self._drafted += plan.tree_size - 1 if drafted is None else drafted
+        self._plan = plan.name
         self._plans[plan.name] += 1
         self._lengths[0] += 1
         self._length = 0
@@ -79,6 +85,7 @@ class DraftingTally:
             self._lengths[self._length] -= 1
             self._length += 1
             self._lengths[self._length] += 1
+            self._tokens[self._plan] += 1
 
     def statistics(self) -> DraftingStatistics:
         """The counts so far."""
@@ -97,6 +104,7 @@ class DraftingTally:
             self._seconds,
             draft if now else None,
             spent.get(BASE_VERIFY, 0.0) if now else None,
+            dict(self._tokens),
         )
 
 

@@ -32,6 +32,9 @@ from edgellm.sampling_params import as_float
 
 #: Trees of choices that come with the package, as `configs/NAME.yaml`; the first is the default.
 NAMED_CHOICES = ("mc_sim_7b_63", "eagle_25")
+SUFFIX = "suffix"
+#: The kinds that need no draft model.
+WITHOUT_MODEL = (SUFFIX,)
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,10 @@ class DraftingConfig:
     the `verify_tree_size` best nodes verified, the root included. "chain" drafts `draft_steps` tokens one after
     another; with `sampled`, where the request samples, they are drawn from the draft's own distribution (lossless, but
     then other tokens than those of plain decoding with the same seed). "choices" is a static tree: a name of
-    `NAMED_CHOICES` (None: the first), or a list of paths of ranks.
+    `NAMED_CHOICES` (None: the first), or a list of paths of ranks. "suffix" needs no draft model: what followed the
+    last tokens where they were said before, in the prompt, the answer or earlier answers of the process, is verified
+    where that should be faster than a plain step; sizes and `adaptive` do not apply to it. `suffix_decoding` does so
+    beside a draft model: the draft that should give more tokens a second is taken.
 
     `acceptance` "typical" accepts where p(x) > min(posterior_threshold, posterior_alpha * exp(-entropy)): lossy.
     Sequences of temperature 0 are accepted exactly all the same. `adaptive` lets a controller take smaller plans, or
@@ -59,9 +65,10 @@ class DraftingConfig:
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     adaptive: bool = False
+    suffix_decoding: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("kind", self.kind, KINDS)
+        _one_of("kind", self.kind, (*KINDS, *WITHOUT_MODEL))
         _one_of("acceptance", self.acceptance, ACCEPTANCES)
         for name, (least, most) in DRAFT_RANGES.items():
             value = getattr(self, name)
@@ -71,13 +78,20 @@ class DraftingConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) <= 1:
                 raise RequestError(f"{name} is {shown(value)}: expected a number above 0 and up to 1")
-        for name in ("sampled", "adaptive"):
+        for name in ("sampled", "adaptive", "suffix_decoding"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} is {shown(getattr(self, name))}: expected true or false")
         if self.sampled and self.kind != "chain":
             raise RequestError(f"sampled is true for kind {self.kind!r}: only a chain can be sampled")
         if self.sampled and self.acceptance == "typical":
             raise RequestError("a sampled chain has its own exact test: leave out sampled, or acceptance typical")
+        if self.proposes_given and (self.sampled or self.acceptance == "typical"):
+            asked = "suffix_decoding is true" if self.needs_draft_model else f"kind is {self.kind!r}"
+            other = "sampled" if self.sampled else "acceptance typical"
+            raise RequestError(
+                f"{asked} beside {other}: measured time chooses between the drafts, and with {other} a seed would give "
+                "other tokens from run to run. Leave one of them out"
+            )
         if self.choices is not None:
             if self.kind != "choices":
                 raise RequestError(f"choices are given for kind {self.kind!r}: they are of use to kind 'choices' only")
@@ -91,8 +105,24 @@ class DraftingConfig:
         """The dynamic tree that engines of these limits were built for."""
         return cls(limits.draft_top_k, limits.draft_steps, limits.verify_tree_size, **others)
 
+    @property
+    def needs_draft_model(self) -> bool:
+        """Whether a draft model proposes."""
+        return self.kind not in WITHOUT_MODEL
+
+    @property
+    def proposes_given(self) -> bool:
+        """Whether the host proposes, beside what rules force."""
+        return not self.needs_draft_model or self.suffix_decoding
+
+    @property
+    def gives_plain_tokens(self) -> bool:
+        """Whether a seed gives the tokens of plain decoding, whatever is drafted."""
+        return not self.sampled and self.acceptance == "exact"
+
     def plan(self, limits: EngineLimits) -> DraftPlan:
-        """The plan of a round with room; raises EngineError if engines of these limits cannot serve it."""
+        """The plan of a draft model's round with room; raises EngineError if engines of these limits cannot serve
+        it."""
         rule = {
             "acceptance": self.acceptance,
             "posterior_threshold": float(self.posterior_threshold),
@@ -182,12 +212,24 @@ def preset_values(limits: EngineLimits, backend: str, preset: str | None = None)
 def drafting_config(
     limits: EngineLimits, backend: str, chosen: Mapping[str, Any] | None = None, preset: str | None = None
 ) -> DraftingConfig:
-    """The drafting of engines with a draft: `chosen` (fields of DraftingConfig) on top of the preset.
+    """The drafting of engines: `chosen` (fields of DraftingConfig) on top of the preset. Where there is no draft
+    model, `suffix_decoding` is all that is left.
 
     Choices make it a static tree, which has its own sizes; `sampled` makes it a chain. A posterior threshold alone sets
     the posterior alpha to its square root, as published. Raises RequestError.
     """
     chosen = dict(chosen or {})
+    if chosen.get("suffix_decoding") and not limits.has_draft:
+        return DraftingConfig(kind=SUFFIX)
+    if chosen.get("kind") in WITHOUT_MODEL:
+        given = [name for name in ("choices", *SIZES) if name in chosen]
+        if given:
+            raise RequestError(f"{given[0]} is given beside kind {chosen['kind']}, which sizes its drafts itself")
+        return DraftingConfig(**chosen)
+    if "kind" in chosen:
+        _one_of("kind", chosen["kind"], (*KINDS, *WITHOUT_MODEL))
+    if not limits.has_draft:
+        raise RequestError("the engine directory has no draft model: build one with it (edgellm build --draft)")
     values = preset_values(limits, backend, preset)
     if chosen.get("sampled") or chosen.get("acceptance") == "typical":
         values["adaptive"] = False  # what is drafted shows in the tokens then, and a seed should give the same ones
@@ -207,6 +249,11 @@ def drafting_config(
     if config.draft_top_k == 1 and "verify_tree_size" not in chosen:  # nor is a longer one cut to a preset's
         return replace(config, verify_tree_size=max(config.verify_tree_size, config.draft_steps + 1))
     return config
+
+
+def drafts_without_model(chosen: Mapping[str, Any]) -> bool:
+    """Whether settings (fields of DraftingConfig) ask for drafts that need no draft model."""
+    return chosen.get("kind") in WITHOUT_MODEL or bool(chosen.get("suffix_decoding"))
 
 
 def checked_drafting(values: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
@@ -245,6 +292,12 @@ def merged_drafting(settings: Mapping[str, Any], options: Mapping[str, Any]) -> 
         kept.pop("draft", None)
     if checked.get("draft") is False:
         return checked
+    if checked.get("kind") in WITHOUT_MODEL:
+        kept = {key: value for key, value in kept.items() if key in ("preset", "adaptive")}
+    elif "kind" in checked:
+        kept = {key: value for key, value in kept.items() if key not in ("choices", "sampled")}
+    elif kept.get("kind") in WITHOUT_MODEL and set(checked) - {"draft", "adaptive", "suffix_decoding"}:
+        del kept["kind"]  # the others are said of a draft model
     if "choices" in checked:
         kept = {key: value for key, value in kept.items() if key not in ("kind", "sampled", *SIZES)}
     if any(size in checked for size in SIZES):

@@ -75,15 +75,31 @@ class VanillaGenerationMetrics:
     tokens: int = 0
     seconds: float = 0.0
 
+    def count(self, response: Response) -> None:
+        """Add an answer."""
+        self.requests += 1
+        self.tokens += response.usage.completion_tokens
+        self.seconds += response.timings.decode_seconds
+
 
 @dataclass
 class EagleGenerationMetrics(VanillaGenerationMetrics):
-    """Answers with a draft model loaded: besides, the rounds, plain steps, and what was drafted and accepted."""
+    """Answers that might be drafted, by a draft model, from what was said or what rules force: besides, the rounds,
+    plain steps, and what was drafted and accepted."""
 
     rounds: int = 0
     plain_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+    def count(self, response: Response) -> None:
+        """Add an answer."""
+        super().count(response)
+        if response.drafting is not None:
+            self.rounds += response.drafting.rounds
+            self.plain_steps += response.drafting.plain_steps
+            self.drafted_tokens += response.drafting.drafted_tokens
+            self.accepted_tokens += response.drafting.accepted_tokens
 
 
 @dataclass
@@ -161,22 +177,15 @@ class Metrics:
             self._histograms["request_seconds"].add(response.timings.total_seconds)
 
     def _count(self, response: Response, adapter: str | None) -> None:
-        usage, timings, drafting = response.usage, response.timings, response.drafting
+        usage, timings = response.usage, response.timings
         self.prefill.prompt_tokens += usage.prompt_tokens
         self.prefill.reused_tokens += usage.reused_tokens
         self.prefill.seconds += timings.prefill_seconds
-        counted = [self.vanilla_generation if drafting is None else self.eagle_generation]
+        counted = [self.vanilla_generation if response.drafting is None else self.eagle_generation]
         if adapter is not None:
             counted.append(self.adapters.setdefault(adapter, EagleGenerationMetrics()))
         for generation in counted:
-            generation.requests += 1
-            generation.tokens += usage.completion_tokens
-            generation.seconds += timings.decode_seconds
-            if drafting is not None and isinstance(generation, EagleGenerationMetrics):
-                generation.rounds += drafting.rounds
-                generation.plain_steps += drafting.plain_steps
-                generation.drafted_tokens += drafting.drafted_tokens
-                generation.accepted_tokens += drafting.accepted_tokens
+            generation.count(response)
         self._histograms["queue_seconds"].add(timings.queue_seconds)
         self._histograms["time_to_first_token_seconds"].add(timings.time_to_first_token)
         for gap in timings.step_gaps:

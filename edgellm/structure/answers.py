@@ -28,10 +28,12 @@ class AnswerRules:
     def structured_from(self, token_ids: Sequence[int]) -> int | None:
         """Where in the answer's text its structure begins; None where reasoning has not ended.
 
-        `token_ids` are those of the answer, which the constraint has consumed.
+        `token_ids` are those of the answer; the constraint may have consumed more, of a round that a stop string cut.
         """
         start = 0 if self.after_reasoning is None else self.after_reasoning.answer_start
-        return start if not start else len(self.tokenizer.decode(token_ids[:start]))
+        if start is None or start > len(token_ids):
+            return None
+        return start and len(self.tokenizer.decode(token_ids[:start]))
 
 
 class RuleMaker:

@@ -23,6 +23,12 @@ ANNOTATIONS = frozenset(
     ["title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "$schema", "$id"]
     + ["discriminator"]
 )
+#: They mean something that no mask keeps: the nearest keyword that is enforced would not help.
+_KEYWORDS = frozenset(
+    ["not", "if", "then", "else", "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "nullable"]
+    + ["dependentRequired", "dependentSchemas", "dependencies", "unevaluatedItems", "unevaluatedProperties"]
+    + ["additionalItems", "$anchor", "$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$vocabulary", "contentSchema"]
+)
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 _MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
 _SCHEMAS = ("items", "additionalProperties")
@@ -252,7 +258,7 @@ def _not_enforced(keyword: str, place: str) -> RequestError:
         return schema_error(
             place, "has x-guidance, which would change how answers are made", "a plain schema: leave it out"
         )
-    close = did_you_mean(keyword, sorted(ENFORCED))
+    close = "" if keyword in _KEYWORDS else did_you_mean(keyword, sorted(ENFORCED))
     hint = f"{close[2:]} " if close.startswith(": did") else ""
     return RequestError(
         f"the JSON schema, at {place}, has the keyword {shown(keyword)}, which would not be enforced: {hint}leave it "

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.engines.backends.base import Backend, Readback, uploaded
+from edgellm.engines.backends.base import Backend, Readback, Transfer, uploaded
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.sampling.contract import SequenceState
 from edgellm.kernels.sampling.record import SamplingRecord
@@ -32,7 +32,7 @@ class TokenMasks:
     `host_masks` [R, W] uint32 and `host_rows` [R] int32 are for the caller to fill: row r of the logits that the next
     `SamplingState.constrain` is given obeys mask `host_rows[r]`, none where that is -1, as all are at first. Bit i % 32
     of word i // 32 of a mask is set where token i may come next; at least one has to be. There is one buffer: what was
-    uploaded is on its way until a later token was waited for, and must stay as it is until then.
+    uploaded is on its way until `wait` returns, and must stay as it is until then.
     """
 
     def __init__(self, backend: Backend, rows: int, vocab_size: int) -> None:
@@ -44,20 +44,29 @@ class TokenMasks:
         #: On the device, as `SamplingKernels.constrain_logits` takes them.
         self.masks = backend.zeros(shape, "uint32")
         self.rows = backend.empty((rows,), "int32")
+        self._uploads: list[Transfer] = []
         self.host_masks.fill(0)
         self.clear()
 
     def upload(self, rows: int, masks: int) -> None:
         """Bring the first so many of `host_rows` and of `host_masks` to the device, in order with the other work."""
         count, words = self.host_masks.shape
-        if rows:
-            self._backend.upload_rows(self.rows.reshape(1, count, 1), self.host_rows.reshape(1, count, 1), rows)
-        if masks:
-            device = self.masks.reshape(1, count, words)
-            self._backend.upload_rows(device, self.host_masks.reshape(1, count, words), masks)
+        pairs = (self.rows, self.host_rows, 1, rows), (self.masks, self.host_masks, words, masks)
+        self._uploads = [
+            self._backend.upload_rows(device.reshape(1, count, width), host.reshape(1, count, width), used)
+            for device, host, width, used in pairs
+            if used
+        ]
+
+    def wait(self) -> None:
+        """Return once what was uploaded last may be changed on the host: at once, but for prompts that follow each
+        other, since tokens were waited for."""
+        for upload in self._uploads:
+            upload.wait()
 
     def clear(self) -> None:
         """No row has a mask any more, on the host and, in order with the other work, on the device."""
+        self.wait()
         self.host_rows.fill(-1)
         self.upload(self.host_rows.size, 0)
 
@@ -152,6 +161,7 @@ class SamplingState:
         """Let the rules say which masks the next `rows` rows of logits obey, those of the nodes of their `trees` where
         there are such, and bring these to the device."""
         masks = self.masks
+        masks.wait()
         used = rules.fill(trees, masks.host_rows[:rows], masks.host_masks)
         masks.upload(rows, used)
         self._masked = True

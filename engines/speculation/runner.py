@@ -227,16 +227,16 @@ class DecodingRunner:
     def capture_steps(self, plans: Sequence[DraftPlan]) -> list[str]:
         """Capture plain steps, and rounds of these plans, of every kind now, rather than when they come up; names the
         stages that cannot be captured. See `BaseEngineRunner.capture_steps`."""
-        failed = self.base.capture_steps()
-        if self.draft is None:
-            return failed
+        failed, draft, tokens = self.base.capture_steps(), self.draft, 0
         for bucket in self.limits.batches:
-            tokens = self.draft.accept_shape_tokens(bucket, self.limits.accept_tokens)
-            widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
-            for key_range in self._engines.key_ranges(widest):
-                names = self._steps.capture(*self._flush_step(bucket, tokens, key_range))
-                failed += [f"{name} of {bucket} sequences, {key_range} rows" for name in names]
-            for plan, plain, adapts in product(plans, (True, False), self.base.adapter_kinds):
+            if draft is not None:
+                tokens = draft.accept_shape_tokens(bucket, self.limits.accept_tokens)
+                widest = draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
+                for key_range in self._engines.key_ranges(widest):
+                    names = self._steps.capture(*self._flush_step(bucket, tokens, key_range))
+                    failed += [f"{name} of {bucket} sequences, {key_range} rows" for name in names]
+            served = [plan for plan in plans if not plan.is_given or self.verification.takes(bucket, plan)]
+            for plan, plain, adapts in product(served, (True, False), self.base.adapter_kinds):
                 for current in self._rounds_of(self._make_kind(bucket, plan, plain, adapts, False, tokens)):
                     names, key = self._steps.capture(current.key, current.stages), current.key
                     kind = f"{key.plan.name} of {bucket} sequences, {key.verify_range} rows, {key.acceptance}"

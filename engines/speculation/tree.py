@@ -11,7 +11,7 @@ from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.kernels.acceptance.contract import Accepted, NodeLogits, Pending
-from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.kernels.sampling.contract import StepInputs
 from edgellm.kernels.tree.contract import Candidates, TreeNodes
 
@@ -41,6 +41,14 @@ class TreeLimits:
     nodes: int
     emitted: int
     keys: int
+
+
+def tree_bytes(config: DecoderConfig, limits: TreeLimits, dtype: str) -> int:
+    """What the arrays of `VerifiedTrees` take, but for a few integers."""
+    features = len(config.feature_layers) * config.hidden_size
+    computed = (config.hidden_size + config.rotary_dim + features) * ITEM_SIZES[dtype]
+    wide = (config.vocab_size + 6) * ITEM_SIZES["float32"]  # logits, and one of each of the node's own numbers
+    return limits.slots * limits.nodes * (computed + wide + limits.nodes + limits.keys)
 
 
 class VerifiedTrees:

@@ -6,14 +6,21 @@ from collections.abc import Callable
 from functools import partial
 
 from edgellm.engines.backends.base import Backend
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.runners.base_runner import GIVEN_NODES, BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
-from edgellm.engines.speculation.tree import CandidateBuffers, TreeLimits, VerifiedTree, VerifiedTrees, pending_entries
+from edgellm.engines.speculation.tree import (
+    CandidateBuffers,
+    TreeLimits,
+    VerifiedTree,
+    VerifiedTrees,
+    pending_entries,
+    tree_bytes,
+)
 from edgellm.kernels.acceptance.contract import Chain, Pending, TypicalBounds
-from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import SequenceState
 from edgellm.kernels.tree.contract import Candidates
@@ -22,6 +29,20 @@ from edgellm.kernels.tree.contract import Candidates
 GREEDY, DRAWN, TYPICAL, SAMPLED = "greedy", "drawn", "typical", "sampled"
 #: The most given candidates that a round accepts one after the other.
 GIVEN_DEPTH = 16
+#: Tokens of the largest trees of given candidates, and of those where memory is short.
+GIVEN_SIZES = (GIVEN_NODES, 16, 8)
+
+
+def given_limits(limits: EngineLimits, nodes: int) -> TreeLimits:
+    """The largest trees of given candidates without a draft."""
+    return TreeLimits(limits.max_batch, nodes, GIVEN_DEPTH + 1, limits.tree_key_ranges[-1])
+
+
+def given_tree_bytes(config: DecoderConfig, limits: EngineLimits, nodes: int, dtype: str) -> int:
+    """What `TreeVerification` allocates for them; the logits of all nodes are the largest part."""
+    size = given_limits(limits, nodes)
+    pending = size.slots * size.emitted * len(config.feature_layers) * config.hidden_size * ITEM_SIZES[dtype]
+    return tree_bytes(config, size, dtype) + pending
 
 
 class TreeVerification:
@@ -36,9 +57,9 @@ class TreeVerification:
     ) -> None:
         self._backend, self._base, self._draft, self._engines = backend, base, draft, engines
         limits = base.limits
-        self._sizes = limits.verify_sizes
+        self._sizes = () if draft is None else limits.verify_sizes
         if draft is None:
-            self._limits = TreeLimits(limits.max_batch, GIVEN_NODES, GIVEN_DEPTH + 1, limits.tree_key_ranges[-1])
+            self._limits = given_limits(limits, GIVEN_NODES)
         else:
             largest = limits.verify_sizes[-1], limits.accept_tokens, limits.tree_key_ranges[-1]
             self._limits = TreeLimits(limits.max_batch, *largest)
@@ -46,6 +67,7 @@ class TreeVerification:
         self._given: CandidateBuffers | None = None
         self._draft_probabilities: Array | None = None
         self._workspaces: dict[str, Array] = {}
+        self._taken: dict[tuple[int, DraftPlan], bool] = {}
         #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
         #: like the rest. Set it before the first round.
         self.before_acceptance: Callable[[VerifiedTree], None] | None = None
@@ -62,6 +84,13 @@ class TreeVerification:
             nodes = self._limits.nodes - 1
             self._given = CandidateBuffers(self._backend, self._limits.slots, nodes, nodes, nodes)
         return self._given.of(batch, plan)
+
+    def reserve(self, nodes: int) -> None:
+        """Without a draft: take trees of up to `nodes` tokens, and allocate their arrays now. Raises EngineError where
+        memory is short."""
+        if self._draft is None and self._made is None:
+            self._limits = given_limits(self._base.limits, nodes)
+            self._arrays()
 
     @property
     def most_nodes(self) -> int:
@@ -81,6 +110,12 @@ class TreeVerification:
 
     def takes(self, batch: int, plan: DraftPlan) -> bool:
         """Whether there are engines that verify a given plan's tree in so many slots, without a plan to be built."""
+        asked = batch, plan
+        if asked not in self._taken:  # a backend takes milliseconds to say, and rounds are chosen in microseconds
+            self._taken[asked] = self._takes(batch, plan)
+        return self._taken[asked]
+
+    def _takes(self, batch: int, plan: DraftPlan) -> bool:
         nodes = self.engine_nodes(plan) if plan.tree_size <= self._limits.nodes else 0
         if not nodes or plan.longest > self._limits.emitted:
             return False

@@ -75,7 +75,7 @@ def test_sampled_answers_are_compared_with_one_seed(edgellm, tiny_draft_engines,
         (
             ("--configurations", "bush:3"),
             1,
-            "the configuration 'bush:3' is unknown: expected plain, chain:STEPS, tree:",
+            "the configuration 'bush:3' is unknown: expected plain, suffix, chain:STEPS, tree:",
         ),
         (("--configurations", "tree:4/3"), 1, "the configuration 'tree:4/3' is unknown"),
         (("--configurations", "chain:x"), 1, "the configuration 'chain:x' is unknown"),

@@ -144,3 +144,97 @@ def test_statistics_in_words():
     assert drafting_in_words(plain) == "no draft"
     one = DraftingStatistics(1, 2, 3, 2, (0, 0, 0, 1), {"chain 3": 1}, 0.1, None, None)
     assert drafting_in_words(one) == "draft 3.00 tokens/round, 1 round and 2 plain, chain 3"
+
+
+SUFFIX_LINE = "again and again and again and"
+
+
+@pytest.mark.parametrize("model", ["tiny_engines", "tiny_draft_engines"])
+def test_drafting_from_what_was_said_needs_no_draft_model(edgellm, request, model):
+    options = ("generate", SUFFIX_LINE, "--json", "--model", request.getfixturevalue(model), "--max-tokens", 30)
+    answers = {}
+    for kind in (("--draft", "suffix"), ("--no-draft",)):
+        code, out, err = edgellm(*options, *kind)
+        assert code == 0, err
+        answers[kind[-1]] = json.loads(out)
+    assert answers["suffix"]["token_ids"] == answers["--no-draft"]["token_ids"]
+    figures = answers["suffix"]["drafting"]
+    assert answers["--no-draft"]["drafting"] is None
+    assert set(figures["plans"]) == set(figures["tokens"]) and all(
+        name.startswith("given") for name in figures["plans"]
+    )
+    assert figures["controller"]["rounds"].get("plain", 0) >= 1
+
+
+def test_suffix_decoding_beside_a_draft_and_alone(answer, edgellm, tiny_engines, tmp_path):
+    plain = answer("--no-draft")
+    assert answer("--suffix-decoding")["token_ids"] == plain["token_ids"]
+    assert answer("--suffix-decoding", "--no-adaptive", "--draft-steps", 2)["drafting"]["controller"] is None
+    path = tmp_path / "settings.yaml"
+    path.write_text("drafting: {suffix_decoding: true, draft_steps: 2}\n")
+    options = ("generate", "hello", "--json", "--max-tokens", 4, "--config", path, "--model", tiny_engines)
+    code, out, err = edgellm(*options)  # a model without a draft model drafts from what was said alone
+    assert code == 0 and json.loads(out)["drafting"]["controller"] is not None, err
+    path.write_text("drafting: {kind: suffix}\n")
+    assert json.loads(edgellm(*options)[1])["drafting"] is not None
+    assert "chain 2" in answer("--config", path, "--draft-steps", 2, "--no-adaptive")["drafting"]["plans"]
+    assert (
+        "tree 4/3/12"
+        in answer("--config", path, "--draft", "tree", "--draft-top-k", 4, "--no-adaptive")["drafting"]["plans"]
+    )
+
+
+def test_draft_may_stand_alone_before_another_argument(edgellm, tiny_draft_engines):
+    code, out, err = edgellm("chat", "--draft", tiny_draft_engines, "--max-tokens", 2, stdin="hello\n")
+    assert code == 0 and out, err
+    code, out, err = edgellm("chat", "--draft", "suffix", tiny_draft_engines, "--max-tokens", 2, stdin="hello\n")
+    assert code == 0 and out, err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--draft", "suffix", "--draft-steps", 2), "--draft-steps is given beside kind suffix"),
+        (("--draft", "suffix", "--acceptance", "typical"), "beside acceptance typical"),
+        (("--suffix-decoding", "--acceptance", "typical"), "--suffix-decoding is true beside acceptance typical"),
+        (("--draft", "suffix", "--no-draft"), "--draft is given, and so is --no-draft"),
+        (("--draft=eagles",), "--draft is 'eagles': expected one of tree, chain, choices, suffix"),
+    ],
+)
+def test_wrong_suffix_options_are_named(edgellm, tiny_draft_engines, options, message):
+    found, out, err = edgellm("generate", "hello", "--model", tiny_draft_engines, *options)
+    assert (found, out) == (2, "")
+    assert message in " ".join(err.replace("│", " ").split())
+
+
+def test_chat_says_what_was_drafted_from_what_was_said(edgellm, tiny_engines):
+    options = ("--max-tokens", 12, "--stats", "--draft", "suffix")
+    code, _, err = edgellm("chat", tiny_engines, *options, stdin=f"{SUFFIX_LINE}\n/stats\n")
+    assert code == 0
+    assert "\ndraft chosen: " in err
+
+
+def test_bench_takes_suffix_drafts(edgellm, tiny_engines, tiny_draft_engines, tmp_path):
+    (tmp_path / "prompts.txt").write_text(f"{SUFFIX_LINE}\n")
+    for model, names in ((tiny_engines, "suffix"), (tiny_draft_engines, "suffix,chain:2:suffix,adaptive:suffix")):
+        options = ("--prompts", tmp_path / "prompts.txt", "--repeat", 1, "--max-tokens", 6)
+        code, out, err = edgellm("bench", model, *options, "--configurations", names)
+        assert code == 0, err
+        assert all(name in out for name in names.split(","))
+
+
+def test_drafting_is_changed_in_a_chat(edgellm, tiny_engines, tiny_draft_engines):
+    lines = '/draft\n/draft suffix\nhello\n/draft ""\nhello\n/draft chain\n/draft fast\n'
+    code, _, err = edgellm("chat", tiny_engines, "--max-tokens", 4, stdin=lines)
+    said = " ".join(err.split())
+    assert code == 1  # of the commands that were refused
+    assert said.index("Nothing is drafted.") < said.index("Drafts are what followed the same tokens before")
+    assert said.count("Nothing is drafted.") == 2
+    assert "the engine directory has no draft model" in said
+    assert "kind is 'fast': expected one of tree, chain, choices, suffix" in said
+    lines = "/draft\n/draft suffix\n/draft chain\n"
+    code, _, err = edgellm("chat", tiny_draft_engines, "--suffix-decoding", stdin=lines)
+    said = " ".join(err.split())
+    assert code == 0
+    assert "Drafts are those of the draft model, or what followed the same tokens before, where" in said
+    assert "Drafts are those of the draft model, where that should be faster." in said

@@ -54,6 +54,7 @@ class FixedShapeBackend(NumpyBackend):
         self._dtype, self._shared_limit = directory.dtype, SHARED_MEMORY.get(kernels_of or "")
         self._recording: list[Callable[[], None]] | None = None
         self.captures: list[str] = []
+        self.transfers: list[LateTransfer] = []
         self.kernels = _Kernels(self, self.kernels)
         self.__dict__["draft_tree"] = _Kernels(self, super().draft_tree)
         self.__dict__["acceptance"] = _Kernels(self, super().acceptance)
@@ -71,12 +72,23 @@ class FixedShapeBackend(NumpyBackend):
         super().upload(host_view(array), values)
 
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
-        assert self._recording is None
-        super().copy(host_view(target), host_view(source))
+        self.launch(lambda: np.copyto(host_view(target), host_view(source)))
+
+    def signal(self) -> FixedShapeSignal:
+        return FixedShapeSignal(self)
+
+    def seen(self, array: DeviceArray) -> np.ndarray:
+        return host_view(array)
 
     def read(self, array: DeviceArray) -> Any:
         assert self._recording is None, "a readback cannot be captured"
-        return super().read(host_view(array))
+        return CheckedReadback(super().read(host_view(array)), [*self.transfers])
+
+    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> LateTransfer:
+        assert self._recording is None, "an upload cannot be captured"
+        super().upload_rows(host_view(target), values, rows)
+        self.transfers.append(LateTransfer(self, values[:, :rows]))
+        return self.transfers[-1]
 
     def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> Any:
         return super().download_rows(host_view(source), values, rows)
@@ -120,6 +132,47 @@ class FixedShapeBackend(NumpyBackend):
 
     def _allocate(self, make: Callable[..., np.ndarray], shape: Sequence[int], dtype: str) -> DeviceArray:
         return _device(super()._allocate(make, shape, dtype))
+
+
+class LateTransfer:
+    """A copy from memory that has to stay as it is until the copy, or something later, was waited for."""
+
+    def __init__(self, backend: FixedShapeBackend, values: np.ndarray) -> None:
+        self._backend, self._values, self._copy = backend, values, values.copy()
+
+    def wait(self) -> None:
+        if self in self._backend.transfers:
+            self._backend.transfers.remove(self)
+            np.testing.assert_array_equal(self._values, self._copy, "memory was changed while it was copied from")
+
+
+class CheckedReadback:
+    """A readback, and the copies that are done when it is there."""
+
+    def __init__(self, readback: Any, before: Sequence[LateTransfer]) -> None:
+        self._readback, self._before = readback, before
+
+    def wait(self) -> np.ndarray:
+        for transfer in self._before:
+            transfer.wait()
+        return self._readback.wait()
+
+
+class FixedShapeSignal:
+    """A signal that has to be given, also by a captured step, each time before it is waited for."""
+
+    def __init__(self, backend: FixedShapeBackend) -> None:
+        self._backend, self._given = backend, False
+
+    def give(self) -> None:
+        self._backend.launch(self._set)
+
+    def _set(self) -> None:
+        self._given = True
+
+    def wait(self) -> None:
+        assert self._given, "nothing that is under way gives this signal"
+        self._given = False
 
 
 class FixedShapeEngine:

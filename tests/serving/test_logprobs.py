@@ -40,6 +40,10 @@ def test_the_definition() -> None:
     assert token_logprobs(logits[:1], [1], 0)[0].top == ()
     assert len(token_logprobs(logits[:1], [1], 20)[0].top) == 4
     assert token_logprobs(np.array([[3e4, -3e4]], np.float32), [1], 1)[0].logprob == -6e4
+    masked = np.array([[-np.inf, 1.0, -np.inf, 1.0]], np.float32)
+    (found,) = token_logprobs(masked, [3], 3)
+    assert [token for token, _ in found.top] == [1, 3]
+    assert [found.logprob, *(value for _, value in found.top)] == pytest.approx([np.log(0.5)] * 3)
 
 
 @pytest.fixture(scope="module")

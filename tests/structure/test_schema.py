@@ -155,6 +155,7 @@ def test_a_format_has_its_shape(name):
         ),
         ({"items": {"uniqueItems": True}}, "at #/items, has the keyword 'uniqueItems'"),
         ({"maxlength": 3}, "'maxlength', which would not be enforced: did you mean maxLength"),
+        ({"uniqueItems": True}, "'uniqueItems', which would not be enforced: leave it out"),
         ({"x-guidance": {"whitespace_flexible": True}}, "at #, has x-guidance, which would change"),
         ({"anyOf": [{}, {"x-guidance": {}}]}, "at #/anyOf/1, has x-guidance"),
         ({"type": "object", "minProperties": 2}, "#/minProperties, is 2, which would not be enforced"),

@@ -213,7 +213,8 @@ def shape_directory(folder: Path, shape: str, limits: EngineLimits, weights: str
     return random_directory(place, decoder_config(SHAPES[shape]), limits, weights=weights)
 
 
-def _backend(kind: str, directory: RandomDirectory) -> Any:
+def random_backend(kind: str, directory: RandomDirectory) -> Any:
+    """A backend whose weights are made: "tensorrt" or "numpy"."""
     if kind == "tensorrt":
         return RandomTensorRTBackend(directory)
     return RandomNumpyBackend(directory.config, None if directory.draft is None else directory.draft.config)
@@ -223,7 +224,7 @@ def _backend(kind: str, directory: RandomDirectory) -> Any:
 def random_runner(directory: RandomDirectory, kind: str = "tensorrt") -> Iterator[Any]:
     """A runner of a directory's model with random weights, closed at the end: a `DecodingRunner` if it
     has a draft."""
-    backend, tensors = _backend(kind, directory), RandomTensors()
+    backend, tensors = random_backend(kind, directory), RandomTensors()
     runner: Any
     if directory.draft is None:
         runner = BaseEngineRunner(backend, directory.config, directory.limits, tensors)

@@ -20,7 +20,8 @@ SCHEDULE_ROUNDS = 100
 _THREADS = 64
 _SOURCE = r"""
 extern "C" __global__ void force_acceptance(float* logits, const int* tokens, const int* parents, const int* depths,
-                                            const int* schedule, int* round, int nodes, int vocabulary, int rounds) {
+                                            const int* schedule, const int* bonus, int* round, int nodes,
+                                            int vocabulary, int rounds) {
   __shared__ int deepest;
   if (threadIdx.x == 0) deepest = 0;
   __syncthreads();
@@ -29,8 +30,10 @@ extern "C" __global__ void force_acceptance(float* logits, const int* tokens, co
     if (tokens[node] >= 0 && depths[node] <= wanted) atomicMax(&deepest, depths[node] * 1024 + 1023 - node);
   __syncthreads();
   if (threadIdx.x != 0) return;
-  *round += 1;
   int node = deepest == 0 ? 0 : 1023 - deepest % 1024;
+  const int last = bonus[*round % rounds];
+  if (last >= 0) logits[(long long)node * vocabulary + last] = 1e30f;
+  *round += 1;
   while (node > 0) {
     logits[(long long)parents[node] * vocabulary + tokens[node]] = 1e30f;
     node = parents[node];
@@ -40,26 +43,49 @@ extern "C" __global__ void force_acceptance(float* logits, const int* tokens, co
 
 
 class ForcedAcceptance:
-    """A hook for `TreeVerification.before_acceptance` that fixes the accepted length of each round (batch 1)."""
+    """A hook for `TreeVerification.before_acceptance` that fixes the accepted length of each round (batch 1), and the
+    token behind what is accepted where one is prescribed. On NumPy it computes at once."""
 
     def __init__(self, backend: Any) -> None:
-        self._backend, self._stream = backend, backend.stream
-        self._function = _load(backend.gpu.compute_capability)
-        self._schedule = backend.zeros((SCHEDULE_ROUNDS,), "int32")
+        self._backend, self._on_host = backend, backend.name == "numpy"
+        if not self._on_host:
+            module = compiled(_SOURCE, b"force_acceptance.cu", backend.gpu.compute_capability)
+            self._function = module.get_function("force_acceptance")
+            self._function.prepare("PPPPPPPiii")
+        self._schedule, self._bonus = (backend.zeros((SCHEDULE_ROUNDS,), "int32") for _ in range(2))
         self._round = backend.zeros((1,), "int32")
 
-    def use(self, lengths: np.ndarray) -> None:
-        """Begin a schedule of `lengths` [SCHEDULE_ROUNDS]: the tokens of each round, the bonus token included."""
+    def use(self, lengths: np.ndarray, bonus: np.ndarray | None = None) -> None:
+        """Begin a schedule of `lengths` [SCHEDULE_ROUNDS]: the tokens of each round, the bonus token included, which
+        is that of `bonus` [SCHEDULE_ROUNDS] where it is not -1."""
         self._backend.upload(self._schedule, lengths.astype(np.int32))
+        last = np.full(SCHEDULE_ROUNDS, -1) if bonus is None else bonus
+        self._backend.upload(self._bonus, last.astype(np.int32))
         self._backend.upload(self._round, np.zeros(1, np.int32))
 
     def __call__(self, tree: Any) -> None:
         """Launch the kernel on a `VerifiedTree`."""
         logits, nodes = tree.logits.logits, tree.nodes
-        arrays = (logits, nodes.tokens, nodes.parents, nodes.depths, self._schedule, self._round)
+        if self._on_host:
+            self._force(logits[0], nodes)
+            return
+        arrays = (logits, nodes.tokens, nodes.parents, nodes.depths, self._schedule, self._bonus, self._round)
         sizes = (nodes.tokens.shape[1], logits.shape[2], SCHEDULE_ROUNDS)
         pointers = [array.pointer for array in arrays]
-        self._function.prepared_async_call((1, 1), (_THREADS, 1, 1), self._stream, *pointers, *sizes)
+        self._function.prepared_async_call((1, 1), (_THREADS, 1, 1), self._backend.stream, *pointers, *sizes)
+
+    def _force(self, logits: np.ndarray, nodes: Any) -> None:
+        """As the kernel does."""
+        tokens, parents, depths = (each[0] for each in (nodes.tokens, nodes.parents, nodes.depths))
+        number = int(self._round[0]) % SCHEDULE_ROUNDS
+        reached = [node for node in range(len(tokens)) if tokens[node] >= 0 and depths[node] < self._schedule[number]]
+        node = max(reached, key=lambda each: (depths[each], -each), default=0)
+        if self._bonus[number] >= 0:
+            logits[node, self._bonus[number]] = 1e30
+        while node > 0:
+            logits[parents[node], tokens[node]] = 1e30
+            node = parents[node]
+        self._round[0] += 1
 
 
 def expected_length(acceptance: float, steps: int) -> float:
@@ -103,8 +129,8 @@ def _gain(plan: DraftPlan) -> float:
     return 1.0 if plan.kind == "chain" else tree_gain(plan.tree_size - 1, plan.steps)
 
 
-def _load(compute_capability: str) -> Any:
-    """The kernel, compiled by NVRTC, as a prepared pycuda function."""
+def compiled(source: str, name: bytes, compute_capability: str) -> Any:
+    """A pycuda module of the kernels in `source`, compiled by NVRTC."""
     import pycuda.driver as cuda
     from cuda.bindings import nvrtc
 
@@ -114,10 +140,8 @@ def _load(compute_capability: str) -> Any:
             raise SystemExit(f"compiling the benchmark's kernel failed: {status}")
         return values[0] if values else None
 
-    program = checked(nvrtc.nvrtcCreateProgram(_SOURCE.encode(), b"force_acceptance.cu", 0, [], []))
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), name, 0, [], []))
     checked(nvrtc.nvrtcCompileProgram(program, 1, [f"--gpu-architecture={compute_capability}".encode()]))
     cubin = b" " * checked(nvrtc.nvrtcGetCUBINSize(program))
     checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-    function = cuda.module_from_buffer(cubin).get_function("force_acceptance")
-    function.prepare("PPPPPPiii")
-    return function
+    return cuda.module_from_buffer(cubin)

@@ -56,8 +56,8 @@ class Replays:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
-        self._end = self._tokenizer.token_to_id("<|im_end|>")
+        self.tokenizer = Tokenizer.from_directory(SHIPPED_MODEL)
+        self._end = self.tokenizer.token_to_id("<|im_end|>")
 
     def edits(self) -> list[list[Replayed]]:
         """Parts of the project's pages, of about 2,000 characters, each said again with three changes."""
@@ -99,8 +99,8 @@ class Replays:
         return self._replayed([*messages, items[-1]["messages"][-1]], items[-1]["accepted"][0])
 
     def _replayed(self, messages: Messages, answer: str) -> Replayed:
-        prompt = self._tokenizer.encode_chat(as_they_are(messages))
-        return Replayed(prompt, [*self._tokenizer.encode(answer), self._end])
+        prompt = self.tokenizer.encode_chat(as_they_are(messages))
+        return Replayed(prompt, [*self.tokenizer.encode(answer), self._end])
 
 
 def _edited(rng: random.Random, text: str) -> tuple[str, str]:

@@ -1,0 +1,243 @@
+"""Which rounds of given candidates are taken: by what steps took and gave, as told, and by what came of candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from edgellm.drafting.costs import PLAIN
+from edgellm.drafting.given import COMPUTED_TREES, MOST_ROUNDS, GivenDrafting, Said
+from edgellm.engines.speculation.constraints import AllowedTokens
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain
+from edgellm.engines.speculation.suffix_index import SuffixIndex
+
+DEEPEST = 16
+TEXT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]
+
+
+@dataclass
+class Answer:
+    """As `Drafted` has it."""
+
+    constraint: AllowedTokens | None = None
+    said: Said | None = None
+    is_over: bool = False
+    finished: bool = False
+
+
+class Takes:
+    """A runner that takes trees of up to so many candidates."""
+
+    def __init__(self, most: int = 31) -> None:
+        self._most = most
+
+    def takes_given(self, batch: int, plan: DraftPlan) -> bool:
+        return plan.top_k <= self._most
+
+
+def drafting(captured: bool = False, index: bool = True) -> GivenDrafting:
+    return GivenDrafting(DEEPEST, captured, SuffixIndex() if index else None)
+
+
+def opened(drafts: GivenDrafting, prompt: Sequence[int]) -> Answer:
+    sequence = Answer()
+    drafts.open(sequence, prompt)
+    return sequence
+
+
+def record(drafts: GivenDrafting, plan: DraftPlan | None, seconds: float, times: int, tokens: int = 1) -> None:
+    for _ in range(times):
+        drafts.record(plan, [tokens], seconds)
+
+
+def test_nothing_is_taken_before_a_step_was_timed_nor_where_nothing_was_said() -> None:
+    drafts = drafting()
+    repeats, news = opened(drafts, [*TEXT, *TEXT[:12]]), opened(drafts, TEXT)
+    assert drafts.choose(Takes(), [repeats], 100) is None
+    record(drafts, None, 0.01, 1)
+    assert drafts.choose(Takes(), [news], 100) is None
+    plan, (tree,) = drafts.choose(Takes(), [repeats], 100)
+    assert list(tree.tokens[:4]) == TEXT[12:16] and list(tree.parents[:4]) == [-1, 0, 1, 2]
+    assert plan in drafts.plans
+
+
+def test_rounds_are_taken_where_they_pay_and_not_where_they_do_not() -> None:
+    for round_seconds, taken in ((0.02, True), (0.3, False)):
+        drafts = drafting()
+        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+        for plan in drafts.plans:
+            for _ in range(5):
+                record(drafts, None, 0.01, 1)
+                record(drafts, plan, round_seconds, 5)
+        record(drafts, None, 0.01, 1)
+        assert (drafts.choose(Takes(), [sequence], 100) is not None) == taken
+        assert drafts.promises(Takes(), [sequence], 100) == taken
+        report = drafts.report()
+        assert (report.chosen == PLAIN) != taken
+        assert report.rounds[PLAIN] == 5 * len(drafts.plans) + 1
+        assert report.forecasts[0].tokens_per_second > report.forecasts[1].tokens_per_second
+
+
+def test_the_cheapest_of_the_rounds_that_say_the_same_is_taken() -> None:
+    drafts = drafting()
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    record(drafts, None, 0.01, 3)
+    for plan in drafts.plans:
+        record(drafts, plan, 0.01 if plan.top_k == 7 else 0.1, 30)
+        record(drafts, None, 0.01, 3)
+    assert drafts.choose(Takes(), [sequence], 100)[0].top_k == 7
+    assert drafts.choose(Takes(4), [sequence], 100) is None  # a tenth of the speed
+    plan, (tree,) = drafts.choose(Takes(), [sequence], 9) or (None, [None])
+    assert plan.longest <= 9 and len(tree.tokens) <= 8
+
+
+def test_no_round_outgrows_the_room() -> None:
+    drafts = drafting()
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    record(drafts, None, 0.01, 1)
+    for room in range(1, 40):
+        chosen = drafts.choose(Takes(), [sequence], room)
+        assert (chosen is None) == (room < COMPUTED_TREES[0])
+        assert chosen is None or chosen[0].longest <= room
+
+
+def test_warm_up_rounds_are_no_cost() -> None:
+    """Loading code and capturing a graph take a hundred times as long."""
+    drafts = drafting(captured=True)
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    record(drafts, None, 0.001, 10)
+    for plan in drafts.plans:
+        record(drafts, plan, 0.1, 2, tokens=5)
+    assert drafts.choose(Takes(), [sequence], 100) is not None
+
+
+def test_a_step_without_is_taken_now_and_then() -> None:
+    drafts = drafting()
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    record(drafts, None, 0.01, 1)
+    rounds = 0
+    while (chosen := drafts.choose(Takes(), [sequence], 100)) is not None:
+        record(drafts, chosen[0], 0.01, 1, tokens=10)
+        rounds += 1
+    assert rounds == MOST_ROUNDS
+    record(drafts, None, 0.01, 1)
+    assert drafts.choose(Takes(), [sequence], 100) is not None
+
+
+def test_steps_of_a_draft_model_are_what_rounds_compete_with() -> None:
+    drafts = drafting()
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    for tokens, taken in ((1, True), (30, False)):
+        for _ in range(60):
+            drafts.record(chain(5), [tokens], 0.015)
+        assert (drafts.choose(Takes(), [sequence], 100) is not None) == taken
+
+
+def test_batches_and_rules_have_costs_of_their_own() -> None:
+    drafts = drafting(captured=True)
+    one, other = opened(drafts, [*TEXT, *TEXT[:12]]), opened(drafts, TEXT)
+    record(drafts, None, 0.01, 3)
+    assert drafts.choose(Takes(), [one, other], 100) is None  # two were not timed
+    drafts.record(None, [1, 1], 0.01)
+    _, trees = drafts.choose(Takes(), [one, other], 100)
+    assert len(trees[0].tokens) > 0 and len(trees[1].tokens) == 0
+    ruled = Answer(AllowedTokens([3], 50))
+    assert drafts.choose(Takes(), [ruled], 100) is None
+    drafts.record(None, [1], 0.01, True)
+    _, (forced,) = drafts.choose(Takes(), [ruled], 100)
+    assert set(forced.tokens) == {3} and list(forced.parents) == list(range(-1, len(forced.tokens) - 1))
+
+
+def test_rules_prune_what_was_said() -> None:
+    drafts = drafting()
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    sequence.constraint = AllowedTokens([*TEXT[12:15], 40], 50)
+    drafts.record(None, [1], 0.01, True)
+    _, (tree,) = drafts.choose(Takes(), [sequence], 100)
+    assert list(tree.tokens) == TEXT[12:15]
+
+
+def test_ended_sequences_get_nothing() -> None:
+    drafts = drafting()
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    record(drafts, None, 0.01, 1)
+    for state in ("is_over", "finished"):
+        setattr(sequence, state, True)
+        assert drafts.choose(Takes(), [sequence], 100) is None
+        setattr(sequence, state, False)
+    assert drafts.choose(Takes(), [sequence], 100) is not None
+
+
+def test_what_does_not_come_is_trusted_less_and_what_comes_again_more() -> None:
+    """Also where no round is taken: the tokens of plain steps tell."""
+    drafts = drafting()
+    record(drafts, None, 0.01, 1)
+
+    def promised() -> float:
+        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+        drafts.choose(Takes(), [sequence], 100)
+        return float(sequence.said.proposed.chances.sum())
+
+    at_first = promised()
+    for wrong in range(60):
+        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+        drafts.choose(Takes(), [sequence], 100)
+        drafts.take(sequence, [100 + wrong])
+    distrusted = promised()
+    assert distrusted < 0.5 * at_first
+    assert drafts.choose(Takes(), [opened(drafts, [*TEXT, *TEXT[:12]])], 100) is None
+    for _ in range(60):
+        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+        drafts.choose(Takes(), [sequence], 100)
+        drafts.take(sequence, TEXT[12:18])
+    assert promised() > 2 * distrusted
+
+
+def test_chances_fall_along_a_path_and_children_come_after_their_parents() -> None:
+    drafts = drafting()
+    record(drafts, None, 0.01, 1)
+    sequence = opened(drafts, [*TEXT, *TEXT[:8], 99, *TEXT[:8]])
+    plan, (tree,) = drafts.choose(Takes(), [sequence], 100)
+    proposed = sequence.said.proposed
+    assert {12 + 7, 99} <= {int(token) for token in proposed.tree.tokens}
+    for node, parent in enumerate(proposed.tree.parents):
+        assert parent < node
+        assert 0 < proposed.chances[node] <= (proposed.chances[parent] if parent >= 0 else 1)
+    assert all(parent < node for node, parent in enumerate(tree.parents)) and len(tree.tokens) <= plan.top_k
+
+
+def test_the_index_lives_as_long_as_its_sequences() -> None:
+    drafts = drafting()
+    first = opened(drafts, TEXT[:3])
+    drafts.take(first, TEXT[3:])
+    record(drafts, None, 0.01, 1)
+    later = opened(drafts, TEXT[:9])
+    assert drafts.choose(Takes(), [later], 100) is None  # what runs beside is not seen
+    drafts.close(first)
+    assert first.said is None
+    later = opened(drafts, TEXT[:9])
+    _, (tree,) = drafts.choose(Takes(), [later], 100)
+    assert list(tree.tokens[:3]) == TEXT[9:12]
+    drafts.close(first)  # again: nothing happens
+
+
+def test_without_an_index_only_rules_propose() -> None:
+    drafts = drafting(index=False)
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    record(drafts, None, 0.01, 1)
+    assert sequence.said is None
+    assert drafts.choose(Takes(), [sequence], 100) is None and not drafts.promises(Takes(), [sequence], 100)
+    drafts.take(sequence, [1, 2])
+    drafts.close(sequence)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_plans_grow(captured: bool) -> None:
+    plans = drafting(captured).plans
+    assert all(small.top_k < large.top_k for small, large in pairwise(plans))
+    assert all(plan.steps <= DEEPEST for plan in plans)
+    assert np.all([plan.is_given for plan in plans])

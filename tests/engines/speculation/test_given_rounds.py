@@ -1,0 +1,180 @@
+"""Rounds of candidates that the host gives: the tokens of plain decoding, whatever is given, with a draft or none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from edgellm.engines.backends.opening import open_backend
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineError
+from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, given, tree
+from edgellm.engines.speculation.round import GivenTree
+from edgellm.engines.speculation.runner import DecodingRunner
+
+SAMPLINGS = {
+    "greedy": SamplingValues(),
+    "penalized": SamplingValues(repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1),
+    "sampled": SamplingValues(temperature=1.0, seed=11),
+    "everything": SamplingValues(1.0, 0, 0.9, 0.0, 1.2, 0.3, 0.2, seed=5, sequence=2),
+}
+PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 1))]
+COUNT, VOCABULARY = 28, 320
+NOTHING = GivenTree([], [])
+
+
+@pytest.fixture(scope="module", params=["no draft", "draft"])
+def runner(
+    request: pytest.FixtureRequest, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
+) -> Iterator[DecodingRunner]:
+    directory = make_engines(3)
+    if request.param == "draft":
+        with open_eagle(directory) as drafting:
+            yield drafting
+        return
+    plain_runner = DecodingRunner.open(open_backend("numpy", directory), directory, drafts=False)
+    try:
+        yield plain_runner
+    finally:
+        plain_runner.close()
+
+
+def answers(
+    runner: DecodingRunner,
+    samplings: Sequence[SamplingValues],
+    step: Callable[[int, list[list[int]]], tuple[DraftPlan | None, Sequence[GivenTree] | None]],
+    count: int = COUNT,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
+) -> tuple[list[list[int]], int]:
+    """The first `count` tokens of each slot, and how many steps they took; `step(number, found)` says what is done."""
+    prompts = prompts[: len(samplings)]
+    found = [
+        runner.start(slot, prompt, 0, sampling).wait().tolist()
+        for slot, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    ]
+    steps = 0
+    while min(map(len, found)) < count:
+        plan, trees = step(steps, found)
+        if plan is not None and plan.is_given and not runner.takes_given(len(prompts), plan):
+            plan = trees = None
+        elif plan is not None:
+            room = runner.limits.kv_capacity - max(len(p) + len(t) for p, t in zip(prompts, found, strict=True))
+            plan = plan.fitting(room)
+            trees = None if plan is None else trees
+        for tokens, emitted in zip(found, runner.step(len(prompts), plan, None, trees).wait(), strict=True):
+            tokens.extend(emitted)
+        steps += 1
+    for slot in range(len(prompts)):
+        runner.stop(slot)
+    return [tokens[:count] for tokens in found], steps
+
+
+def plain(runner: DecodingRunner, samplings: Sequence[SamplingValues], count: int = COUNT) -> list[list[int]]:
+    return answers(runner, samplings, lambda number, found: (None, None), count)[0]
+
+
+def guesses(
+    expected: Sequence[int], said: int, plan: DraftPlan, rng: np.random.Generator, right: float = 0.8
+) -> GivenTree:
+    """A tree of up to the plan's size: a path that is `right` with this probability a token, and wrong branches."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    depths: list[int] = []
+    for place in range(int(rng.integers(0, plan.top_k + 1))):
+        wanted = [-1, *(node for node in range(place) if depths[node] < plan.steps)]
+        parent = wanted[-1] if rng.random() < 0.7 else int(rng.choice(wanted))
+        depth = 1 if parent < 0 else depths[parent] + 1
+        at = said + depth - 1
+        is_right = at < len(expected) and rng.random() < right
+        tokens.append(expected[at] if is_right else int(rng.integers(0, VOCABULARY)))
+        parents.append(parent)
+        depths.append(depth)
+    return GivenTree(tokens, parents)
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_chains_and_trees_give_the_tokens_of_plain_decoding(runner: DecodingRunner, name: str) -> None:
+    expected = plain(runner, [SAMPLINGS[name]])
+    rng = np.random.default_rng(7)
+    for plan in (given(1, 1), given(3, 3), given(7, 4), given(15, 4)):
+        found, steps = answers(
+            runner,
+            [SAMPLINGS[name]],
+            lambda number, said, plan=plan: (plan, [guesses(expected[0], len(said[0]), plan, rng)]),
+        )
+        assert found == expected, plan.name
+        assert steps < COUNT - 2
+
+
+def test_right_candidates_are_accepted_whole(runner: DecodingRunner) -> None:
+    (expected,) = plain(runner, [SAMPLINGS["sampled"]], 1 + 5 * 5)
+    plan = given(4, 4)
+
+    def right(number: int, said: list[list[int]]) -> tuple[DraftPlan, list[GivenTree]]:
+        following = expected[len(said[0]) : len(said[0]) + 4]
+        return plan, [GivenTree(following, range(-1, len(following) - 1))]
+
+    found, steps = answers(runner, [SAMPLINGS["sampled"]], right, 1 + 5 * 5)
+    assert (found, steps) == ([expected], 5)
+
+
+def test_slots_without_a_proposal_get_their_own_token(runner: DecodingRunner) -> None:
+    samplings = [SAMPLINGS[name] for name in ("greedy", "everything", "penalized", "sampled")]
+    expected = plain(runner, samplings)
+    rng, plan = np.random.default_rng(3), given(7, 4)
+
+    def some(number: int, said: list[list[int]]) -> tuple[DraftPlan, list[GivenTree]]:
+        trees = [
+            NOTHING if (slot + number) % 3 == 0 else guesses(expected[slot], len(said[slot]), plan, rng)
+            for slot in range(4)
+        ]
+        return plan, trees
+
+    assert answers(runner, samplings, some)[0] == expected
+    assert answers(runner, samplings, lambda number, said: (plan, [NOTHING] * 4))[0] == expected
+
+
+def test_mixed_with_plain_steps_and_the_drafts_own_rounds(runner: DecodingRunner) -> None:
+    """So that entries that the draft has not seen wait for longer than it has room for."""
+    own = [None] if runner.draft is None else [None, chain(4), tree(4, 4, 16)]
+    rng, plan = np.random.default_rng(9), given(7, 4)
+    for name in ("greedy", "everything"):
+        samplings = [SAMPLINGS[name]] * 2
+        expected = plain(runner, samplings)
+
+        def mixed(number: int, said: list[list[int]], expected: list = expected) -> tuple:
+            if number % 3:
+                return plan, [guesses(expected[slot], len(said[slot]), plan, rng) for slot in range(2)]
+            return own[number // 3 % len(own)], None
+
+        assert answers(runner, samplings, mixed)[0] == expected
+
+
+def test_to_the_end_of_the_context(runner: DecodingRunner) -> None:
+    count = runner.limits.kv_capacity - len(PROMPTS[2])
+    rng, plan = np.random.default_rng(1), given(7, 4)
+    for name in ("greedy", "sampled"):
+        (expected,), _ = answers(runner, [SAMPLINGS[name]], lambda *_: (None, None), count, PROMPTS[2:3])
+        found, _ = answers(
+            runner,
+            [SAMPLINGS[name]],
+            lambda number, said, expected=expected: (plan, [guesses(expected, len(said[0]), plan, rng)]),
+            count,
+            PROMPTS[2:3],
+        )
+        assert found == [expected]
+
+
+def test_what_is_not_given_is_refused(runner: DecodingRunner) -> None:
+    runner.start(0, PROMPTS[0], 0, SamplingValues()).wait()
+    with pytest.raises(EngineError, match="given 3: trees are given to a plan of given candidates, and to no other"):
+        runner.step(1, given(3, 3))
+    if runner.draft is not None:
+        with pytest.raises(EngineError, match="chain 2: trees are given to a plan of given candidates"):
+            runner.step(1, chain(2), None, [NOTHING])
+    assert not runner.takes_given(1, given(40, 16))
+    assert not runner.takes_given(1, given(7, 17))
+    runner.stop(0)

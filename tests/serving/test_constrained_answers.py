@@ -1,0 +1,424 @@
+"""Structures, allowed tokens, bad words and biases through whole models: drafted, given, batched, captured, cut."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from served_answers import Answer, answer
+from tokenizers import Tokenizer
+
+from edgellm import LLM, AsyncLLM, Request, RequestError, SamplingParams, SpecDecodeRuntime
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.speculation.draft_plan import DraftPlan, given
+from edgellm.engines.speculation.round import GivenTree
+from edgellm.errors import ConstraintError
+from edgellm.structure.description import Structure
+
+SCHEMAS = [
+    {
+        "type": "object",
+        "properties": {"action": {"enum": ["go", "stop"]}, "to": {"type": "integer", "minimum": -5, "maximum": 40}},
+        "required": ["action", "to"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"enum": [0.5, "caf\u00e9", None, [1]]}, "minItems": 2, "maxItems": 2},
+    {"type": "string", "maxLength": 4},
+    {"oneOf": [{"const": 1}, {"type": "boolean"}, {"type": "string", "pattern": "^x[0-9]$"}]},
+]
+TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12)
+DRAFTINGS = {
+    "plain": None,
+    "tree": TREE,
+    "chain": DraftingConfig(kind="chain", draft_steps=3),
+    "choices": DraftingConfig(kind="choices", choices=[[0], [1], [2], [0, 0], [0, 1]]),
+}
+
+
+class GivenTrees:
+    """In the place of `GivenDrafting`: always gives candidates, what rules force and others, right and wrong ones."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random, self._plan, self.rounds = random.Random(seed), given(7, 3), 0
+
+    def choose(self, runner: Any, sequences: Sequence[Any], room: int) -> tuple[DraftPlan, list[GivenTree]] | None:
+        if self._plan.longest > room or not runner.takes_given(len(sequences), self._plan):
+            return None
+        self.rounds += 1
+        return self._plan, [self._tree(sequence.constraint) for sequence in sequences]
+
+    def promises(self, runner: Any, sequences: Sequence[Any], room: int) -> bool:
+        return False
+
+    def open(self, *_: Any) -> None:
+        """Nothing is learned."""
+
+    take = close = record = open
+
+    def _tree(self, constraint: Any) -> GivenTree:
+        try:
+            forced = [] if constraint is None else constraint.forced(3)
+        except ConstraintError:
+            forced = []
+        others = self._random.sample(range(300), 2)
+        return GivenTree([*forced, *others], [*range(-1, len(forced) - 1), -1, -1])
+
+
+def varied_requests(count: int, seed: int) -> list[Request]:
+    """Constrained, biased and free ones in any order, greedy and sampled."""
+    chosen, requests = random.Random(seed), []
+    structures = [*(Structure(json=schema) for schema in SCHEMAS), Structure(regex="[a-f]{2,7}(, [0-9])?")]
+    structures.append(Structure(choice=["yes", "no", "perhaps not"]))
+    for index in range(count):
+        ruled: dict[str, Any] = chosen.choice(
+            [
+                {"structure": chosen.choice(structures)},
+                {"structure": chosen.choice(structures)},
+                {"structure": structures[0], "bad_words": ["go"], "logit_bias": {60: 3.0}},
+                {"bad_words": [[a, b] for a in range(0, 300, 2) for b in range(a % 5, 300, 5)][:1000]},
+                {"allowed_token_ids": [*range(40, 120, 3), 257], "bad_words": [[43, 46], [52, 55, 58]]},
+                {"logit_bias": {chosen.randrange(320): chosen.uniform(-9, 9) for _ in range(20)}},
+                {},
+            ]
+        )
+        params = SamplingParams(
+            temperature=chosen.choice((0.0, 0.0, 0.9, 1.5)),
+            top_p=chosen.choice((1.0, 0.9)),
+            repetition_penalty=chosen.choice((1.0, 1.2)),
+            presence_penalty=chosen.choice((0.0, 0.3)),
+            seed=index,
+            max_tokens=chosen.choice((1, 3, 9, 40, 40, 40)),
+            stop=chosen.choice(((), (), (), (), ("a",), ('o"', "7"))),
+            stop_token_ids=chosen.choice(((), (), (), (), (64,))),
+            ignore_eos="structure" not in ruled and chosen.random() < 0.5,
+            **ruled,
+        )
+        requests.append(Request([chosen.randrange(250) for _ in range(chosen.choice((1, 3, 9, 17, 40)))], None, params))
+    return requests
+
+
+def plain_answers(engines: Path, requests: Sequence[Request]) -> list[Answer]:
+    """Alone, without any draft, and with nothing given."""
+    with SpecDecodeRuntime(engines, backend="numpy") as runtime:
+        runtime._drafters.given = None
+        responses = [runtime.handle_request(request) for request in requests]
+    for request, response in zip(requests, responses, strict=True):
+        structure = request.params.structure
+        if structure is None:
+            assert response.structure_complete is None
+        elif response.structure_complete and structure.json is not None:
+            jsonschema.validate(json.loads(response.text), structure.json)
+            assert response.parsed == json.loads(response.text)
+        elif not response.structure_complete:
+            assert response.finish_reason in ("length", "stop_string", "stop") and response.parsed is None
+    assert sum(bool(response.structure_complete) for response in responses) > len(responses) / 10
+    return [answer(response) for response in responses]
+
+
+@pytest.fixture(scope="module")
+def expected(serving_engines: Path) -> tuple[list[Request], list[Answer]]:
+    requests = varied_requests(40, 1)
+    return requests, plain_answers(serving_engines, requests)
+
+
+@contextmanager
+def opened(engines: Path, name: str, gives: bool) -> Iterator[SpecDecodeRuntime]:
+    with SpecDecodeRuntime(engines, drafting=DRAFTINGS[name], backend="numpy") as runtime:
+        runtime._drafters.given = GivenTrees() if gives else None
+        yield runtime
+
+
+@pytest.mark.parametrize("gives", [False, True], ids=["", "given"])
+@pytest.mark.parametrize("name", list(DRAFTINGS))
+def test_batches_whose_members_come_and_go(
+    serving_engines: Path, expected: tuple[list[Request], list[Answer]], name: str, gives: bool
+) -> None:
+    requests, alone = expected
+    with opened(serving_engines, name, gives) as runtime:
+        assert [answer(each) for each in runtime.handle_request(requests)] == alone
+        assert [answer(runtime.handle_request(each)) for each in requests[:8]] == alone[:8]
+        assert not gives or runtime._drafters.given.rounds > 5
+
+
+@pytest.mark.parametrize("gives", [False, True], ids=["", "given"])
+@pytest.mark.parametrize("name", ["plain", "tree", "chain"])
+def test_captured_steps_with_one_under_way(
+    captured: Callable[..., Any], expected: tuple[list[Request], list[Answer]], name: str, gives: bool
+) -> None:
+    requests, alone = expected
+    runtime, backend = captured(DRAFTINGS[name])
+    with runtime:
+        runtime._drafters.given = GivenTrees() if gives else None
+        assert [answer(each) for each in runtime.handle_request(requests)] == alone
+        captures = [*backend.captures]
+        assert any("forward" in each for each in captures) or name != "plain"
+        assert any("choice" in each or "acceptance" in each for each in captures)
+        assert [answer(runtime.handle_request(each)) for each in requests[:6]] == alone[:6]
+
+
+def test_default_drafting_takes_what_is_forced(serving_engines: Path) -> None:
+    params = SamplingParams(structure=Structure(choice=["a long text that is forced but for its end: 1", "xyz"]))
+    with SpecDecodeRuntime(serving_engines, backend="numpy") as runtime:
+        steps, step = [], runtime._runner.step
+        runtime._runner.step = lambda *arguments: (steps.append(arguments[1]), step(*arguments))[1]
+        response = runtime.handle_request(Request([1, 2, 3], None, params))
+    assert response.structure_complete and response.finish_reason == "stop"
+    assert len(steps) < len(response.token_ids) / 2 or response.text == "xyz"
+
+
+@pytest.fixture(scope="module")
+def ids(serving_engines: Path) -> Callable[[str], list[int]]:
+    from edgellm.text.tokenizer import Tokenizer
+
+    return Tokenizer.from_directory(serving_engines).encode
+
+
+@pytest.mark.parametrize("gives", [False, True], ids=["", "given"])
+@pytest.mark.parametrize("name", ["plain", "tree"])
+def test_a_grammar_without_a_way_on_fails_one_request_alone(
+    captured: Callable[..., Any], ids: Callable[[str], list[int]], name: str, gives: bool
+) -> None:
+    """Its end of sequence is not allowed; where max_tokens ends the answer before that, nothing is amiss."""
+    closed = SamplingParams(structure=Structure(choice=["abc"]), allowed_token_ids=ids("abc"))
+    others = [SamplingParams(structure=Structure(json=SCHEMAS[0])), SamplingParams(max_tokens=12, ignore_eos=True)]
+    each = [closed, *others, replace(closed, max_tokens=3)]
+    requests = [Request([number, 7, 9], None, params) for number, params in enumerate(each)]
+    runtime, _ = captured(DRAFTINGS[name])
+    with runtime:
+        runtime._drafters.given = GivenTrees() if gives else None
+        failed, *found = runtime.handle_request(requests)
+        assert isinstance(failed, ConstraintError), failed
+        assert [response.finish_reason for response in found] == ["stop", "length", "length"]
+        assert found[0].structure_complete and found[1].structure_complete is None
+        assert (found[2].text, found[2].structure_complete) == ("abc", True)
+        assert answer(runtime.handle_request(requests[1])) == answer(found[0])
+        with pytest.raises(ConstraintError):
+            runtime.handle_request(requests[0])
+
+
+def test_answers_that_are_over_leave_room_to_others(captured: Callable[..., Any], ids: Callable) -> None:
+    """One ends at the end of the context while rounds of another go on."""
+    prompt = [number % 200 for number in range(93)]
+    requests = [
+        Request(prompt, None, SamplingParams(structure=Structure(choice=["a"]))),
+        Request([5], None, SamplingParams(structure=Structure(regex="[a-z]{40}"))),
+        Request(prompt, None, SamplingParams(structure=Structure(regex="[a-z]{40}"))),
+    ]
+    for name in ("plain", "chain"):
+        runtime, _ = captured(DRAFTINGS[name])
+        with runtime:
+            runtime._drafters.given = None
+            first, second = runtime.handle_request(requests[:2])
+            third = runtime.handle_request(requests[2])
+            assert (first.text, first.finish_reason) == ("a", "stop")
+            assert len(second.text) == 40 and second.structure_complete
+            assert third.finish_reason == "context" and third.structure_complete is False and third.parsed is None
+
+
+@pytest.mark.parametrize("name", ["plain", "tree"])
+def test_limits_cut_answers(serving_engines: Path, name: str) -> None:
+    structure = Structure(json=SCHEMAS[0])
+    with opened(serving_engines, name, False) as runtime:
+        whole = runtime.handle_request(Request([1, 2], None, SamplingParams(structure=structure)))
+        assert whole.structure_complete and whole.finish_reason == "stop"
+        count = len(whole.token_ids)
+        for limit in range(1, count):
+            cut = runtime.handle_request(Request([1, 2], None, SamplingParams(structure=structure, max_tokens=limit)))
+            assert cut.token_ids == whole.token_ids[:limit] and cut.finish_reason == "length"
+            assert cut.structure_complete == (limit == count - 1)
+            assert (cut.parsed is None) == (limit < count - 1)
+        stopped = runtime.handle_request(Request([1, 2], None, SamplingParams(structure=structure, stop='"to"')))
+        assert stopped.finish_reason == "stop_string" and stopped.structure_complete is False and stopped.parsed is None
+
+
+def test_ignore_eos_with_a_structure_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match=r"ignore_eos .* structure"):
+        SamplingParams(structure=["yes"], ignore_eos=True)
+
+
+@pytest.mark.parametrize("name", ["plain", "tree"])
+def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str, ids: Callable) -> None:
+    """Before temperature; alike drafted and plain. The only token left has 0, what is forbidden minus infinity."""
+    yes, no = ids("yn")
+    params = SamplingParams(
+        temperature=1.3, seed=3, structure=Structure(choice=["yes", "no"]), logprobs=3, logit_bias={no: 2.0}
+    )
+    with opened(serving_engines, "plain", False) as runtime:
+        free = runtime.handle_request(Request([4, 5], None, SamplingParams(max_tokens=1, logprobs=20, logit_bias={})))
+        logits = runtime._runner.logits(0, 1)[0].astype(np.float64)
+        plain = runtime.handle_request(Request([4, 5], None, params))
+    first = plain.logprobs[0]
+    odds = np.array([logits[yes], logits[no] + 2.0])
+    law = dict(zip((yes, no), odds - np.log(np.exp(odds).sum()), strict=True))
+    assert dict(first.top) == pytest.approx(law, abs=1e-4)  # of what the mask forbids there is none
+    assert first.logprob == pytest.approx(law[first.token_id], abs=1e-4)
+    assert [each.logprob for each in plain.logprobs[1:]] == [0.0] * (len(plain.token_ids) - 1)
+    assert free.logprobs[0].top[-1][1] > -np.inf
+    with opened(serving_engines, name, name != "plain") as runtime:
+        found = runtime.handle_request(Request([4, 5], None, params))
+        assert found.token_ids == plain.token_ids
+        for one, other in zip(found.logprobs, plain.logprobs, strict=True):
+            assert one.token_id == other.token_id
+            assert [pair[0] for pair in one.top[:2]] == [pair[0] for pair in other.top[:2]]
+            assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_bad_words_of_several_tokens_never_come(serving_engines: Path) -> None:
+    """Greedy answers are driven along: each pair of tokens that came is forbidden then."""
+    with opened(serving_engines, "plain", False) as plain, opened(serving_engines, "tree", True) as drafted:
+        words: list[list[int]] = []
+        for _ in range(6):
+            params = SamplingParams(max_tokens=12, ignore_eos=True, bad_words=words)
+            found = plain.handle_request(Request([9, 8, 7], None, params)).token_ids
+            assert drafted.handle_request(Request([9, 8, 7], None, params)).token_ids == found
+            pairs = [list(found[place : place + 2]) for place in range(11)]
+            assert not any(pair in words for pair in pairs)
+            words += [pair for pair in pairs if pair not in words]
+        assert len(words) > 20
+
+
+def test_cancelled_and_late_answers_leave_others_alone(serving_engines: Path, slowed: Callable[[LLM], None]) -> None:
+    structure = Structure(regex="[a-z]{60}")
+    with LLM(serving_engines, backend="numpy", drafting=TREE) as llm:
+        expected = llm.generate([1], SamplingParams(structure=Structure(json=SCHEMAS[0])))
+        slowed(llm)
+        long = llm.submit(Request([3, 4], None, SamplingParams(structure=structure)))
+        other = llm.submit(Request([1], None, SamplingParams(structure=Structure(json=SCHEMAS[0]))))
+        next(iter(long))
+        long.cancel()
+        assert answer(other.result()) == answer(expected)
+        cancelled = long.result()
+        assert cancelled.finish_reason == "cancelled" and cancelled.structure_complete is False
+        assert cancelled.parsed is None
+        late = llm.generate([3, 4], SamplingParams(structure=structure), deadline=0.05)
+        assert late.finish_reason == "deadline" and late.parsed is None
+        assert answer(llm.generate([1], SamplingParams(structure=Structure(json=SCHEMAS[0])))) == answer(expected)
+
+
+def test_sessions_messages_that_go_on_and_async(serving_engines: Path) -> None:
+    structure = Structure(json=SCHEMAS[0])
+    with LLM(serving_engines, backend="numpy", drafting=TREE) as llm:
+        session = llm.create_session()
+        for question in ("a", "b"):
+            assert session.send(question, structure=structure).structure_complete
+        free = session.send("c", SamplingParams(max_tokens=4))
+        assert free.structure_complete is None
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "it is "}]
+        going = llm.chat(messages, SamplingParams(structure=["yes", "no"]), continue_final_message=True)
+        assert going.parsed in ("yes", "no")
+        plain = llm.chat([{"role": "user", "content": "q"}], SamplingParams(structure=structure))
+
+    async def ask() -> list[Any]:
+        async with AsyncLLM(serving_engines, backend="numpy", drafting=TREE) as model:
+            question = [{"role": "user", "content": "q"}]
+            asked = [model.chat(question, SamplingParams(structure=structure)) for _ in range(3)]
+            return await asyncio.gather(*asked)
+
+    assert [each.parsed for each in asyncio.run(ask())] == [plain.parsed] * 3
+
+
+class KnownAnswers(GivenTrees):
+    """Gives what a sequence will say, as far as its rules or chance do not say otherwise."""
+
+    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        super().__init__()
+        self._expected = expected
+
+    def choose(self, runner: Any, sequences: Sequence[Any], room: int) -> tuple[DraftPlan, list[GivenTree]] | None:
+        chosen = super().choose(runner, sequences, room)
+        if chosen is None:
+            return None
+        trees = []
+        for sequence in sequences:
+            tokens = self._expected[tuple(sequence.prompt_ids)][sequence.known : sequence.known + 3]
+            trees.append(GivenTree([*tokens, 5], [*range(-1, len(tokens) - 1), -1]))
+        return chosen[0], trees
+
+
+@pytest.fixture(scope="module")
+def thinking_engines(
+    make_checkpoint: Callable[..., Path], tiny_draft: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A tiny model that may think before it answers, and a draft."""
+    folder = tmp_path_factory.mktemp("thinking")
+    checkpoint = make_checkpoint(folder / "base", 5)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    limits = EngineLimits(4, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+    build_engine_directory(checkpoint, folder / "engines", limits, [], draft=tiny_draft)
+    return folder / "engines"
+
+
+def thinking_requests(**others: Any) -> list[Request]:
+    """Some whose prompt has begun to think, some that may begin to."""
+    requests = []
+    for number in range(16):
+        params = SamplingParams(
+            temperature=1.5 * (number % 4 > 0),
+            seed=number,
+            max_tokens=40,
+            **({"structure": Structure(json=SCHEMAS[number % 2])} | others),
+            logit_bias={259: 6.0, 258: 4.0, 257: -20.0},
+        )
+        requests.append(Request([number, 7, *([258] if number % 2 else [])], None, params))
+    return requests
+
+
+def test_reasoning_that_ends_inside_of_a_round(thinking_engines: Path) -> None:
+    requests = thinking_requests()
+    with SpecDecodeRuntime(thinking_engines, backend="numpy") as runtime:
+        runtime._drafters.given = None
+        plain = [runtime.handle_request(request) for request in requests]
+    assert sum(bool(response.structured_from) for response in plain) > 6
+    assert sum(bool(response.structure_complete) for response in plain) > 3
+    known = {tuple(request.prompt): response.token_ids for request, response in zip(requests, plain, strict=True)}
+    inside = 0
+    for gives in (None, KnownAnswers(known), GivenTrees()):
+        with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
+            runtime._drafters.given = gives
+            step = runtime._runner.step
+
+            def watched(*arguments: Any, step: Callable[..., Any] = step) -> Any:
+                nonlocal inside
+                found = step(*arguments)
+                inside += sum(259 in tokens[:-1] for tokens in found.wait())
+                return found
+
+            runtime._runner.step = watched
+            drafted = runtime.handle_request(requests)
+        for one, other in zip(drafted, plain, strict=True):
+            assert answer(one) == answer(other)
+            assert (one.structured_from, one.parsed) == (other.structured_from, other.parsed)
+    assert inside > 4
+
+
+def test_an_answer_that_is_cut_while_it_thinks_has_no_structure(thinking_engines: Path) -> None:
+    """Though the round that cut it went on, and an empty text would be complete."""
+    requests = thinking_requests(structure=Structure(regex="a*"))
+    with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
+        runtime._drafters.given = None
+        whole = [runtime.handle_request(request) for request in requests]
+        cut = 0
+        for request, response in zip(requests, whole, strict=True):
+            if 259 not in response.token_ids or response.token_ids.index(259) < 2:
+                continue
+            thought = runtime.tokenizer.decode(response.token_ids[: response.token_ids.index(259)])[-1:]
+            params = replace(request.params, stop=thought)
+            runtime._drafters.given = KnownAnswers({tuple(request.prompt): response.token_ids})
+            found = runtime.handle_request(Request(request.prompt, None, params))
+            if found.finish_reason == "stop_string" and 259 not in found.token_ids:
+                cut += 1
+                assert found.structured_from is None and not found.structure_complete and found.parsed is None
+        assert cut > 2
