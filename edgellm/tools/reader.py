@@ -41,7 +41,17 @@ class _OpenCall:
         self.name: str | None = None
         self.pieces: list[str] = []
         self.index = -1
-        self.is_closed = False
+        self.is_broken = False
+
+    @property
+    def arguments(self) -> str:
+        """The arguments so far, JSON text."""
+        return "".join(self.pieces)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the arguments are whole, and nothing went astray before the call ended."""
+        return not self.is_broken and is_object(self.arguments)
 
 
 class ToolReader(CharacterReader):
@@ -76,11 +86,7 @@ class ToolReader(CharacterReader):
     @property
     def calls(self) -> tuple[ToolCall, ...]:
         """The calls so far."""
-        return tuple(
-            ToolCall(call.id, call.name or "", arguments, call.is_closed and is_object(arguments))
-            for call in self._calls
-            for arguments in ("".join(call.pieces),)
-        )
+        return tuple(ToolCall(each.id, each.name or "", each.arguments, each.is_complete) for each in self._calls)
 
     def push(self, token_id: int, text: str) -> str:
         """Add a token's text; return the text to show."""
@@ -171,10 +177,12 @@ class ToolReader(CharacterReader):
                 yield from self._listed_or_named()
             yield from self._end_mark()
         except Broken as broken:
-            self.error, raw = str(broken), "".join(self._raw)
-            is_shown = self._open is not None and self._open.name is not None
-            self._open, self._at_beginning = None, False
-            if not is_shown and raw.strip():
+            raw, call, self._open, self._at_beginning = "".join(self._raw), self._open, None, False
+            if call is not None and call.name is not None:
+                call.is_broken = not self._has_ended
+                self.error = self.error if call.is_complete else str(broken)
+            elif raw.strip():
+                self.error = str(broken)
                 self._show(raw)
                 return
         else:
@@ -193,7 +201,8 @@ class ToolReader(CharacterReader):
             if character == end[place]:
                 place += 1
             elif place or character not in SPACES:
-                self._again.extendleft(reversed(list(filter(None, passed))))
+                if character != END:  # of an answer that ends here it is no text, either
+                    self._again.extendleft(reversed(passed))
                 return
 
     def _listed_or_named(self) -> Characters:
@@ -352,7 +361,6 @@ class ToolReader(CharacterReader):
     def _close_call(self) -> None:
         call, self._open = self._open, None
         if call is not None:
-            call.is_closed = True
             self._raw.clear()  # it stays a call, whatever follows
-            if not is_object("".join(call.pieces)):
+            if not call.is_complete:
                 self.error = f"the arguments of the call of {call.name} are no JSON object"
