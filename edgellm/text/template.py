@@ -237,7 +237,9 @@ def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:
 
 def _fitted_call(call: Any, trials: TemplateTrials) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
     if isinstance(arguments, str) and not trials.wants_argument_text:
         try:
             arguments = json.loads(arguments)

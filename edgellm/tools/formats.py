@@ -55,7 +55,7 @@ FORMATS = {
             "tags",
             "<tool_call>",
             "</tool_call>",
-            seen=r"<function=look>\s*<parameter=at>\s*cup\s*</parameter>",
+            seen=r"<tool_call>\s*<function=look>\s*<parameter=at>\s*cup\s*</parameter>",
         ),
         ToolFormat("hermes", "object", "<tool_call>", "</tool_call>", seen=r"<tool_call>\s*" + _OBJECT % "arguments"),
         ToolFormat(
@@ -64,7 +64,8 @@ FORMATS = {
             "<|tool_call_start|>",
             "<|tool_call_end|>",
             ", ",
-            seen=r"<\|tool_call_start\|>\s*" + _PYTHON,
+            # Some of its templates write no earlier calls, but tell of tools between marks of their own.
+            seen=r"<\|tool_call_start\|>\s*" + _PYTHON + r"|<\|tool_list_start\|>",
         ),
         ToolFormat(
             "llama4_pythonic",

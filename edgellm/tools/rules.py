@@ -109,7 +109,7 @@ def _parts(schema: dict[str, Any]) -> tuple[list[tuple[str, Any, bool]], dict[st
             f"a tool's schema {found}, which cannot be enforced in the format of this model, that writes arguments "
             "one by one: name all of them in properties, or ask with tool_choice 'none'"
         )
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return [(name, each, name in required) for name, each in properties.items()], definitions
 
 

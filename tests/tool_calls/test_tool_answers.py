@@ -99,7 +99,7 @@ def test_calls_are_streamed_and_never_text(llm: LLM) -> None:
         chunks = list(stream)
         response = stream.result()
     assert joined(chunks) == told(response) and response.text == ""
-    assert sum(bool(chunk.tool_calls) for chunk in chunks) > 5
+    assert sum(bool(chunk.tool_calls) for chunk in chunks) > 1
     first = next(delta for chunk in chunks for delta in chunk.tool_calls)
     assert (first.index, first.name, first.id) == (0, "look", response.tool_calls[0].id)
 

@@ -33,7 +33,21 @@ def test_the_format_is_the_one_that_calls_are_shown_in(name: str) -> None:
     assert found is not None and found.name == name
 
 
-@pytest.mark.parametrize("written", ["", "{{ c.name }}", "call {{ c.name }} with {{ c.arguments }}"])
+def test_marks_around_the_tools_tell_of_a_format_too() -> None:
+    told = "{% if tools %}<|tool_list_start|>{{ tools | tojson }}{% endif %}{{ messages[0].content }}"
+    found = taught_format(ChatTemplate({"default": told}, "it"))
+    assert found is not None and found.name == "lfm2"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "{{ c.name }}",
+        WRITTEN["qwen3_coder"].replace("tool_call", "seed:tool_call"),
+        "call {{ c.name }} with {{ c.arguments }}",
+    ],
+)
 def test_a_template_that_shows_no_known_form_teaches_none(written: str) -> None:
     assert taught_format(ChatTemplate({"default": call_template(written)}, "it")) is None
     assert taught_format(ChatTemplate({"default": "{{ messages[9].content.x.y }}"}, "it")) is None
