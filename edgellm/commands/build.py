@@ -213,8 +213,8 @@ def build(
     tool_format: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(FORMATS),
-            help="The format in which the model calls tools [default: as its chat template shows calls].",
+            metavar="FORMAT",
+            help=f"How the model calls tools: {', '.join(FORMATS)} [default: as its chat template shows calls].",
         ),
     ] = None,
     all_plans: Annotated[

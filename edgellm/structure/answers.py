@@ -50,12 +50,12 @@ class RuleMaker:
         params: SamplingParams,
         prompt_ids: Sequence[int],
         continued: str | None = None,
-        calls: Callable[[GrammarVocabulary], TokenConstraint] | None = None,
+        calls: Callable[[Callable[[], GrammarVocabulary]], TokenConstraint | None] | None = None,
     ) -> AnswerRules | None:
         """The rules for the answer to a prompt, fresh ones for each; None where it may be anything.
 
         `continued` is the text of the message that the model goes on with, where the request asks for that. `calls`
-        makes the rules of the calls in an answer that has no structure. Raises RequestError for ids beyond the
+        makes the rules of the calls in an answer that has no structure, where it needs some. Raises RequestError for ids beyond the
         vocabulary, and for what cannot be enforced on this model.
         """
         self._check_ids("logit_bias", dict(params.logit_bias))
@@ -65,7 +65,7 @@ class RuleMaker:
         if params.structure is not None:
             structured = self.vocabulary().constraint_for(params.structure.grammar_text, params.structure.name)
         elif calls is not None:
-            structured = calls(self.vocabulary())
+            structured = calls(self.vocabulary)
         if structured is not None:
             marks = reasoning_marks(self._tokenizer)
             state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
     from edgellm.text.tokenizer import Tokenizer
 
 
+logger = logging.getLogger("edgellm.tools")
+
+
 class Calling(NamedTuple):
     """What the calls of one answer need: its reader, the marks that it has to see, and what makes the rules."""
 
     reader: ToolReader
     shown_ids: tuple[int, ...]
-    rules: Callable[[GrammarVocabulary], TokenConstraint]
+    rules: Callable[[Callable[[], GrammarVocabulary]], TokenConstraint | None]
 
 
 class ToolCalling:
@@ -79,8 +83,17 @@ class ToolCalling:
 
 
 def _constraint(
-    found: ToolFormat, choice: ToolChoice, special: dict[str, int], vocabulary: GrammarVocabulary
-) -> TokenConstraint:
+    found: ToolFormat, choice: ToolChoice, special: dict[str, int], vocabulary: Callable[[], GrammarVocabulary]
+) -> TokenConstraint | None:
+    """The rules; None where a model may call or not, and grammars cannot read its tokenizer: its calls are read as they
+    come."""
     from edgellm.tools.rules import call_constraint  # llguidance is loaded for requests that need it
 
-    return call_constraint(found, choice, vocabulary, special)
+    try:
+        tokens = vocabulary()
+    except RequestError as error:
+        if choice.mode == "required":
+            raise
+        logger.warning("calls of tools are not enforced: %s", error)
+        return None
+    return call_constraint(found, choice, tokens, special)

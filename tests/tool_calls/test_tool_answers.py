@@ -187,6 +187,19 @@ def test_a_template_that_shows_no_calls(llm: LLM) -> None:
         llm.tokenizer.chat_template = own
 
 
+def test_a_tokenizer_that_grammars_cannot_read(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise RequestError("cannot be used for structured answers")
+
+    monkeypatch.setattr("edgellm.structure.answers.RuleMaker.vocabulary", refuse)
+    assert llm.chat(HELLO, begun(llm), tools=TOOLS).tool_calls == ()  # free bytes behind the mark are no call
+    assert "calls of tools are not enforced: cannot be used" in caplog.text
+    with pytest.raises(RequestError, match="cannot be used"):
+        llm.chat(HELLO, LONG, tools=TOOLS, tool_choice="required")
+
+
 def test_a_session_goes_on_with_the_results(llm: LLM) -> None:
     session = llm.create_session("", LONG, tools=TOOLS, tool_choice="look")
     response = session.send("what is there?")
