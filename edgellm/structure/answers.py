@@ -55,8 +55,8 @@ class RuleMaker:
         """The rules for the answer to a prompt, fresh ones for each; None where it may be anything.
 
         `continued` is the text of the message that the model goes on with, where the request asks for that. `calls`
-        makes the rules of the calls in an answer that has no structure, where it needs some. Raises RequestError for ids beyond the
-        vocabulary, and for what cannot be enforced on this model.
+        makes the rules of the calls in an answer that has no structure, where it needs some. Raises RequestError for
+        ids beyond the vocabulary, and for what cannot be enforced on this model.
         """
         self._check_ids("logit_bias", dict(params.logit_bias))
         constraints: list[TokenConstraint] = []
