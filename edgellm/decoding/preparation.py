@@ -234,7 +234,7 @@ def sampling_values(params: SamplingParams) -> SamplingValues:
         params.presence_penalty,
         params.frequency_penalty,
         params.seed or 0,
-        logit_bias=tuple(params.logit_bias),
+        logit_bias=tuple(dict(params.logit_bias).items()),
     )
 
 

@@ -7,15 +7,15 @@ came, whichever step gave them; what rounds cost follows from finished ones.
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from edgellm.drafting.controller import CostModel, DraftingReport, Forecast
-from edgellm.drafting.costs import PLAIN, RoundCosts
+from edgellm.drafting.controller import DraftingReport, Forecast
+from edgellm.drafting.costs import PLAIN
+from edgellm.drafting.worth import ASKING_SHARE, Budget, Proposed, Rates, Trust
 from edgellm.engines.errors import ConstraintError
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -36,8 +36,6 @@ GAIN = 1.15
 MOST_ROUNDS = 50
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
-#: How quickly the tokens of other steps follow what is seen.
-_PACE = 0.15
 
 
 class Drafted(Protocol):
@@ -93,8 +91,8 @@ class GivenDrafting:
         self._first_cost, self._warm_ups = (
             (CAPTURED_COST, CAPTURED_WARM_UPS) if captured else (COMPUTED_COST, COMPUTED_WARM_UPS)
         )
-        self._rates: dict[tuple[int, bool], _Rates] = {}
-        self._trust = _Trust()
+        self._rates: dict[tuple[int, bool], Rates] = {}
+        self._trust, self._budget = Trust(), Budget()
         self._rounds: dict[str, int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
 
@@ -106,32 +104,42 @@ class GivenDrafting:
     def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
         """A sequence said these tokens, by whichever step."""
         said = sequence.said
-        if said is not None and self.index is not None and tokens:
+        if said is not None and tokens:
             if said.proposed is not None:
                 self._trust.learn(said.proposed, tokens)
-            self.index.extend(said.history, tokens)
+            said.news += tokens
             said.proposed = None
 
     def close(self, sequence: Drafted) -> None:
         """A sequence has ended: later ones may say what it said."""
         said, sequence.said = sequence.said, None
         if said is not None and self.index is not None:
+            self._tell(said)
             self.index.close(said.history)
 
     def choose(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> tuple[DraftPlan, list[GivenTree]] | None:
         """The best round of given candidates for sequences in the leading slots, all of whose tokens are known and none
         of which takes more than `room` tokens; None where something else is better, or there is nothing to propose."""
+        ruled = any(sequence.constraint is not None for sequence in sequences)
+        if not ruled and (self.index is None or not self._budget.affords):
+            return None
+        began = time.perf_counter()
         found = [self._proposed(sequence, room - 1) for sequence in sequences]
-        best = self._best(runner, found, any(sequence.constraint is not None for sequence in sequences), room)
+        best = self._best(runner, found, ruled, room)
+        if not ruled:
+            self._budget.spend(time.perf_counter() - began)
         return None if best is None else (best, [_cut(each.tree, best) for each in found])
 
     def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
         """Whether a round of what is proposed now would be taken, so that the tokens under way are worth waiting for:
         what follows them is mostly as likely."""
-        if self.index is None:
+        if self.index is None or not self._budget.affords:
             return False
+        began = time.perf_counter()
         found = [self._proposed(sequence, room - 1) for sequence in sequences]
-        return self._best(runner, found, False, room) is not None
+        best = self._best(runner, found, False, room)
+        self._budget.spend(time.perf_counter() - began)
+        return best is not None
 
     def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False) -> None:
         """A step has ended that gave each running sequence so many tokens, under rules or not; see
@@ -139,10 +147,18 @@ class GivenDrafting:
         name = plan.name if plan is not None and plan.is_given else PLAIN
         self._rounds[name] = self._rounds.get(name, 0) + 1
         key = len(emitted), ruled
+        saved = 0.0
         if key in self._rates:
+            if name != PLAIN:
+                other = self._rates[key].forecast(PLAIN, self._rates[key].tokens)
+                saved = max(0.0, sum(emitted) / other.tokens_per_second - seconds)
+            elif self.index is not None and not ruled and not self._budget.affords:
+                self._budget.earn(ASKING_SHARE * seconds)
+                return  # what steps take is followed where it is asked for
             self._rates[key].record(name, sum(emitted), seconds)
         elif name == PLAIN:
-            self._rates[key] = _Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
+            self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
+        self._budget.earn(ASKING_SHARE * seconds + saved)
 
     def report(self) -> DraftingReport:
         """What was chosen so far, and the forecasts of the latest choice between a round and what is done otherwise."""
@@ -189,10 +205,17 @@ class GivenDrafting:
         if said is None or self.index is None:
             return _NOTHING
         if said.proposed is None:
+            self._tell(said)
             largest = self.plans[-1]
             proposal = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH)
             said.proposed = self._trust.weighed(proposal if constraint is None else _allowed(constraint, proposal))
         return said.proposed
+
+    def _tell(self, said: Said) -> None:
+        """Let the index know the tokens that it does not know yet."""
+        if said.news and self.index is not None:
+            self.index.extend(said.history, said.news)
+            said.news = []
 
     def _guesses(self, batch: int, seconds: float) -> Mapping[str, float]:
         """Seconds of the steps of a batch, before rounds were timed."""
@@ -201,117 +224,14 @@ class GivenDrafting:
         return {PLAIN: seconds, **rounds}
 
 
-class Proposed(NamedTuple):
-    """A tree of candidates, the likeliest first, with the probability `chances` [N] that each comes.
-
-    `promises` say for each how likely it is if its parent comes, by the index, and `kinds` which of the counts of
-    `_Trust` it belongs to; both are empty where the index was not asked.
-    """
-
-    tree: GivenTree
-    chances: np.ndarray
-    promises: Sequence[float]
-    kinds: Sequence[int]
-
-
 class Said:
-    """What is kept of a running sequence: its `history` in the index, and what was `proposed` for its end."""
+    """What is kept of a running sequence: its `history` in the index, the `news` that it does not know yet, and what
+    was `proposed` for its end."""
 
     def __init__(self, history: Any) -> None:
         self.history = history
+        self.news: list[int] = []
         self.proposed: Proposed | None = None
-
-
-class _Trust:
-    """How often candidates came whose parent had come, over what the index promised: by the promise, and by how much
-    was found again. Recent ones count most."""
-
-    #: Where the kinds begin, by promise and by the length of the match; what each kind comes at over its promise
-    #: before anything was seen; and for how many promised tokens this first guess counts, and what was seen at most.
-    PROMISES, MATCHES = (0.0, 0.35, 0.6, 0.8), (0, 8)
-    FIRST = (0.5, 0.7, 0.85, 0.95)
-    FIRST_EVIDENCE, MEMORY = 6.0, 64.0
-    MOST = 0.99
-
-    def __init__(self) -> None:
-        kinds = len(self.PROMISES) * len(self.MATCHES)
-        self._promised, self._came = [0.0] * kinds, [0.0] * kinds
-
-    def weighed(self, proposal: Proposal) -> Proposed:
-        """A proposal with the probabilities that were seen in place of those that the index promises."""
-        tokens, parents, scores = proposal.tokens.tolist(), proposal.parents.tolist(), proposal.scores.tolist()
-        first = len(self.PROMISES) * (sum(proposal.match >= least for least in self.MATCHES) - 1)
-        ratios = self._ratios()
-        chances: list[float] = []
-        promises: list[float] = []
-        kinds: list[int] = []
-        for parent, score in zip(parents, scores, strict=True):
-            promise = math.exp(score - (scores[parent] if parent >= 0 else 0.0))
-            kind = first + bisect_right(self.PROMISES, promise) - 1
-            chance = min(self.MOST, promise * ratios[kind])
-            chances.append(chance * (chances[parent] if parent >= 0 else 1.0))
-            promises.append(promise)
-            kinds.append(kind)
-        return Proposed(GivenTree(tokens, parents), np.array(chances), promises, kinds)
-
-    def learn(self, proposed: Proposed, tokens: Sequence[int]) -> None:
-        """Take note of the tokens that came where a tree was proposed."""
-        if not proposed.kinds:
-            return
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(proposed.tree.parents):
-            children.setdefault(int(parent), []).append(node)
-        place = -1
-        for token in tokens:
-            following = None
-            for node in children.get(place, ()):
-                kind, came = proposed.kinds[node], proposed.tree.tokens[node] == token
-                fading = min(1.0, self.MEMORY / (self._promised[kind] + 1.0))
-                self._promised[kind] = fading * self._promised[kind] + proposed.promises[node]
-                self._came[kind] = fading * self._came[kind] + came
-                following = node if came else following
-            if following is None:
-                return
-            place = following
-
-    def shares(self) -> dict[str, list[float]]:
-        """By the kind of match, the ratio for each kind of promise."""
-        ratios, size = self._ratios(), len(self.PROMISES)
-        return {
-            f"match of {least} or more": ratios[size * row : size * (row + 1)] for row, least in enumerate(self.MATCHES)
-        }
-
-    def _ratios(self) -> list[float]:
-        first = self.FIRST * len(self.MATCHES)
-        return [
-            (came + self.FIRST_EVIDENCE * guess) / (promised + self.FIRST_EVIDENCE)
-            for came, promised, guess in zip(self._came, self._promised, first, strict=True)
-        ]
-
-
-class _Rates:
-    """What the steps of one batch size take, the `tokens` that those without given candidates give, and how many
-    `rounds` were taken since the latest of these."""
-
-    def __init__(self, guesses: Mapping[str, float], tokens: float, warm_ups: int) -> None:
-        self.tokens, self.rounds = tokens, 0
-        self._costs = CostModel(RoundCosts({name: {1: value} for name, value in guesses.items()}), list(guesses))
-        self._warm_ups = {name: 0 if name == PLAIN else warm_ups for name in guesses}
-
-    def record(self, name: str, tokens: int, seconds: float) -> None:
-        """A step has ended."""
-        self.rounds = 0 if name == PLAIN else self.rounds + 1
-        if self._warm_ups[name]:
-            self._warm_ups[name] -= 1
-            return
-        self._costs.record(name, 1, seconds)
-        if name == PLAIN:
-            self.tokens += _PACE * (tokens - self.tokens)
-
-    def forecast(self, name: str, tokens: float) -> Forecast:
-        """What a step should give that is expected to give so many tokens."""
-        seconds = self._costs.seconds(name, 1)
-        return Forecast(name, tokens, seconds, tokens / seconds)
 
 
 def _chain(tokens: Sequence[int]) -> GivenTree:

@@ -121,6 +121,7 @@ class BaseEngineRunner(AdaptedRunner):
         self._allocate_state(start)
         self._steps = CapturedSteps(backend)
         self._stages: dict[_StepKey, tuple[Stages, Stages, Stages]] = {}
+        self._decode_shapes: dict[tuple[int, bool], EngineShape] = {}
         self.lengths = [0] * limits.max_batch
         self._arriving: ArrivingRows | None = None
 
@@ -341,8 +342,11 @@ class BaseEngineRunner(AdaptedRunner):
 
     def _decode_shape(self, batch: int, adapts: bool) -> EngineShape:
         """The decode engine of the largest key range."""
-        shape = self.limits.base_shape("decode", batch, 1, self.limits.key_ranges[-1])
-        return self.limits.with_adapters(shape) if adapts else shape
+        shape = self._decode_shapes.get((batch, adapts))
+        if shape is None:
+            plain = self.limits.base_shape("decode", batch, 1, self.limits.key_ranges[-1])
+            shape = self._decode_shapes[batch, adapts] = self.limits.with_adapters(plain) if adapts else plain
+        return shape
 
     def _engine(self, shape: EngineShape, slots: slice) -> Engine:
         """The engine for a shape, bound to the KV rows and logits of the slots."""

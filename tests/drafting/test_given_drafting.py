@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,26 +177,47 @@ def test_ended_sequences_get_nothing() -> None:
 def test_what_does_not_come_is_trusted_less_and_what_comes_again_more() -> None:
     """Also where no round is taken: the tokens of plain steps tell."""
     drafts = drafting()
-    record(drafts, None, 0.01, 1)
+
+    def asked() -> tuple[Answer, bool]:
+        record(drafts, None, 0.1, 1)
+        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+        return sequence, drafts.choose(Takes(), [sequence], 100) is not None
 
     def promised() -> float:
-        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
-        drafts.choose(Takes(), [sequence], 100)
-        return float(sequence.said.proposed.chances.sum())
+        return float(asked()[0].said.proposed.chances.sum())
 
     at_first = promised()
     for wrong in range(60):
-        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
-        drafts.choose(Takes(), [sequence], 100)
-        drafts.take(sequence, [100 + wrong])
+        drafts.take(asked()[0], [100 + wrong])
     distrusted = promised()
     assert distrusted < 0.5 * at_first
-    assert drafts.choose(Takes(), [opened(drafts, [*TEXT, *TEXT[:12]])], 100) is None
+    assert not asked()[1]
     for _ in range(60):
-        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
-        drafts.choose(Takes(), [sequence], 100)
-        drafts.take(sequence, TEXT[12:18])
+        drafts.take(asked()[0], TEXT[12:18])
     assert promised() > 2 * distrusted
+
+
+def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking() -> None:
+    """The index is asked while a small share of the steps' time pays for it; rounds that save time pay too."""
+    drafts = drafting()
+    propose, asked = drafts.index.propose, []
+
+    def slow(*arguments: Any) -> Any:
+        asked.append(1)
+        time.sleep(0.001)
+        return propose(*arguments)
+
+    drafts.index.propose = slow
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    for token in range(200):
+        record(drafts, None, 1e-5, 1)
+        drafts.promises(Takes(), [sequence], 100)
+        drafts.take(sequence, [100 + token])
+    assert 1 <= len(asked) <= 8  # 5 ms at first, and 0.04 ms of the steps
+    record(drafts, drafts.plans[0], 1e-5, 1, tokens=2001)  # 20 ms of plain steps
+    assert drafts.promises(Takes(), [sequence], 100) is not None and len(asked) <= 9
+    drafts.close(sequence)
+    assert drafts.index.propose(drafts.index.open([*TEXT[:3], 100, 101, 102]), 4, 4, 1).tokens[0] == 103
 
 
 def test_chances_fall_along_a_path_and_children_come_after_their_parents() -> None:

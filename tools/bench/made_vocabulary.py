@@ -43,7 +43,7 @@ def robot_action(generator: random.Random) -> str:
     value = {
         "action": generator.choice(_ACTIONS),
         "object": f"{generator.choice(_COLOURS)} {generator.choice(_OBJECTS)} {generator.randrange(90)}",
-        "pose": [round(generator.uniform(-2, 2), generator.randint(1, 4)) for _ in range(3)],
+        "pose": [round(generator.uniform(-2, 2), generator.randint(1, 4)) + 0.0 for _ in range(3)],  # -0.0 is none
         "gripper": generator.randint(0, 100),
         "arm": generator.choice(["left", "right", None]),
     }

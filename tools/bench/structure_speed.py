@@ -155,7 +155,7 @@ def _another(
             token = int(generator.choice(allowed))
             if token not in taken:
                 return token
-    return generator.randrange(200)
+    return next(token for token in range(len(taken) + 1) if token not in taken)
 
 
 class ScriptedMasks(StepMasks):

@@ -1,0 +1,152 @@
+"""What given candidates are worth: how likely they come, what their rounds take, and what asking for them may take."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from edgellm.drafting.controller import CostModel, Forecast
+from edgellm.drafting.costs import PLAIN, RoundCosts
+from edgellm.engines.speculation.round import GivenTree
+from edgellm.engines.speculation.suffix_index import Proposal
+
+#: The share of the steps' time that the index may take, and seconds that it may take at first and at most beyond.
+ASKING_SHARE, FIRST_CREDIT, MOST_CREDIT = 0.02, 0.005, 0.05
+#: How quickly the tokens of other steps follow what is seen.
+_PACE = 0.15
+
+
+class Proposed(NamedTuple):
+    """A tree of candidates, the likeliest first, with the probability `chances` [N] that each comes.
+
+    `promises` say for each how likely it is if its parent comes, by the index, and `kinds` which of the counts of
+    `Trust` it belongs to; both are empty where the index was not asked.
+    """
+
+    tree: GivenTree
+    chances: np.ndarray
+    promises: Sequence[float]
+    kinds: Sequence[int]
+
+
+class Trust:
+    """How often candidates came whose parent had come, over what the index promised: by the promise, and by how much
+    was found again. Recent ones count most."""
+
+    #: Where the kinds begin, by promise and by the length of the match; what each kind comes at over its promise
+    #: before anything was seen; and for how many promised tokens this first guess counts, and what was seen at most.
+    PROMISES, MATCHES = (0.0, 0.35, 0.6, 0.8), (0, 8)
+    FIRST = (0.5, 0.7, 0.85, 0.95)
+    FIRST_EVIDENCE, MEMORY = 6.0, 64.0
+    MOST = 0.99
+
+    def __init__(self) -> None:
+        kinds = len(self.PROMISES) * len(self.MATCHES)
+        self._promised, self._came = [0.0] * kinds, [0.0] * kinds
+
+    def weighed(self, proposal: Proposal) -> Proposed:
+        """A proposal with the probabilities that were seen in place of those that the index promises."""
+        tokens, parents, scores = proposal.tokens.tolist(), proposal.parents.tolist(), proposal.scores.tolist()
+        first = len(self.PROMISES) * (sum(proposal.match >= least for least in self.MATCHES) - 1)
+        ratios = self._ratios()
+        chances: list[float] = []
+        promises: list[float] = []
+        kinds: list[int] = []
+        for parent, score in zip(parents, scores, strict=True):
+            promise = math.exp(score - (scores[parent] if parent >= 0 else 0.0))
+            kind = first + bisect_right(self.PROMISES, promise) - 1
+            chance = min(self.MOST, promise * ratios[kind])
+            chances.append(chance * (chances[parent] if parent >= 0 else 1.0))
+            promises.append(promise)
+            kinds.append(kind)
+        return Proposed(GivenTree(tokens, parents), np.array(chances), promises, kinds)
+
+    def learn(self, proposed: Proposed, tokens: Sequence[int]) -> None:
+        """Take note of the tokens that came where a tree was proposed."""
+        if not proposed.kinds:
+            return
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(proposed.tree.parents):
+            children.setdefault(int(parent), []).append(node)
+        place = -1
+        for token in tokens:
+            following = None
+            for node in children.get(place, ()):
+                kind, came = proposed.kinds[node], proposed.tree.tokens[node] == token
+                fading = min(1.0, self.MEMORY / (self._promised[kind] + 1.0))
+                self._promised[kind] = fading * self._promised[kind] + proposed.promises[node]
+                self._came[kind] = fading * self._came[kind] + came
+                following = node if came else following
+            if following is None:
+                return
+            place = following
+
+    def shares(self) -> dict[str, list[float]]:
+        """By the kind of match, the ratio for each kind of promise."""
+        ratios, size = self._ratios(), len(self.PROMISES)
+        return {
+            f"match of {least} or more": ratios[size * row : size * (row + 1)] for row, least in enumerate(self.MATCHES)
+        }
+
+    def _ratios(self) -> list[float]:
+        first = self.FIRST * len(self.MATCHES)
+        return [
+            (came + self.FIRST_EVIDENCE * guess) / (promised + self.FIRST_EVIDENCE)
+            for came, promised, guess in zip(self._came, self._promised, first, strict=True)
+        ]
+
+
+class Rates:
+    """What the steps of one batch size take, the `tokens` that those without given candidates give, and how many
+    `rounds` were taken since the latest of these."""
+
+    def __init__(self, guesses: Mapping[str, float], tokens: float, warm_ups: int) -> None:
+        self.tokens, self.rounds = tokens, 0
+        self._costs = CostModel(RoundCosts({name: {1: value} for name, value in guesses.items()}), list(guesses))
+        self._warm_ups = {name: 0 if name == PLAIN else warm_ups for name in guesses}
+
+    def record(self, name: str, tokens: int, seconds: float) -> None:
+        """A step has ended."""
+        self.rounds = 0 if name == PLAIN else self.rounds + 1
+        if self._warm_ups[name]:
+            self._warm_ups[name] -= 1
+            return
+        self._costs.record(name, 1, seconds)
+        if name == PLAIN:
+            self.tokens += _PACE * (tokens - self.tokens)
+
+    def forecast(self, name: str, tokens: float) -> Forecast:
+        """What a step should give that is expected to give so many tokens."""
+        seconds = self._costs.seconds(name, 1)
+        return Forecast(name, tokens, seconds, tokens / seconds)
+
+
+class Budget:
+    """The host's seconds for asking the index: a share of the time of all steps, and what rounds of its candidates
+    saved. So a model whose steps are as quick as the host is not slowed where nothing is said again."""
+
+    def __init__(self) -> None:
+        self._credit, self._price = FIRST_CREDIT, 0.0
+
+    @property
+    def affords(self) -> bool:
+        """Whether there is enough for one more time."""
+        return self._credit >= self._price
+
+    def spend(self, seconds: float) -> None:
+        """It was asked, which took so long."""
+        self._credit -= seconds
+        self._price = seconds if self._price == 0.0 else _followed(self._price, seconds)
+
+    def earn(self, seconds: float) -> None:
+        """So much may be spent later."""
+        self._credit = min(MOST_CREDIT, self._credit + seconds)
+
+
+def _followed(before: float, now: float) -> float:
+    """A time that follows what is seen, outliers little."""
+    return before + _PACE * (min(now, 2.0 * before) - before)
