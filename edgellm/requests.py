@@ -79,8 +79,6 @@ class Request:
     parallel_tool_calls: bool | None = None
     structure: InitVar[Any] = None
     response_format: InitVar[Any] = None
-    #: What is wanted of the tools.
-    choice: ToolChoice | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self, structure: Any, response_format: Any) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -95,7 +93,7 @@ class Request:
         if self.messages is None and (self.tools or self.template_variables):
             given = "tools" if self.tools else "template_variables"
             raise RequestError(f"{given} are for the chat template, which a prompt has none of: ask with messages")
-        self._check_calls()
+        _ = self.choice  # refuses what is wrong
         if self.deadline is not None:
             object.__setattr__(self, "deadline", _checked_seconds(self.deadline))
         if not isinstance(self.continue_final_message, bool):
@@ -108,15 +106,17 @@ class Request:
             found = type(self.stop_when).__name__
             raise RequestError(f"stop_when is a {found}: expected a callable that takes the text so far, or None")
 
-    def _check_calls(self) -> None:
+    @cached_property
+    def choice(self) -> ToolChoice | None:
+        """What is wanted of the tools; None without any. Raises RequestError."""
         choice = checked_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
-        object.__setattr__(self, "choice", choice)
         structured = self.params is not None and self.params.structure is not None
         if choice is not None and choice.mode != "none" and structured:
             raise RequestError(
                 f"the request has a structure and tools with the tool_choice {choice.mode!r}: an answer is one or the "
                 "other, set tool_choice to 'none' or leave the structure out"
             )
+        return choice
 
     @property
     def shows_images(self) -> bool:
