@@ -122,10 +122,10 @@ class SpecDecodeRuntime:
                 self._vision.close()
             opened.close()
             raise
+        self._drafters = Drafters(self.directory, self._runner)
         try:
             if self._vision is not None:
                 self._vision.load(progress)
-            self._drafters = Drafters(self.directory, self._runner)
             self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
             store = SnapshotStore(snapshot_budget)
             self._snapshots = SlotSnapshots(store, self._runner, self.directory, self._multimodal_directory)
@@ -394,6 +394,7 @@ class SpecDecodeRuntime:
         with self._exclusive(), ExitStack() as last_first:
             vision, snapshots, runner = self._vision, self._snapshots, self._runner
             self._vision = self._snapshots = self._runner = self._following = None
+            self._drafters.close()
             if runner is not None:
                 last_first.callback(runner.close)
                 if self._observer is not None:

@@ -24,7 +24,8 @@ class Drafters:
     """
 
     def __init__(self, directory: EngineDirectory, runner: DecodingRunner) -> None:
-        self._directory, self._runner = directory, runner
+        self._directory = directory
+        self._runner: DecodingRunner | None = runner
         self.index: SuffixIndex | None = None
         self._made: dict[DraftingConfig | None, tuple[GivenDrafting | None, PlanChooser | None]] = {}
         self.setting: DraftingConfig | None = None
@@ -43,10 +44,14 @@ class Drafters:
         (self.given, self.chooser), self.setting = self._made[setting], setting
         return is_new and isinstance(self.chooser, DraftingController)
 
+    def close(self) -> None:
+        """Let go of the runner, which is closed."""
+        self._runner = None
+
     @property
     def can_draft(self) -> bool:
         """Whether answers may be drafted, so that their responses say what drafting did."""
-        return self._runner.draft is not None or self._proposes
+        return (self._runner is not None and self._runner.draft is not None) or self._proposes
 
     @property
     def plans(self) -> Sequence[DraftPlan]:
@@ -68,7 +73,7 @@ class Drafters:
         """What picks the plans of the draft model, if that is to propose."""
         if setting is None or not setting.needs_draft_model:
             return None
-        if self._runner.draft is None:
+        if self._runner is None or self._runner.draft is None:
             raise RequestError("no draft model is loaded: open the model with drafting, on a directory that has one")
         plan = setting.plan(self._directory.limits)
         return adaptive_drafting(setting, self._directory, self._runner) if setting.adaptive else FixedDrafting(plan)
@@ -78,6 +83,7 @@ class Drafters:
         would show which of the drafts was faster."""
         if setting is not None and not setting.gives_plain_tokens:
             return None
+        assert self._runner is not None
         runner, verification = self._runner, self._runner.verification
         asked = setting is not None and setting.proposes_given
         if asked and self.index is None:
