@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from edgellm.snapshots.system_prompt import CachedPrompt
     from edgellm.structure.description import Structure
     from edgellm.text.output import FinishReason
+    from edgellm.tools.calls import ToolCall, ToolCallDelta
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
@@ -99,6 +100,8 @@ __all__ = [
     "TemplateError",
     "Timings",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
     "Usage",
 ]
 
@@ -138,6 +141,8 @@ _MODULES = {
     "CachedPrompt": "edgellm.snapshots.system_prompt",
     "Structure": "edgellm.structure.description",
     "FinishReason": "edgellm.text.output",
+    "ToolCall": "edgellm.tools.calls",
+    "ToolCallDelta": "edgellm.tools.calls",
 }
 
 

@@ -185,6 +185,8 @@ class AsyncLLM:
         *,
         deadline: float | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
         template_variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         stop_when: StopWhen | None = None,
@@ -198,6 +200,8 @@ class AsyncLLM:
             adapter,
             deadline=deadline,
             tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
             template_variables=template_variables,
             continue_final_message=continue_final_message,
             stop_when=stop_when,
@@ -213,6 +217,8 @@ class AsyncLLM:
         *,
         deadline: float | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
         template_variables: Mapping[str, Any] | None = None,
         continue_final_message: bool = False,
         stop_when: StopWhen | None = None,
@@ -228,6 +234,8 @@ class AsyncLLM:
                 adapter,
                 deadline,
                 tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
                 template_variables=template_variables,
                 continue_final_message=continue_final_message,
                 stop_when=stop_when,
@@ -263,12 +271,21 @@ class AsyncLLM:
         adapter: str | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
         template_variables: Mapping[str, Any] | None = None,
         overflow: Overflow = "drop_oldest",
     ) -> AsyncSession:
         """See `LLM.create_session`. The model may be loading still: the first message waits for it."""
         session = self.served.create_session(
-            system, params, adapter, tools=tools, template_variables=template_variables, overflow=overflow
+            system,
+            params,
+            adapter,
+            tools=tools,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            template_variables=template_variables,
+            overflow=overflow,
         )
         return AsyncSession(session, self.open)
 

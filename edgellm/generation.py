@@ -17,6 +17,7 @@ from edgellm.errors import EngineError, RequestError, shown
 from edgellm.requests import Chunk, Response, StopWhen
 from edgellm.sampling_params import as_float
 from edgellm.text.output import FinishReason
+from edgellm.tools.calls import joined_deltas, shown_calls
 
 #: How many unread chunks are kept apart; what comes then joins the last one, so that nobody waits for a slow reader.
 UNREAD_CHUNKS = 64
@@ -136,9 +137,11 @@ class RequestState:
         token_ids = tuple(token_id for chunk in self._shown for token_id in chunk.token_ids)
         logprobs = tuple(each for chunk in self._shown for each in chunk.logprobs)
         usage, count = response.usage, len(token_ids)
+        deltas = [delta for chunk in self._shown for delta in chunk.tool_calls]
         return replace(
             response,
             text=self._shown_text,
+            tool_calls=shown_calls(deltas, response.tool_calls),
             token_ids=token_ids,
             finish_reason="stop",
             usage=replace(
@@ -353,4 +356,5 @@ def _joined(first: Chunk, second: Chunk) -> Chunk:
         first.token_ids + second.token_ids,
         first.from_draft + second.from_draft,
         first.logprobs + second.logprobs,
+        joined_deltas(first.tool_calls + second.tool_calls),
     )

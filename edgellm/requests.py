@@ -20,6 +20,7 @@ from edgellm.sampling_params import SamplingParams, as_float, with_structure
 from edgellm.structure.description import Structure
 from edgellm.text.messages import checked_tools, checked_variables, is_image
 from edgellm.text.output import FinishReason
+from edgellm.tools.calls import ToolCall, ToolCallDelta, ToolChoice, checked_choice
 
 #: What Linux takes, in bytes.
 _LONGEST_PATH, _LONGEST_NAME = 4096, 255
@@ -44,7 +45,10 @@ class Request:
 
     A conversation without a system message begins with the model's default system prompt
     (`LLM.default_system_prompt`); one whose content is "" leaves it out. `tools` are the functions that the model may
-    call, in the form of OpenAI's API or as functions' objects alone; `template_variables` are values for what else the
+    call, in the form of OpenAI's API or as functions' objects alone: at most 128, whose arguments are enforced, but
+    of those with "strict": False. `tool_choice` is "auto" (also None: the model calls or answers), "none" (its answer
+    is text), "required", or a tool's name, which make it call; without `parallel_tool_calls` it calls once.
+    `template_variables` are values for what else the
     chat template reads, such as {"enable_thinking": False}. Both are for conversations, with values as JSON has them.
 
     `continue_final_message` lets the model go on with the last message, an assistant's, instead of answering: the
@@ -71,6 +75,8 @@ class Request:
     template_variables: Mapping[str, Any] | None = None
     continue_final_message: bool = False
     stop_when: StopWhen | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     structure: InitVar[Any] = None
     response_format: InitVar[Any] = None
 
@@ -87,6 +93,7 @@ class Request:
         if self.messages is None and (self.tools or self.template_variables):
             given = "tools" if self.tools else "template_variables"
             raise RequestError(f"{given} are for the chat template, which a prompt has none of: ask with messages")
+        _ = self.choice  # refuses what is wrong
         if self.deadline is not None:
             object.__setattr__(self, "deadline", _checked_seconds(self.deadline))
         if not isinstance(self.continue_final_message, bool):
@@ -98,6 +105,18 @@ class Request:
         if self.stop_when is not None and not callable(self.stop_when):
             found = type(self.stop_when).__name__
             raise RequestError(f"stop_when is a {found}: expected a callable that takes the text so far, or None")
+
+    @cached_property
+    def choice(self) -> ToolChoice | None:
+        """What is wanted of the tools; None without any. Raises RequestError."""
+        choice = checked_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
+        structured = self.params is not None and self.params.structure is not None
+        if choice is not None and choice.mode != "none" and structured:
+            raise RequestError(
+                f"the request has a structure and tools with the tool_choice {choice.mode!r}: an answer is one or the "
+                "other, set tool_choice to 'none' or leave the structure out"
+            )
+        return choice
 
     @property
     def shows_images(self) -> bool:
@@ -215,6 +234,8 @@ class TokenLogprobs:
 class Chunk:
     """A piece of a streamed answer: whole characters only. `text` may be empty where a token ends no character.
 
+    `tool_calls` are pieces of calls, which are no part of `text`.
+
     `from_draft` says of each token whether the draft had proposed it; it is empty where that is not known.
     `logprobs` are those of each token, where they were asked for.
     """
@@ -223,20 +244,23 @@ class Chunk:
     token_ids: tuple[int, ...]
     from_draft: tuple[bool, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True)
 class Response:
     """A finished answer.
 
-    `finish_reason` is "stop" (end of turn, a stop id, or the request's `stop_when`), "stop_string", "length"
-    (max_tokens), "context" (the KV capacity is used up), "cancelled", or "deadline" (its time was over, before it began
-    perhaps: then it is empty). `text` excludes the stop string; `token_ids` are all that were generated and count
-    towards usage, the ending one included; after `stop_when`, those that were shown. `drafting` says what drafting did,
-    where something might be drafted; `logprobs` has those of each token, where they were asked for. `dropped_turns`, of
-    `dropped_messages` in all, are the oldest ones of a session that left it before this answer, to make room for it.
-    `structure` is what was asked for, and `structured_from` where it begins in `text`: behind the reasoning of a model
-    that thinks, None where that did not end.
+    `finish_reason` is "stop" (end of turn, a stop id, or the request's `stop_when`), "stop_string", "tool_calls" (end
+    of turn, behind calls of tools), "length" (max_tokens), "context" (the KV capacity is used up), "cancelled", or
+    "deadline" (its time was over, before it began perhaps: then it is empty). `text` excludes the stop string;
+    `token_ids` are all that were generated and count towards usage, the ending one included; after `stop_when`, those
+    that were shown. `drafting` says what drafting did, where something might be drafted; `logprobs` has those of each
+    token, where they were asked for. `dropped_turns`, of `dropped_messages` in all, are the oldest ones of a session
+    that left it before this answer, to make room for it. `structure` is what was asked for, and `structured_from`
+    where it begins in `text`: behind the reasoning of a model that thinks, None where that did not end. `tool_calls`
+    are the calls that the answer makes, which are no part of `text`; `tool_call_error` says why what began like one
+    stayed text, or is not complete.
     """
 
     text: str
@@ -251,6 +275,8 @@ class Response:
     dropped_messages: int = field(default=0)
     structure: Structure | None = field(default=None, repr=False)
     structured_from: int | None = field(default=None, repr=False)
+    tool_calls: tuple[ToolCall, ...] = field(default=())
+    tool_call_error: str | None = field(default=None)
 
     @cached_property
     def structure_complete(self) -> bool | None:
@@ -271,11 +297,17 @@ class Response:
             return None
         return self.structure.parsed(self.text[self.structured_from :])
 
+    def as_message(self) -> dict[str, Any]:
+        """The answer as the conversation goes on with it: an assistant's message, with its complete calls."""
+        calls = [call.as_message() for call in self.tool_calls if call.complete]
+        message = {"role": "assistant", "content": self.text}
+        return {**message, "tool_calls": calls} if calls else message
+
     @property
     def is_answered(self) -> bool:
         """Whether there is an answer, which a conversation goes on with: not where it was ended before its first
         word."""
-        return bool(self.text) or self.finish_reason not in ("cancelled", "deadline")
+        return bool(self.text or self.tool_calls) or self.finish_reason not in ("cancelled", "deadline")
 
 
 def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:

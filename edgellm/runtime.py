@@ -153,6 +153,12 @@ class SpecDecodeRuntime:
         return self._multimodal_directory is not None
 
     @property
+    def tool_format(self) -> str | None:
+        """The name of the format in which the model calls tools; None where its chat template shows none."""
+        found = self._preparation.tools.format()
+        return None if found is None else found.name
+
+    @property
     def default_system_prompt(self) -> str:
         """The system prompt of conversations without a system message (`system_prompt.txt`); "" is none."""
         return self._defaults.system_prompt

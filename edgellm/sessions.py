@@ -15,6 +15,7 @@ from edgellm.requests import Request, Response, StopWhen, check_choices
 from edgellm.sampling_params import SamplingParams, with_structure
 from edgellm.text.messages import checked_messages, checked_tools, checked_variables
 from edgellm.text.turns import OngoingConversation, Overflow, turn_starts, without_oldest
+from edgellm.tools.calls import checked_choice
 
 logger = logging.getLogger("edgellm.sessions")
 
@@ -26,11 +27,11 @@ NEARLY_FULL = 0.9
 
 @dataclass(frozen=True)
 class _OpenTurn:
-    """A message whose answer is growing, what of the conversation came before it in the prompt, and whether whoever
+    """Messages whose answer is growing, what of the conversation came before it in the prompt, and whether whoever
     asked has given it up since."""
 
     before: list[dict[str, Any]]
-    message: dict[str, Any]
+    messages: list[dict[str, Any]]
     request_state: RequestState
     given_up: threading.Event
 
@@ -64,6 +65,8 @@ class Session:
         adapter: str | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: Any = None,
+        parallel_tool_calls: bool | None = None,
         template_variables: Mapping[str, Any] | None = None,
         overflow: Overflow = "drop_oldest",
     ) -> None:
@@ -78,6 +81,10 @@ class Session:
         self._ask, self._conversation = ask, OngoingConversation(overflow)
         self.params, self.adapter = params, adapter
         self._tools, self._variables = checked_tools(tools), checked_variables(template_variables)
+        checked_choice(self._tools, tool_choice, parallel_tool_calls)
+        self._parallel_tool_calls = parallel_tool_calls
+        #: The `tool_choice` of the next answers.
+        self.tool_choice = tool_choice
         self.warn: Callable[[str], object] = logger.warning
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._open: _OpenTurn | None = None
@@ -162,6 +169,8 @@ class Session:
     ) -> Generation:
         """Say something: text, or parts of a message, images among them. Returns the answer as it grows.
 
+        Instead of a message of the user it may be the results of calls: a list of messages of the role "tool".
+
         `structure`, or `response_format`, is that of this answer alone (see `Request`).
 
         The conversation goes on with what of the answer stands where `stop_when` ended it (see `Request`). Raises
@@ -205,7 +214,8 @@ class Session:
             if not places:
                 raise RequestError("nothing was asked yet: there is no answer to give again")
             last = places[-1]
-            return self._answer(self._messages[:last], self._messages[last], params, deadline, stop_when, given_up)
+            asked = self._messages[last : last + 1]
+            return self._answer(self._messages[:last], asked, params, deadline, stop_when, given_up)
 
     def _say(
         self,
@@ -219,8 +229,7 @@ class Session:
         what is not said yet stays unsaid (a RequestError), and the answer to what is said counts as let go of.
         """
         with self._ready_for_more(given_up):
-            message = {"role": "user", "content": content}
-            return self._answer(self._messages, message, params, deadline, stop_when, given_up)
+            return self._answer(self._messages, _messages_of(content), params, deadline, stop_when, given_up)
 
     @contextmanager
     def _ready_for_more(self, given_up: threading.Event) -> Iterator[None]:
@@ -257,25 +266,27 @@ class Session:
     def _answer(
         self,
         before: list[dict[str, Any]],
-        message: dict[str, Any],
+        messages: list[dict[str, Any]],
         params: SamplingParams | None,
         deadline: float | None,
         stop_when: StopWhen | None,
         given_up: threading.Event,
     ) -> Generation:
-        """Ask for the answer to a message behind others; they are the conversation once it is there."""
+        """Ask for the answer to messages behind others; they are the conversation once it is there."""
         request = Request(
-            messages=[*before, message],
+            messages=[*before, *messages],
             params=self.params if params is None else params,
             adapter=self.adapter,
             deadline=deadline,
             tools=self._tools,
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self._parallel_tool_calls,
             template_variables=self._variables,
             stop_when=stop_when,
         )
         generation = self._ask(request, self._conversation)
         kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
-        self._open = _OpenTurn(kept, message, generation.request_state, given_up)
+        self._open = _OpenTurn(kept, messages, generation.request_state, given_up)
         return generation
 
     def _settle(self) -> None:
@@ -295,7 +306,7 @@ class Session:
         turn, self._open = self._open, None
         response = turn.request_state.response
         if response is not None and response.is_answered:  # of a failure whoever waits for the answer is told
-            self._messages = [*turn.before, turn.message, {"role": "assistant", "content": response.text}]
+            self._messages = [*turn.before, *turn.messages, response.as_message()]
             self._warn_of_full_context(response, turn.request_state.sequence.context_length)
 
     def _warn_of_full_context(self, response: Response, context_length: int) -> None:
@@ -304,3 +315,14 @@ class Session:
             drops = self._conversation.overflow == "drop_oldest"
             soon = "its oldest turns leave soon" if drops else "messages will not fit soon"
             self.warn(f"the conversation fills {used} of the {context_length} tokens of the context: {soon}")
+
+
+def _messages_of(content: Content) -> list[dict[str, Any]]:
+    """What a session is told, as messages: the results of calls as they are, all else as a message of the user."""
+    if isinstance(content, (list, tuple)) and content and all(_is_result(each) for each in content):
+        return [dict(each) for each in content]
+    return [{"role": "user", "content": content}]
+
+
+def _is_result(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("role") == "tool"

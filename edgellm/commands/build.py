@@ -33,6 +33,7 @@ from edgellm.engines.directories.engine_directory import DTYPES
 from edgellm.engines.model.config import HEADS
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.quantization.config import folder_quantization
+from edgellm.tools.formats import FORMATS, checkpoint_format
 
 MEBIBYTE = 1 << 20
 _DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
@@ -209,6 +210,13 @@ def build(
             help="Patches of the largest image, where images are of any size; 0: no images at all [default: 4096].",
         ),
     ] = None,
+    tool_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help=f"How the model calls tools: {', '.join(FORMATS)} [default: as its chat template shows calls].",
+        ),
+    ] = None,
     all_plans: Annotated[
         bool,
         typer.Option(
@@ -243,6 +251,7 @@ def build(
     else:
         if checkpoint is None or engine_dir is None:
             raise typer.BadParameter("expected CHECKPOINT and ENGINE_DIR, or --refresh-plans ENGINE_DIR")
+        found_format = checkpoint_format(checkpoint, tool_format)
         config, adapters = read_decoder_config(checkpoint), named_directories(lora or [])
         ranks = [adapter.rank for adapter in read_adapters(adapters, config).values()]
         limits = choose_limits(
@@ -281,6 +290,7 @@ def build(
                 all_plans,
                 head,
                 embedding,
+                found_format,
             )
     for line in report_lines(report):
         typer.echo(line)

@@ -18,6 +18,7 @@ from edgellm.commands.console import (
     CancelOnInterrupt,
     LogFormat,
     LogLevel,
+    call_lines,
     ended_by_signals,
     prepare_output,
     say,
@@ -263,6 +264,7 @@ def _answer(
                 write_answer(chunk.text)
     write_answer("\n")
     response, context = stream.result(), state.llm.context_length
+    write_answer("".join(f"{line}\n" for line in call_lines(response)))
     state.last_response, state.last_seed = response, params.seed
     state.answers += 1
     state.answer_tokens += response.usage.completion_tokens

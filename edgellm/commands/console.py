@@ -146,6 +146,14 @@ class CancelOnInterrupt:
             self._answer.cancel()
 
 
+def call_lines(response: Response) -> Iterator[str]:
+    """A line for each call of a tool that an answer makes, and why one is broken."""
+    for call in response.tool_calls:
+        yield f"{call.name}({call.arguments})" + ("" if call.complete else " (incomplete)")
+    if response.tool_call_error is not None:
+        yield f"({response.tool_call_error})"
+
+
 def statistics_line(response: Response, context_length: int) -> str:
     """What one looks at after every answer: its length, speed and end, and how full the context is."""
     usage, timings = response.usage, response.timings

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.console import CancelOnInterrupt, LogFormat, LogLevel, prepare_output, write_answer, write_note
+from edgellm.commands.console import (
+    CancelOnInterrupt,
+    LogFormat,
+    LogLevel,
+    call_lines,
+    prepare_output,
+    write_answer,
+    write_note,
+)
 from edgellm.commands.images import read_image_file, require_vision, shown_content
 from edgellm.commands.models import open_model, sampling_params, with_cached_prompt
 from edgellm.commands.option_groups import OUTPUT, PROMPT, DraftingOptions, with_option_groups
@@ -112,6 +120,8 @@ def generate(
                 )
             interrupt.watch(stream)
             response = _read_answer(stream, show=not json_output)
+        if not json_output:
+            write_answer("".join(f"{line}\n" for line in call_lines(response)))
         if logprobs is not None and not json_output:
             write_note("\n".join(logprob_lines(llm, response)))
         if json_output:
@@ -185,6 +195,7 @@ def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str |
         "seed": seed,
         "text": response.text,
         "token_ids": list(response.token_ids),
+        "tool_calls": [asdict(call) for call in response.tool_calls],
         "finish_reason": response.finish_reason,
         "stop_match": response.stop_match,
         "structure_complete": response.structure_complete,

@@ -49,6 +49,7 @@ from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
 from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
+from edgellm.tools.formats import checkpoint_format
 
 
 @with_option_groups
@@ -102,6 +103,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "parameters": sum(math.prod(spec.shape) for spec in decoder_weights(as_published(config))),
         "dtype": directory.dtype,
         "attention": directory.attention,
+        "tool_format": directory.tool_format or checkpoint_format(directory.path, None),
         "limits": plain_values(limits),
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "executors": {name: executor_facts(*described, name, layouts) for name in sorted(capabilities)},
@@ -250,6 +252,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}"
         + kv_cache_in_words(limits.get("kv_cache", "compute")),
     )
+    if facts["tool_format"] is not None:
+        yield _row("tools", f"calls in the format {facts['tool_format']}")
     if "draft" in facts:
         draft = facts["draft"]
         size = sum(draft["weights"].values()) / MEBIBYTE

@@ -30,6 +30,7 @@ from edgellm.text.messages import (
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import Dropped, OngoingConversation, turn_sizes, turn_starts, turns_to_drop
+from edgellm.tools.calling import ToolCalling
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -57,6 +58,8 @@ class Preparation:
         """Without `vision` images are refused."""
         self._directory, self._tokenizer, self._vision, self._defaults = directory, tokenizer, vision, defaults
         self._unread = UnreadVariables()
+        #: How the model calls tools.
+        self.tools = ToolCalling(tokenizer, directory.tool_format)
         self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids)
 
     def sequence(
@@ -80,14 +83,18 @@ class Preparation:
         if conversation is not None and conversation.overflow == "drop_oldest" and request.messages is not None:
             prompt, dropped = self._fitted(request, request.messages, prompt, params.max_tokens)
         self._check_length(prompt)
+        continued = continued_text(request)
+        calling = self.tools.calling(request.choice, prompt.token_ids, continued)
         answer = OutputText(
-            self._tokenizer.detokenizer(),
+            self._tokenizer.detokenizer(shown_ids=() if calling is None else calling.shown_ids),
             params.stop,
             params.stop_token_ids,
             () if params.ignore_eos else self._directory.eos_token_ids,
             params.max_tokens,
+            None if calling is None else calling.reader,
         )
-        rules = self._rules.rules(params, prompt.token_ids, continued_text(request))
+        made = None if calling is None else calling.rules
+        rules = self._rules.rules(params, prompt.token_ids, continued, made)
         tally = DraftingTally(lambda: runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
             prompt.token_ids,
@@ -104,6 +111,7 @@ class Preparation:
             dropped=dropped,
             structure=params.structure,
             rules=rules,
+            calls=None if calling is None else calling.reader,
         )
 
     def count_tokens(self, request: Request) -> int:

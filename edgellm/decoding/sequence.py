@@ -18,6 +18,8 @@ from edgellm.structure.answers import AnswerRules
 from edgellm.structure.description import Structure
 from edgellm.text.output import OutputText
 from edgellm.text.turns import Dropped, OngoingConversation
+from edgellm.tools.calls import ToolCallDelta
+from edgellm.tools.reader import ToolReader
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -101,6 +103,8 @@ class DecodingSequence:
     #: read, which may be more than the answer has taken.
     rules: AnswerRules | None = None
     said: Said | None = None
+    #: Reads the calls of tools out of the answer's text.
+    calls: ToolReader | None = None
     #: How many tokens were read, and whether the last of them ends the answer.
     known: int = 0
     is_over: bool = False
@@ -125,6 +129,10 @@ class DecodingSequence:
             self.is_over = self.answer.ends_at(token) or self.known == self.wanted
         return tokens
 
+    def take_call_deltas(self) -> tuple[ToolCallDelta, ...]:
+        """The pieces of calls that the answer's latest tokens gave."""
+        return () if self.calls is None else self.calls.take_deltas()
+
     @property
     def identities(self) -> Sequence[TokenIdentity]:
         """The prompt's tokens as KV rows see them."""
@@ -141,10 +149,13 @@ class DecodingSequence:
         if clock.started == 0.0:
             clock.started = clock.accepted
         left = max(0, self.context_length - len(self.prompt_ids) - answer.token_count)
+        calls, reason = () if self.calls is None else self.calls.calls, answer.finish_reason or "cancelled"
+        if reason == "stop" and any(call.complete for call in calls):
+            reason = "tool_calls"
         return Response(
             answer.text,
             answer.token_ids,
-            answer.finish_reason or "cancelled",
+            reason,
             Usage(len(self.prompt_ids), self.reused_tokens, answer.token_count, left),
             clock.timings(),
             answer.stop_match,
@@ -153,4 +164,6 @@ class DecodingSequence:
             *self.dropped,
             structure=self.structure,
             structured_from=None if self.rules is None else self.rules.structured_from(answer.token_ids),
+            tool_calls=calls,
+            tool_call_error=None if self.calls is None else self.calls.error,
         )

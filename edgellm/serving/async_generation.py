@@ -148,6 +148,15 @@ class AsyncSession:
         self._session.adapter = adapter
 
     @property
+    def tool_choice(self) -> Any:
+        """See `Session.tool_choice`."""
+        return self._session.tool_choice
+
+    @tool_choice.setter
+    def tool_choice(self, tool_choice: Any) -> None:
+        self._session.tool_choice = tool_choice
+
+    @property
     def warn(self) -> Callable[[str], object]:
         """See `Session.warn`; it is called in the thread that reads."""
         return self._session.warn

@@ -256,7 +256,8 @@ class RequestServer:
                 text = "".join(each.text for each in tokens)
                 ids, flags = tuple(each.token_id for each in tokens), tuple(each.from_draft for each in tokens)
                 logprobs = tuple(each.logprobs for each in tokens if each.logprobs is not None)
-                self._request_states[sequence].deliver(Chunk(text, ids, flags, logprobs))
+                calls = sequence.take_call_deltas()
+                self._request_states[sequence].deliver(Chunk(text, ids, flags, logprobs, calls))
         self._end_finished()
 
     def _end_finished(self) -> None:
@@ -294,8 +295,9 @@ def _release_text(request_state: RequestState, reason: FinishReason) -> None:
     except Exception as error:  # its text cannot be completed
         request_state.sequence.failure = error
         return
-    if text:
-        request_state.deliver(Chunk(text, ()))
+    calls = request_state.sequence.take_call_deltas()
+    if text or calls:
+        request_state.deliver(Chunk(text, (), tool_calls=calls))
 
 
 def _failed_with(cause: Exception) -> Exception:

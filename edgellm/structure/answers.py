@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -46,25 +46,34 @@ class RuleMaker:
         self._lock = threading.Lock()
 
     def rules(
-        self, params: SamplingParams, prompt_ids: Sequence[int], continued: str | None = None
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int],
+        continued: str | None = None,
+        calls: Callable[[Callable[[], GrammarVocabulary]], TokenConstraint | None] | None = None,
     ) -> AnswerRules | None:
         """The rules for the answer to a prompt, fresh ones for each; None where it may be anything.
 
-        `continued` is the text of the message that the model goes on with, where the request asks for that. Raises
-        RequestError for ids beyond the vocabulary, and for a structure that cannot be enforced on this model.
+        `continued` is the text of the message that the model goes on with, where the request asks for that. `calls`
+        makes the rules of the calls in an answer that has no structure, where it needs some. Raises RequestError for
+        ids beyond the vocabulary, and for what cannot be enforced on this model.
         """
         self._check_ids("logit_bias", dict(params.logit_bias))
         constraints: list[TokenConstraint] = []
         after_reasoning = None
+        structured: TokenConstraint | None = None
         if params.structure is not None:
-            grammar = self.vocabulary().constraint_for(params.structure.grammar_text, params.structure.name)
+            structured = self.vocabulary().constraint_for(params.structure.grammar_text, params.structure.name)
+        elif calls is not None:
+            structured = calls(self.vocabulary)
+        if structured is not None:
             marks = reasoning_marks(self._tokenizer)
             state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
             if marks is None or state == "closed":
-                constraints.append(grammar)
+                constraints.append(structured)
             else:
                 begin = None if state == "open" else marks.begin
-                after_reasoning = AfterReasoning(grammar, [marks.end], self._vocab_size, begin)
+                after_reasoning = AfterReasoning(structured, [marks.end], self._vocab_size, begin)
                 constraints.append(after_reasoning)
         if params.allowed_token_ids is not None:
             self._check_ids("allowed_token_ids", params.allowed_token_ids)

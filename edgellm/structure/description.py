@@ -189,17 +189,22 @@ def schema_of(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def _json_grammar(schema: Any, whitespace: Whitespace) -> str:
-    from llguidance import LLMatcher
-
+def json_options(whitespace: Whitespace = "spaced") -> dict[str, Any]:
+    """How llguidance is to write the JSON of a schema that was walked (`enforced_schema`)."""
     separators = {"spaced": (", ", ": "), "compact": (",", ":"), "free": (",", ":")}[whitespace]
-    options: Any = {
+    return {
         "item_separator": separators[0],
         "key_separator": separators[1],
         "whitespace_flexible": whitespace == "free",
         "coerce_one_of": True,  # the walk has found that no value fulfils two alternatives
         "json_allowed_escapes": _ESCAPES,
     }
+
+
+def _json_grammar(schema: Any, whitespace: Whitespace) -> str:
+    from llguidance import LLMatcher
+
+    options: Any = json_options(whitespace)
     try:
         return str(LLMatcher.grammar_from_json_schema(json.dumps(enforced_schema(schema)), overrides=options))
     except ValueError as error:

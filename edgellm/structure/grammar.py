@@ -231,6 +231,19 @@ class GrammarVocabulary:
             raise _unreadable(f"it reads {_SAMPLE} as {read[:80]!r}")
         return cls(tokenizer, vocab_size, eos_token_ids)
 
+    @property
+    def size(self) -> int:
+        """How many tokens there are: the width of the logits."""
+        return self._vocab_size
+
+    def bytes_of(self, token: int) -> bytes:
+        """What a token of the vocabulary is; of a special one its name."""
+        return self._tokenizer.decode_bytes([token])
+
+    def spelled(self, data: bytes) -> list[int]:
+        """Tokens that are these bytes together."""
+        return self._tokenizer.tokenize_bytes(data)
+
     def constraint_for(self, grammar: str, what: str = "the structure") -> GrammarConstraint:
         """The rules of a grammar (`Structure.grammar_text`), which errors call `what`.
 

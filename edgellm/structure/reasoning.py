@@ -68,7 +68,14 @@ class AfterReasoning:
     @property
     def answer_start(self) -> int | None:
         """How many tokens came before the rules; None while the model thinks."""
-        return None if self.is_free() else len(self._reasoning)
+        return None if self._thinks else len(self._reasoning)
+
+    @property
+    def _thinks(self) -> bool:
+        if self._answered:
+            return False
+        began = self._begin is None or bool(self._reasoning)
+        return began and self._reasoning[-len(self._end) :] != self._end
 
     @property
     def _is_undecided(self) -> bool:
@@ -76,7 +83,7 @@ class AfterReasoning:
 
     def fill_mask(self, row: np.ndarray) -> None:
         """See `TokenConstraint`."""
-        if self.is_free():
+        if self._thinks:
             row.view(np.uint32)[:] = self._everything
             return
         self._rules.fill_mask(row)
@@ -85,7 +92,7 @@ class AfterReasoning:
 
     def try_advance(self, token: int) -> bool:
         """See `TokenConstraint`."""
-        if self.is_free() or (self._is_undecided and token == self._begin):
+        if self._thinks or (self._is_undecided and token == self._begin):
             if not 0 <= token < self._vocab_size:
                 return False
             self._reasoning.append(token)
@@ -104,19 +111,16 @@ class AfterReasoning:
 
     def forced(self, most: int) -> list[int]:
         """See `TokenConstraint`."""
-        return [] if self.is_free() or self._is_undecided else self._rules.forced(most)
+        return [] if self._thinks or self._is_undecided else self._rules.forced(most)
 
     def is_free(self) -> bool:
         """See `TokenConstraint`."""
-        if self._answered:
-            return False
-        began = self._begin is None or bool(self._reasoning)
-        return began and self._reasoning[-len(self._end) :] != self._end
+        return self._thinks or self._rules.is_free()
 
     def is_complete(self) -> bool:
         """See `TokenConstraint`."""
-        return not self.is_free() and self._rules.is_complete()
+        return not self._thinks and self._rules.is_complete()
 
     def is_stopped(self) -> bool:
         """See `TokenConstraint`."""
-        return not self.is_free() and not self._is_undecided and self._rules.is_stopped()
+        return not self._thinks and not self._is_undecided and self._rules.is_stopped()

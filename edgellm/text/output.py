@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 #: Why an answer ended; see `edgellm.requests.Response`.
-FinishReason = Literal["stop", "stop_string", "length", "context", "cancelled", "deadline"]
+FinishReason = Literal["stop", "stop_string", "tool_calls", "length", "context", "cancelled", "deadline"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 
 
@@ -24,6 +24,14 @@ class TextSource(Protocol):
     """What an answer needs of a detokenizer."""
 
     def push(self, token_id: int) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class CallReader(Protocol):
+    """What an answer needs of a reader of calls, such as `edgellm.tools.reader.ToolReader`."""
+
+    def push(self, token_id: int, text: str) -> str: ...
 
     def finish(self) -> str: ...
 
@@ -85,8 +93,13 @@ class OutputText:
         stop_token_ids: Collection[int] = (),
         eos_token_ids: Collection[int] = (),
         max_tokens: int | None = None,
+        calls: CallReader | None = None,
     ) -> None:
-        """`eos_token_ids` is empty where a request ignores the end of sequence; `max_tokens` None sets no limit."""
+        """`eos_token_ids` is empty where a request ignores the end of sequence; `max_tokens` None sets no limit.
+
+        `calls` takes calls of tools out of the text, behind which stop strings are looked for, too.
+        """
+        self._calls = calls
         self._detokenizer = detokenizer
         self._stop_strings = StopStrings(stop_strings)
         self._stop_token_ids = frozenset(stop_token_ids)
@@ -123,7 +136,7 @@ class OutputText:
             if token_id in self._stop_token_ids:
                 self.stop_match = token_id
             return self.finish("stop")
-        piece = self._take(self._detokenizer.push(token_id))
+        piece = self._take(self._detokenizer.push(token_id), token_id)
         if self.finish_reason is None and self._max_tokens is not None and self.token_count >= self._max_tokens:
             piece += self.finish("length")
         return piece
@@ -137,17 +150,23 @@ class OutputText:
         piece = self._take(self._detokenizer.finish())
         if self.finish_reason is None:
             self.finish_reason = reason
-            released = self._stop_strings.release()
-            self._pieces.append(released)
-            piece += released
+            piece += self._show(self._stop_strings.release(), ends=True)
         return piece
 
-    def _take(self, new_text: str) -> str:
+    def _take(self, new_text: str, token_id: int = -1) -> str:
         piece, match = self._stop_strings.push(new_text)
-        self._pieces.append(piece)
         if match is not None:
             self.finish_reason, self.stop_match = "stop_string", match
-        return piece
+        return self._show(piece, token_id, match is not None)
+
+    def _show(self, text: str, token_id: int = -1, ends: bool = False) -> str:
+        """What of a text is shown, and not part of a call."""
+        if self._calls is not None:
+            text = self._calls.push(token_id, text)
+            if ends:
+                text += self._calls.finish()
+        self._pieces.append(text)
+        return text
 
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
@@ -222,8 +241,11 @@ class Detokenizer:
     ill-formed byte, the library replaces every byte of the run, and could tell only after the run's end.
     """
 
-    def __init__(self, token_text: TokenText, skip_special_tokens: bool = True) -> None:
-        self._token_text = token_text
+    def __init__(
+        self, token_text: TokenText, skip_special_tokens: bool = True, shown_ids: Collection[int] = ()
+    ) -> None:
+        """`shown_ids` are special tokens that are not skipped."""
+        self._token_text, self._shown_ids = token_text, frozenset(shown_ids)
         self._skip_special_tokens = skip_special_tokens
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._context: list[int] = []  # the token or tokens that the last piece of text ended with
@@ -234,7 +256,7 @@ class Detokenizer:
         """Add a token; return the text that became certain, often a word, possibly nothing."""
         tokens = self._token_text
         is_special, exists, data = tokens.known.get(token_id) or tokens.look_up(token_id)
-        if not exists or (is_special and self._skip_special_tokens):
+        if not exists or (is_special and self._skip_special_tokens and token_id not in self._shown_ids):
             return ""
         if tokens.is_byte_level:
             return self._utf8.decode(data or b"")

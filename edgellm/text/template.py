@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -105,10 +106,19 @@ class ChatTemplate:
 
         A list of text parts stays one where the template writes the text in it, and is else joined by line ends; text
         becomes a part where the template writes nothing else; None beside tool calls becomes empty text, but where the
-        template tests for it.
+        template tests for it. Arguments of calls, an object or its text, become what the template writes as JSON.
         """
         trials = self._trials(self._name(with_tools))
-        return [{**message, "content": _fitted_content(message, trials)} for message in messages]
+        found = [{**message, "content": _fitted_content(message, trials)} for message in messages]
+        for message in found:
+            if isinstance(message.get("tool_calls"), list):
+                message["tool_calls"] = [_fitted_call(call, trials) for call in message["tool_calls"]]
+        return found
+
+    def shown_calls(self) -> tuple[str, ...]:
+        """Conversations as the template (the one for tools) writes them, in which the assistant has called
+        look(at="cup"): with arguments as an object and as text, where it takes them so."""
+        return tuple(text for text in self._trials(self._name(True)).calls if text is not None)
 
     def template_variables(self) -> frozenset[str]:
         """The names of the variables that a template of these reads, `messages` and the like among them.
@@ -225,6 +235,23 @@ def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:
     return "\n".join(part["text"] for part in content)
 
 
+def _fitted_call(call: Any, trials: TemplateTrials) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and not trials.wants_argument_text:
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return call
+    elif isinstance(arguments, dict) and trials.wants_argument_text:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    else:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
 def plain_values(value: Any) -> Any:
     """`value` rebuilt of plain text, numbers, lists and dictionaries, so that a template meets no other object.
 
@@ -311,6 +338,18 @@ class TemplateTrials:
                 for text in (self._render(*trial) for trial in _with_content(role, _parts(_WORDS)))
             )
         return self._reads_parts[role]
+
+    @cached_property
+    def calls(self) -> tuple[str | None, ...]:
+        """A conversation with a call of a tool: with its arguments as an object, and as text."""
+        return tuple(self._render(*trial) for trial in _calls())
+
+    @cached_property
+    def wants_argument_text(self) -> bool:
+        """Whether arguments of a call must be text to be written as JSON."""
+        as_object, as_text = self.calls
+        written = as_text is not None and _ARGUMENTS[1] in as_text
+        return written and (as_object is None or str(_ARGUMENTS[0]) in as_object)
 
     @cached_property
     def tests_for_none(self) -> bool:

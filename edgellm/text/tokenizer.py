@@ -188,9 +188,9 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special_tokens)
         return "".join([*map(detokenizer.push, _checked_ids(token_ids)), detokenizer.finish()])
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new streaming detokenizer."""
-        return Detokenizer(self._token_text, skip_special_tokens)
+    def detokenizer(self, skip_special_tokens: bool = True, shown_ids: Iterable[int] = ()) -> Detokenizer:
+        """A new streaming detokenizer; special tokens of `shown_ids` are not skipped."""
+        return Detokenizer(self._token_text, skip_special_tokens, frozenset(shown_ids))
 
     def _checked(self, messages: Sequence[dict[str, Any]], with_tools: bool) -> list[dict[str, Any]]:
         """The messages as the template takes them."""

@@ -88,6 +88,7 @@ class _Job:
     plans: Mapping[Platform, Sequence[EngineShape]]
     weights: str
     replace: bool
+    tool_format: str | None
 
 
 def build_engine_directory(
@@ -107,6 +108,7 @@ def build_engine_directory(
     all_plans: bool = False,
     head: str = HEADS[0],
     embedding: str = EMBEDDINGS[0],
+    tool_format: str | None = None,
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
@@ -115,7 +117,7 @@ def build_engine_directory(
     the directories of LoRA adapters by name; `limits` must have room for them. `vision` is the directory of a vision
     encoder that was published apart; one in the checkpoint itself is left out where `limits` have no vision engines.
     `head` is one of `HEADS`; a draft's own head becomes the same. `embedding` is one of `EMBEDDINGS`: where tokens are
-    looked up of a model whose embedding table was its head.
+    looked up of a model whose embedding table was its head. `tool_format` names the format of the model's calls.
     Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. With
     `force` an existing engine directory is replaced, once the new one is complete.
     Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
@@ -156,7 +158,7 @@ def build_engine_directory(
     report.head_bytes = inputs.head_bytes
     report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
-    job = _Job(target, inputs, dtype, attention, limits, plans, weights, force)
+    job = _Job(target, inputs, dtype, attention, limits, plans, weights, force, tool_format)
     copied = inputs.weight_bytes if weights == "copy" else 0
     copied += inputs.head_bytes
     check_disk_space(target.absolute().parent, copied + plan_bytes_bound(config, _shapes_of(plans), encoder))
@@ -298,11 +300,17 @@ def describe_in_place(
 
 
 def _description(
-    inputs: BuildInputs, dtype: str, attention: str, limits: EngineLimits, files: dict[str, FileDigest]
+    inputs: BuildInputs,
+    dtype: str,
+    attention: str,
+    limits: EngineLimits,
+    files: dict[str, FileDigest],
+    tool_format: str | None = None,
 ) -> bytes:
     draft, adapters = inputs.draft_description(files), inputs.adapter_descriptions(files)
     vision = inputs.vision_description(files)
-    return description_bytes(inputs.config, dtype, attention, limits, own_files(files), draft, adapters, vision)
+    own = own_files(files)
+    return description_bytes(inputs.config, dtype, attention, limits, own, draft, adapters, vision, tool_format)
 
 
 def _read_vision(
@@ -346,7 +354,9 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
         report.seconds["weights"] = transfer.seconds
         progress("finish", 0, 1)
         files = {**published, **digests}
-        write_description(staged.path, _description(job.inputs, job.dtype, job.attention, job.limits, files))
+        write_description(
+            staged.path, _description(job.inputs, job.dtype, job.attention, job.limits, files, job.tool_format)
+        )
         staged.commit(job.replace)
     report.published_bytes = sum(digest.size for digest in published.values())
     progress("finish", 1, 1)

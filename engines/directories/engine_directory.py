@@ -74,7 +74,7 @@ _PARTS = {
     "vision": ("vision encoder", "--vision VISION_DIR, or from a multimodal CHECKPOINT"),
 }
 _KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
-_DRAFT_KEY, _LORA_KEY, _VISION_KEY = "draft", "lora", "vision"
+_DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY = "draft", "lora", "vision", "tool_format"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +97,8 @@ class EngineDirectory:
     draft: EngineDraft | None = None
     adapters: Mapping[str, EngineAdapter] = field(default_factory=dict)
     vision: EngineVision | None = None
+    #: The name of the format in which the model calls tools, where the build found or was given one.
+    tool_format: str | None = None
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> EngineDirectory:
@@ -284,6 +286,7 @@ def description_bytes(
     draft: tuple[DraftConfig, Mapping[str, FileDigest]] | None = None,
     adapters: Mapping[str, tuple[int, Mapping[str, FileDigest]]] | None = None,
     vision: tuple[VisionConfig, Mapping[str, FileDigest] | None] | None = None,
+    tool_format: str | None = None,
 ) -> bytes:
     """The content of `edgellm.json`; `draft` is the configuration and the files of the draft head, `adapters` the rank
     and the files of each LoRA adapter, `vision` the vision encoder's configuration and its own files, if it has any."""
@@ -304,6 +307,8 @@ def description_bytes(
         values[_VISION_KEY] = {"config": plain_values(vision[0])}
         if vision[1] is not None:
             values[_VISION_KEY]["files"] = _file_values(vision[1])
+    if tool_format is not None:
+        values[_TOOL_KEY] = tool_format
     return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
 
 
@@ -330,7 +335,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     version = values.get("format_version", "int")
     if version != FORMAT_VERSION:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
-    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY)
+    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     if limits.kv_cache not in KV_CACHES:
         raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
@@ -367,4 +372,5 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         description_sha256=hash_bytes(data),
         draft=draft,
         vision=vision,
+        tool_format=values.get(_TOOL_KEY, "str") if _TOOL_KEY in values.values else None,
     )

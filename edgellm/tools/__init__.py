@@ -1,0 +1,1 @@
+"""Calls of tools: the formats in which models write them, read as they stream, and kept by grammars."""

@@ -1,0 +1,99 @@
+"""The calls of requests to one model: its format, the reader of an answer, and the rules that it is decoded under."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+from edgellm.engines.speculation.constraints import TokenConstraint
+from edgellm.errors import RequestError
+from edgellm.structure.reasoning import reasoning_marks, reasoning_state
+from edgellm.tools.calls import ToolChoice
+from edgellm.tools.formats import ToolFormat, taught_format, tool_format
+from edgellm.tools.reader import ToolReader
+
+if TYPE_CHECKING:
+    from edgellm.structure.grammar import GrammarVocabulary
+    from edgellm.text.template import ChatTemplate
+    from edgellm.text.tokenizer import Tokenizer
+
+
+logger = logging.getLogger("edgellm.tools")
+
+
+class Calling(NamedTuple):
+    """What the calls of one answer need: its reader, the marks that it has to see, and what makes the rules."""
+
+    reader: ToolReader
+    shown_ids: tuple[int, ...]
+    rules: Callable[[Callable[[], GrammarVocabulary]], TokenConstraint | None]
+
+
+class ToolCalling:
+    """Knows in which format a model calls. Any thread may use it."""
+
+    def __init__(self, tokenizer: Tokenizer, recorded: str | None = None) -> None:
+        """`recorded` is the format that the engine directory names: that of its own chat template, and of another one
+        that teaches none. RequestError for an unknown one."""
+        self._tokenizer = tokenizer
+        self._own_template = tokenizer.chat_template
+        self._recorded = None if recorded is None else tool_format(recorded)
+        self._known: weakref.WeakKeyDictionary[ChatTemplate, ToolFormat | None] = weakref.WeakKeyDictionary()
+
+    def format(self) -> ToolFormat | None:
+        """The format of the chat template that is set; None where none is known."""
+        template = self._tokenizer.chat_template
+        if template is None or (self._recorded is not None and template is self._own_template):
+            return self._recorded
+        if template not in self._known:
+            self._known[template] = taught_format(template)
+        return self._known[template] or self._recorded
+
+    def calling(
+        self, choice: ToolChoice | None, prompt_ids: Sequence[int], continued: str | None = None
+    ) -> Calling | None:
+        """What the answer to a prompt needs; None where no call is to be read of it.
+
+        `continued` is the text of the message that the model goes on with. Raises RequestError where a call is required
+        of a model whose template teaches none.
+        """
+        if choice is None or choice.mode == "none":
+            return None
+        found = self.format()
+        if found is None:
+            if choice.mode == "required":
+                raise RequestError(
+                    f"tool_choice requires a call, but the chat template of {self._tokenizer.template_origin} shows "
+                    "no form of calls that is known: ask with tool_choice 'auto', or build with --tool-format"
+                )
+            return None
+        ids = {mark: self._tokenizer.token_to_id(mark) for mark in found.marks}
+        special = {
+            mark: token_id
+            for mark, token_id in ids.items()
+            if token_id is not None and token_id in self._tokenizer.special_token_ids
+        }
+        marks = reasoning_marks(self._tokenizer)
+        state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
+        reader = ToolReader(found, choice.schemas(), marks, state)
+        return Calling(reader, tuple(special.values()), partial(_constraint, found, choice, special))
+
+
+def _constraint(
+    found: ToolFormat, choice: ToolChoice, special: dict[str, int], vocabulary: Callable[[], GrammarVocabulary]
+) -> TokenConstraint | None:
+    """The rules; None where a model may call or not, and grammars cannot read its tokenizer: its calls are read as they
+    come."""
+    from edgellm.tools.rules import call_constraint  # llguidance is loaded for requests that need it
+
+    try:
+        tokens = vocabulary()
+    except RequestError as error:
+        if choice.mode == "required":
+            raise
+        logger.warning("calls of tools are not enforced: %s", error)
+        return None
+    return call_constraint(found, choice, tokens, special)

@@ -1,0 +1,176 @@
+"""Calls of tools as programs see them, and checks of the tools that a request offers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from edgellm.errors import RequestError, did_you_mean, shown
+from edgellm.structure.schema import enforced_schema
+
+#: Tools of one request; OpenAI's API takes as many.
+MOST_TOOLS = 128
+#: What `tool_choice` may be beside a tool's name.
+CHOICES = ("auto", "none", "required")
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+#: Of a function whose `strict` is false.
+_ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that an answer makes: of the tool `name`, with `arguments` as JSON text. `id` is for the result's message.
+
+    It is not `complete` where the answer ended, or went astray, within it: `arguments` are then as far as they came.
+    """
+
+    id: str
+    name: str
+    arguments: str
+    complete: bool = True
+
+    @property
+    def parsed(self) -> dict[str, Any] | None:
+        """The arguments by name; None where the call is not complete."""
+        return json.loads(self.arguments) if self.complete else None
+
+    def as_message(self) -> dict[str, Any]:
+        """The call as an assistant's message has it among its "tool_calls"."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """A piece of a call in a streamed answer, of the call number `index` from 0 on: the first has `id` and `name`,
+    those that follow have more text of its `arguments` alone."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+def joined_deltas(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Deltas of a stream with those of one call as one, in order."""
+    found: dict[int, ToolCallDelta] = {}
+    for delta in deltas:
+        first = found.get(delta.index)
+        found[delta.index] = (
+            delta
+            if first is None
+            else ToolCallDelta(delta.index, first.id, first.name, first.arguments + delta.arguments)
+        )
+    return tuple(found.values())
+
+
+def shown_calls(deltas: Iterable[ToolCallDelta], calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    """Of the `calls` of an answer what its first deltas have shown."""
+    shown = joined_deltas(deltas)
+    return tuple(
+        ToolCall(call.id, call.name, delta.arguments, call.complete and delta.arguments == call.arguments)
+        for delta, call in zip(shown, calls, strict=False)
+    )
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """What a request wants of its tools: `mode` is one of `CHOICES`; `tools` are those that may be called, the one
+    that was named or all; with `parallel` there may be several calls in one answer."""
+
+    mode: str
+    tools: tuple[Mapping[str, Any], ...]
+    parallel: bool
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tools."""
+        return tuple(tool["function"]["name"] for tool in self.tools)
+
+    def schemas(self) -> dict[str, Any]:
+        """The enforced schema of each tool's arguments, by the tool's name; an object each."""
+        return {tool["function"]["name"]: _arguments_schema(tool["function"]) for tool in self.tools}
+
+
+def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: Any = None) -> ToolChoice | None:
+    """What a request wants of `tools` (see `edgellm.text.messages.checked_tools`); None where it has none.
+
+    `choice` is None ("auto"), one of `CHOICES`, a tool's name, or the object of OpenAI's API that names one. Raises
+    RequestError that names the place.
+    """
+    if not isinstance(parallel, (bool, type(None))):
+        raise RequestError(f"parallel_tool_calls is {shown(parallel)}: expected true or false")
+    named = choice is not None and choice not in CHOICES if isinstance(choice, (str, type(None))) else True
+    name = _named_tool(choice) if named else None
+    if not tools:
+        if named or choice == "required":
+            raise RequestError(f"tool_choice is {shown(choice)}, but the request has no tools: leave it out")
+        return None
+    places: dict[str, int] = {}
+    if len(tools) > MOST_TOOLS:
+        raise RequestError(f"the request has {len(tools)} tools: expected at most {MOST_TOOLS}")
+    for place, tool in enumerate(tools):
+        found = tool["function"]["name"]
+        if not _NAME.fullmatch(found):
+            raise RequestError(
+                f"tools[{place}].function.name is {shown(found)}: expected 1 to 64 letters, digits, _ and -"
+            )
+        if found in places:
+            raise RequestError(
+                f"tools[{place}].function.name is {shown(found)}, as that of tools[{places[found]}]: expected a name "
+                "of its own"
+            )
+        places[found] = place
+    if name is not None and name not in places:
+        raise RequestError(
+            f"tool_choice names the tool {shown(name)}, which the request has not: expected one of "
+            f"{', '.join([*CHOICES, *places])}{did_you_mean(name, sorted(places))}"
+        )
+    mode = "required" if named else choice or "auto"
+    if mode != "none":
+        for place, tool in enumerate(tools):
+            _check_parameters(tool["function"], f"tools[{place}].function")
+    wanted = tuple(tool for tool in tools if name is None or tool["function"]["name"] == name)
+    return ToolChoice(mode, wanted, not named and parallel is not False)
+
+
+def _named_tool(choice: Any) -> str:
+    """The name of a choice that is neither None nor one of `CHOICES`."""
+    if isinstance(choice, str):
+        return choice
+    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or set(choice) != {"type", "function"} or set(function) != {"name"}:  # type: ignore[arg-type]
+        raise RequestError(
+            f"tool_choice is {shown(choice)}: expected {', '.join(map(repr, CHOICES))}, a tool's name, or "
+            "{'type': 'function', 'function': {'name': ...}}"
+        )
+    return name
+
+
+def _check_parameters(function: Mapping[str, Any], place: str) -> None:
+    if not isinstance(function.get("strict", False), bool):
+        raise RequestError(f"{place}.strict is {shown(function['strict'])}: expected true or false")
+    kind = function.get("parameters", {}).get("type", "object")
+    if kind != "object":
+        raise RequestError(f"{place}.parameters has the type {shown(kind)}: expected 'object', arguments by name")
+    try:
+        _arguments_schema(function)
+    except RequestError as error:
+        raise RequestError(f"{place}.parameters: {error}; or set the function's strict to false") from error
+
+
+def _arguments_schema(function: Mapping[str, Any]) -> Any:
+    if function.get("strict") is False:
+        return _ANY_OBJECT
+    return json.loads(_enforced(json.dumps(function.get("parameters"))))
+
+
+@lru_cache(maxsize=512)
+def _enforced(parameters: str) -> str:
+    """The schema of a function's arguments, as JSON text; one that says nothing of them takes none."""
+    schema = json.loads(parameters) or {"properties": {}, "additionalProperties": False}
+    return json.dumps(enforced_schema({"type": "object", **schema}))

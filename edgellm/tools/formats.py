@@ -1,0 +1,118 @@
+"""The formats in which models write calls, and which of them a chat template teaches."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from edgellm.errors import EdgeLLMError, RequestError, shown
+from edgellm.text.template import ChatTemplate
+from edgellm.text.tokenizer import read_json_object
+
+#: How the inside of a call is written: an object with name and arguments, name and arguments behind each other, a call
+#: as Python writes it, or tags.
+Body = Literal["object", "list", "named", "python", "tags"]
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """A format: a call is in the text between `begin` and `end`, several stand behind each other with `separator`.
+
+    `bare` is what a call begins with that has no mark of its own before it: only at the beginning of an answer.
+    `key` names the arguments of an object; `list` formats have all calls of an answer between one pair of marks.
+    """
+
+    name: str
+    body: Body
+    begin: str
+    end: str = ""
+    separator: str = "\n"
+    bare: str = ""
+    key: str = "arguments"
+    #: How the call look(at="cup") looks in a conversation.
+    seen: str = ""
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What a tokenizer may have special tokens for."""
+        return tuple(filter(None, (self.begin, self.end, "[ARGS]" if self.body == "named" else "")))
+
+
+_OBJECT = r'\{\s*"name":\s*"look",\s*"%s":\s*\{\s*"at":\s*"cup"\s*\}'
+_PYTHON = r"\[look\(at=[\"']cup[\"']\)\]"
+#: By name; the first whose call a template shows is its format.
+FORMATS = {
+    each.name: each
+    for each in (
+        ToolFormat(
+            "mistral", "list", "[TOOL_CALLS]", separator=", ", seen=r"\[TOOL_CALLS\]\s*\[" + _OBJECT % "arguments"
+        ),
+        ToolFormat("mistral_args", "named", "[TOOL_CALLS]", separator="", seen=r"\[TOOL_CALLS\]look(\[\w+\]\w*)*\{"),
+        ToolFormat(
+            "qwen3_coder",
+            "tags",
+            "<tool_call>",
+            "</tool_call>",
+            seen=r"<tool_call>\s*<function=look>\s*<parameter=at>\s*cup\s*</parameter>",
+        ),
+        ToolFormat("hermes", "object", "<tool_call>", "</tool_call>", seen=r"<tool_call>\s*" + _OBJECT % "arguments"),
+        ToolFormat(
+            "lfm2",
+            "python",
+            "<|tool_call_start|>",
+            "<|tool_call_end|>",
+            ", ",
+            # Some of its templates write no earlier calls, but tell of tools between marks of their own.
+            seen=r"<\|tool_call_start\|>\s*" + _PYTHON + r"|<\|tool_list_start\|>",
+        ),
+        ToolFormat(
+            "llama4_pythonic",
+            "python",
+            "<|python_start|>",
+            "<|python_end|>",
+            ", ",
+            "[",
+            seen=r"<\|python_start\|>\s*" + _PYTHON,
+        ),
+        ToolFormat("pythonic", "python", "", "", ", ", "[", seen=_PYTHON),
+        ToolFormat(
+            "llama3_json",
+            "object",
+            "<|python_tag|>",
+            "",
+            "; ",
+            "{",
+            "parameters",
+            seen=_OBJECT % "parameters",
+        ),
+    )
+}
+
+
+def tool_format(name: str) -> ToolFormat:
+    """The format of a name; RequestError for one that is not known."""
+    if name not in FORMATS:
+        raise RequestError(f"the tool format {shown(name)} is unknown: expected one of {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def checkpoint_format(folder: Path, named: str | None) -> str | None:
+    """The name of a checkpoint's format: the one that is `named`, else the one that its chat template teaches; None
+    where there is none. RequestError for a name that is not known."""
+    if named is not None:
+        return tool_format(named).name
+    try:
+        template = ChatTemplate.from_directory(folder, read_json_object(folder / "tokenizer_config.json"))
+        found = None if template is None else taught_format(template)
+    except EdgeLLMError:  # opening the directory says what is wrong
+        return None
+    return None if found is None else found.name
+
+
+def taught_format(template: ChatTemplate) -> ToolFormat | None:
+    """The format in which a chat template writes the calls of earlier answers, which is what its model was taught; None
+    where it writes none, or in a form that is not known."""
+    texts = template.shown_calls()
+    return next((each for each in FORMATS.values() if any(re.search(each.seen, text) for text in texts)), None)

@@ -1,0 +1,366 @@
+"""Calls read from an answer as it grows: text goes in, in pieces of any size, text and calls come out.
+
+Calls are read character by character, so that it makes no difference where the pieces are cut. What may be the
+beginning of a call is held back until that is decided. What turns out to be none, or to call a tool that the request
+has not, stays text; a call that breaks off when its name was shown stays one that is not complete.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from edgellm.structure.reasoning import ReasoningMarks, ReasoningState
+from edgellm.tools.calls import ToolCall, ToolCallDelta, joined_deltas
+from edgellm.tools.characters import (
+    END,
+    NAME_CHARACTERS,
+    SPACES,
+    Broken,
+    CharacterReader,
+    Characters,
+    is_object,
+    json_text,
+    python_arguments,
+    typed_text,
+)
+from edgellm.tools.formats import ToolFormat
+
+#: So many letters and digits, which every template takes.
+_ID_LENGTH = 9
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+class _OpenCall:
+    """A call that is being read: `name` is None until it is known, `arguments` are shown from then on."""
+
+    def __init__(self) -> None:
+        self.id = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
+        self.name: str | None = None
+        self.pieces: list[str] = []
+        self.index = -1
+        self.is_broken = False
+
+    @property
+    def arguments(self) -> str:
+        """The arguments so far, JSON text."""
+        return "".join(self.pieces)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the arguments are whole, and nothing went astray before the call ended."""
+        return not self.is_broken and is_object(self.arguments)
+
+
+class ToolReader(CharacterReader):
+    """Reads the calls of one answer. `push` and `finish` return text to show; calls come from `take_deltas`."""
+
+    def __init__(
+        self,
+        tool_format: ToolFormat,
+        schemas: Mapping[str, Any],
+        marks: ReasoningMarks | None = None,
+        reasoning: ReasoningState = "closed",
+    ) -> None:
+        """`schemas` are those of the tools' arguments, by name. A model with reasoning `marks` calls nothing while it
+        thinks; `reasoning` is how that stands where the answer begins."""
+        super().__init__()
+        self._format, self._schemas, self._marks = tool_format, schemas, marks
+        self._thinks, self._may_think = reasoning == "open", reasoning == "undecided"
+        self._deltas: list[ToolCallDelta] = []
+        self._text: list[str] = []
+        self._calls: list[_OpenCall] = []
+        self._open: _OpenCall | None = None
+        #: Why what began like a call stayed text, or is not complete.
+        self.error: str | None = None
+        self._held: list[str] = []  # whitespace: in front of a call and behind one it is not text
+        self._at_beginning = True  # where a call without a mark may begin
+        self._behind_call = False
+        self._is_between = True  # in text, with nothing held back
+        self._firsts = frozenset(filter(None, (tool_format.begin[:1],)))
+        self._reading = self._read()
+        next(self._reading)
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        """The calls so far."""
+        return tuple(ToolCall(each.id, each.name or "", each.arguments, each.is_complete) for each in self._calls)
+
+    def push(self, token_id: int, text: str) -> str:
+        """Add a token's text; return the text to show."""
+        if self._marks is not None and (self._thinks or self._may_think):
+            began, self._may_think = self._may_think and token_id == self._marks.begin, False
+            if began or self._thinks:
+                self._thinks = token_id != self._marks.end
+                return text
+        return self._add(text)
+
+    def finish(self) -> str:
+        """The answer has ended; return the text that was held back."""
+        if not self._thinks:
+            self._has_ended = True
+            self._reading.send(END)
+        return self._taken()
+
+    def take_deltas(self) -> tuple[ToolCallDelta, ...]:
+        """The pieces of calls since this was last asked for."""
+        found, self._deltas = joined_deltas(self._deltas), []
+        return found
+
+    def _add(self, text: str) -> str:
+        if self._is_between and not (self._at_beginning and self._format.bare):
+            start = next((place for place, each in enumerate(text) if each in self._firsts), len(text))
+            start = len(text[:start].rstrip(" \t\r\n"))
+            if start:
+                self._show(text[:start])
+                text = text[start:]
+        for character in text:
+            self._reading.send(character)
+        return self._taken()
+
+    def _taken(self) -> str:
+        text, self._text = "".join(self._text), []
+        return text
+
+    def _show(self, text: str) -> None:
+        self._text += [*self._held, text]
+        self._held.clear()
+        self._at_beginning = self._behind_call = False
+
+    def _read(self) -> Characters:
+        """The whole answer: text, and calls in it."""
+        while True:
+            self._raw.clear()
+            self._is_between = not self._held and not self._again
+            character = yield from self._next()
+            self._is_between = False
+            if character == END:
+                if not self._behind_call:
+                    self._text += self._held
+                self._held.clear()
+                while True:
+                    yield
+            elif character in SPACES:
+                self._held.append(character)
+            elif (yield from self._begins(character)):
+                yield from self._read_calls()
+            else:
+                self._show(character)
+
+    def _begins(self, character: str) -> Characters:
+        """Whether a call begins with this character, and what follows it as far as the format's mark goes."""
+        begin = self._format.begin
+        while begin.startswith("".join(self._raw)):
+            if len(self._raw) == len(begin):
+                return True
+            if (yield from self._next()) == END:
+                break
+        self._again.extendleft(reversed(self._raw[1:]))
+        del self._raw[1:]
+        return self._at_beginning and character == self._format.bare
+
+    def _read_calls(self) -> Characters:
+        """What follows the beginning of a call; what is none is shown as text."""
+        body = self._format.body
+        try:
+            if body == "python":
+                yield from self._python_list()
+            elif body == "tags":
+                yield from self._tagged_call()
+            elif body == "object":
+                if self._raw != ["{"]:
+                    yield from self._expect("{")
+                yield from self._object_call()
+            else:
+                yield from self._listed_or_named()
+            yield from self._end_mark()
+        except Broken as broken:
+            raw, call, self._open, self._at_beginning = "".join(self._raw), self._open, None, False
+            if call is not None and call.name is not None:
+                call.is_broken = not self._has_ended
+                self.error = self.error if call.is_complete else str(broken)
+            elif raw.strip():
+                self.error = str(broken)
+                self._show(raw)
+                return
+        else:
+            self._at_beginning = True
+        self._behind_call = True
+        self._held.clear()
+
+    def _end_mark(self) -> Characters:
+        """The mark that ends a call; one that is missing where all else is there is let pass."""
+        end = self._format.end or (";" if self._format.bare == "{" else "")
+        passed: list[str] = []
+        place = 0
+        while place < len(end):
+            character = yield from self._next()
+            passed.append(character)
+            if character == end[place]:
+                place += 1
+            elif place or character not in SPACES:
+                if character != END:  # of an answer that ends here it is no text, either
+                    self._again.extendleft(reversed(passed))
+                return
+
+    def _listed_or_named(self) -> Characters:
+        """Of Mistral's two forms: a list of objects, or a name, perhaps marks and an id, and the arguments."""
+        character = yield from self._behind_spaces()
+        if character == "[":
+            while True:
+                yield from self._expect("{")
+                yield from self._object_call()
+                character = yield from self._behind_spaces()
+                if character != ",":
+                    break
+            self._require(character, "]")
+            return
+        self._begin_call()
+        name: list[str] = []
+        while character in NAME_CHARACTERS:
+            name.append(character)
+            character = yield from self._next()
+        marks = ""
+        while character not in ("{", END) and len(marks) < 64:
+            marks += character
+            character = yield from self._next()
+        self._require(character, "{")
+        self._name("".join(name))
+        yield from self._json_value(character, self._argue)
+        self._close_call()
+
+    def _object_call(self) -> Characters:
+        """A call as an object, behind its brace."""
+        self._begin_call()
+        held: list[str] = []  # arguments that come before the name
+        has_arguments = False
+        character = yield from self._behind_spaces()
+        while character != "}":
+            self._require(character, '"')
+            key = yield from self._json_string()
+            self._require((yield from self._behind_spaces()), ":")
+            character = yield from self._behind_spaces()
+            if key == "name":
+                self._require(character, '"')
+                self._name((yield from self._json_string()))
+                self._argue("".join(held))
+            elif key in ("arguments", "parameters"):
+                if has_arguments:
+                    raise Broken("a call has its arguments twice")
+                has_arguments = True
+                emit = held.append if self._open is None or self._open.name is None else self._argue
+                if character == "{":
+                    yield from self._json_value(character, emit)
+                elif character == '"':
+                    emit((yield from self._json_string()))
+                elif (yield from self._json_value(character)) == "null":
+                    emit("{}")
+                else:
+                    raise Broken("a call has arguments that are no object")
+            else:
+                yield from self._json_value(character)
+            character = yield from self._behind_spaces()
+            if character == ",":
+                character = yield from self._behind_spaces()
+                self._require(character, '"')
+            elif character != "}":
+                self._require(character, "}")
+        if self._open is None or self._open.name is None:
+            raise Broken("a call has no name")
+        if not has_arguments:
+            self._argue("{}")
+        self._close_call()
+
+    def _tagged_call(self) -> Characters:
+        """A call as tags, each value as text by itself."""
+        yield from self._expect("<")
+        yield from self._literal("function=")
+        self._begin_call()
+        name = yield from self._until(">")
+        self._name(name)
+        properties = self._schemas[name].get("properties", {}) if isinstance(self._schemas[name], dict) else {}
+        separator = "{"
+        while True:
+            yield from self._expect("<")
+            character = yield from self._next()
+            if character == "/":
+                yield from self._literal("function>")
+                break
+            self._require(character, "p")
+            yield from self._literal("arameter=")
+            key = yield from self._until(">")
+            value = yield from self._until("</parameter>")
+            value = value.removeprefix("\n").removesuffix("\n")
+            self._argue(f"{separator}{json_text(key)}: {typed_text(value, properties.get(key))}")
+            separator = ", "
+        self._argue("{}" if separator == "{" else "}")
+        self._close_call()
+
+    def _python_list(self) -> Characters:
+        """Calls as Python writes them, in a list. The arguments of each are shown when it is whole."""
+        if self._raw != ["["]:
+            yield from self._expect("[")
+        while True:
+            self._begin_call()
+            character = yield from self._behind_spaces()
+            name: list[str] = []
+            while character in NAME_CHARACTERS:
+                name.append(character)
+                character = yield from self._next()
+            self._require(character, "(")
+            self._name("".join(name))
+            self._argue(python_arguments((yield from self._python_source())))
+            self._close_call()
+            character = yield from self._behind_spaces()
+            if character != ",":
+                break
+        self._require(character, "]")
+
+    def _python_source(self) -> Characters:
+        """The text up to the bracket that closes an open one."""
+        found: list[str] = []
+        depth, quote = 1, ""
+        while True:
+            character = yield from self._next()
+            self._refuse_end(character)
+            if quote:
+                if character == "\\":
+                    found.append(character)
+                    character = yield from self._next()
+                elif character == quote:
+                    quote = ""
+            elif character in ("'", '"'):
+                quote = character
+            else:
+                depth += (character in ("(", "[", "{")) - (character in (")", "]", "}"))
+                if not depth:
+                    return "".join(found)
+            found.append(character)
+
+    def _begin_call(self) -> None:
+        self._open = _OpenCall()
+
+    def _name(self, name: str) -> None:
+        """The open call's name is known: it is shown from now on."""
+        if name not in self._schemas:
+            raise Broken(f"the answer calls the tool {name[:80]!r}, which the request has not")
+        call = self._open
+        if call is None or call.name is not None:
+            raise Broken("a call has its name twice")
+        call.name, call.index = name, len(self._calls)
+        self._calls.append(call)
+        self._deltas.append(ToolCallDelta(call.index, call.id, name, ""))
+
+    def _argue(self, piece: str) -> None:
+        if self._open is not None and piece:
+            self._open.pieces.append(piece)
+            self._deltas.append(ToolCallDelta(self._open.index, None, None, piece))
+
+    def _close_call(self) -> None:
+        call, self._open = self._open, None
+        if call is not None:
+            self._raw.clear()  # it stays a call, whatever follows
+            if not call.is_complete:
+                self.error = f"the arguments of the call of {call.name} are no JSON object"

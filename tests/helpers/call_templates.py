@@ -1,0 +1,29 @@
+"""Chat templates that show calls in each format of `edgellm.tools.formats`."""
+
+from __future__ import annotations
+
+_ARGUMENTS = "{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}"
+_PYTHON = "{% for k, v in c.arguments.items() %}{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}"
+#: How templates write one call `c` of a message.
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "{{ c.name }}", "arguments": ' + _ARGUMENTS + "}\n</tool_call>",
+    "qwen3_coder": "<tool_call>\n<function={{ c.name }}>\n{% for k, v in c.arguments.items() %}<parameter={{ k }}>\n"
+    "{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS] [{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}, "id": "abcdefghi"}]',
+    "mistral_args": "[TOOL_CALLS]{{ c.name }}[ARGS]{{ c.arguments | tojson }}",
+    "lfm2": "<|tool_call_start|>[{{ c.name }}(" + _PYTHON + ")]<|tool_call_end|>",
+    "llama4_pythonic": "<|python_start|>[{{ c.name }}(" + _PYTHON + ")]<|python_end|>",
+    "pythonic": "[{{ c.name }}(" + _PYTHON + ")]",
+    "llama3_json": '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}',
+}
+
+
+def call_template(written: str) -> str:
+    """A template that tells of tools, and writes each call of a message as `written`."""
+    return (
+        "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}, call them as {% raw %}"
+        '{"name": NAME, "parameters": {...}}, [name(key="value")]{% endraw %}<|im_end|>\n{% endif %}'
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+        "{% for call in m.tool_calls or [] %}{% set c = call.function %}" + written + "{% endfor %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )

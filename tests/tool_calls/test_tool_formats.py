@@ -1,0 +1,127 @@
+"""The format that a chat template teaches, how it gets earlier calls, and where the format is recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from call_templates import WRITTEN, call_template
+from command_line import Edgellm
+
+from edgellm import LLM, RequestError
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineDirectoryError
+from edgellm.engines.model.config import EngineLimits
+from edgellm.text.messages import checked_messages
+from edgellm.text.template import ChatTemplate
+from edgellm.tools.formats import taught_format
+
+pytestmark = pytest.mark.usefixtures("private_files")
+
+
+def described(name: str) -> ChatTemplate:
+    return ChatTemplate({"default": call_template(WRITTEN[name])}, name)
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN))
+def test_the_format_is_the_one_that_calls_are_shown_in(name: str) -> None:
+    found = taught_format(described(name))
+    assert found is not None and found.name == name
+
+
+def test_marks_around_the_tools_tell_of_a_format_too() -> None:
+    told = "{% if tools %}<|tool_list_start|>{{ tools | tojson }}{% endif %}{{ messages[0].content }}"
+    found = taught_format(ChatTemplate({"default": told}, "it"))
+    assert found is not None and found.name == "lfm2"
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "",
+        "{{ c.name }}",
+        WRITTEN["qwen3_coder"].replace("tool_call", "seed:tool_call"),
+        "call {{ c.name }} with {{ c.arguments }}",
+    ],
+)
+def test_a_template_that_shows_no_known_form_teaches_none(written: str) -> None:
+    assert taught_format(ChatTemplate({"default": call_template(written)}, "it")) is None
+    assert taught_format(ChatTemplate({"default": "{{ messages[9].content.x.y }}"}, "it")) is None
+
+
+def test_the_template_for_tools_counts_where_there_is_one() -> None:
+    sources = {"default": call_template(""), "tool_use": call_template(WRITTEN["mistral"])}
+    found = taught_format(ChatTemplate(sources, "it"))
+    assert found is not None and found.name == "mistral"
+
+
+@pytest.mark.parametrize("name", ["hermes", "lfm2", "llama3_json", "qwen3_coder"])
+@pytest.mark.parametrize("arguments", [{"at": "cup"}, '{"at": "cup"}'])
+def test_earlier_calls_are_written_as_the_model_wrote_them(name: str, arguments: Any) -> None:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    given = checked_messages([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
+    known = described(name)
+    rendered = known.render({"messages": known.fitted(given, with_tools=True)})
+    shown = {
+        "hermes": '{"name": "look", "arguments": {"at": "cup"}}',
+        "lfm2": '[look(at="cup")]',
+        "llama3_json": '{"name": "look", "parameters": {"at": "cup"}}',
+        "qwen3_coder": "<parameter=at>\ncup\n</parameter>",
+    }
+    assert shown[name] in rendered
+
+
+def test_a_template_that_takes_arguments_as_text_gets_text() -> None:
+    known = ChatTemplate({"default": call_template("{{ c.name + ' ' + c.arguments }}")}, "it")
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": {"at": "caf\u00e9"}}}
+    given = checked_messages([{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}])
+    assert 'look {"at": "caf\u00e9"}' in known.render({"messages": known.fitted(given)})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_checkpoint(tmp_path_factory.mktemp("formats") / "checkpoint", max_position_embeddings=512)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": call_template(WRITTEN["hermes"])}))
+    return folder
+
+
+def test_a_build_records_the_format_and_info_shows_it(checkpoint: Path, tmp_path: Path, edgellm: Edgellm) -> None:
+    for options, expected in (((), "hermes"), (("--tool-format", "pythonic"), "pythonic")):
+        target = str(tmp_path / expected)
+        assert edgellm("build", str(checkpoint), target, "--kv-capacity", "256", *options)[0] == 0
+        assert json.loads((tmp_path / expected / "edgellm.json").read_text())["tool_format"] == expected
+        code, out, _ = edgellm("info", "-m", target)
+        assert code == 0 and f"calls in the format {expected}" in out
+        with LLM(target, backend="numpy") as llm:
+            found = llm.call(lambda runtime: runtime.tool_format).result()
+            assert found == expected
+    code, _, errors = edgellm("build", str(checkpoint), str(tmp_path / "no"), "--tool-format", "yaml")
+    assert code != 0 and "the tool format 'yaml' is unknown: expected one of" in errors
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_directory_without_a_record_goes_by_its_template(checkpoint: Path, tmp_path: Path) -> None:
+    build_engine_directory(checkpoint, tmp_path / "robot", EngineLimits(1, 128, 256), [])
+    assert EngineDirectory.open(tmp_path / "robot").tool_format is None
+    with LLM(tmp_path / "robot", backend="numpy") as llm:
+        formats = []
+        for name in ("hermes", "mistral"):
+            llm.tokenizer.chat_template = described(name)
+            formats.append(llm.call(lambda runtime: runtime.tool_format).result())
+        assert formats == ["hermes", "mistral"]
+
+
+@pytest.mark.parametrize(("value", "kind"), [("yaml", RequestError), (5, EngineDirectoryError)])
+def test_a_record_of_an_unknown_format_is_refused(
+    checkpoint: Path, tmp_path: Path, value: Any, kind: type[Exception]
+) -> None:
+    build_engine_directory(checkpoint, tmp_path / "robot", EngineLimits(1, 128, 256), [], tool_format="hermes")
+    path = tmp_path / "robot" / "edgellm.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tool_format": value}))
+    with pytest.raises(kind, match=r"tool_format|yaml"):
+        LLM(tmp_path / "robot", backend="numpy")
