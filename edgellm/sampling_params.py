@@ -38,7 +38,8 @@ class SamplingParams:
     `structure` is the form that an answer must have: `edgellm.Structure(...)`, or for short a JSON schema, a class, a
     list of choices, or "json_object". Tokens that would leave it are never drawn, and the end of sequence only where it
     is complete, so that `stop`, `max_tokens` and the like alone can cut it (`Response.structure_complete`). It does not
-    go with `ignore_eos`. Of a model that thinks it begins where its reasoning ends; an answer that ends before has none.
+    go with `ignore_eos`. Of a model that thinks it begins where its reasoning ends; an answer that ends before is not
+    complete.
 
     `allowed_token_ids` are the only tokens of an answer, the end of sequence only where it is among them (None: all).
     `bad_words` (texts, or lists of token ids) are never in it: the last token of one is forbidden wherever the tokens
