@@ -15,7 +15,7 @@ from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.suffix_index import Proposal
 
 #: The share of the steps' time that the index may take, and seconds that it may take at first and at most beyond.
-ASKING_SHARE, FIRST_CREDIT, MOST_CREDIT = 0.02, 0.005, 0.05
+ASKING_SHARE, FIRST_CREDIT, MOST_CREDIT = 0.02, 0.02, 0.05
 #: Where the index is seldom asked, one in so many steps is timed.
 SELDOM = 8
 #: How quickly the tokens of other steps follow what is seen.

@@ -7,6 +7,7 @@ import fcntl
 import glob
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -103,8 +104,9 @@ class StagedFile:
         self._target = target
 
     def __enter__(self) -> StagedFile:
-        if self._target.exists() and not self._target.is_file():
-            raise OSError(errno.EEXIST, "what has the name is no file, and would be replaced by one")
+        with suppress(FileNotFoundError):  # looked at once: another thread may remove it meanwhile
+            if not stat.S_ISREG(self._target.stat().st_mode):
+                raise OSError(errno.EEXIST, "what has the name is no file, and would be replaced by one")
         remove_abandoned(self._target.parent, self._target.name)
         while True:
             self.path = self._target.with_name(f".{self._target.name}{_MARK}{secrets.token_hex(_MARK_BYTES)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -39,6 +39,15 @@ class Takes:
 
     def takes_given(self, batch: int, plan: DraftPlan) -> bool:
         return plan.top_k <= self._most
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asks_freely() -> Iterator[None]:
+    """What is taken does not depend on how long the index takes on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("FIRST_CREDIT", "MOST_CREDIT"):
+            patch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
+        yield
 
 
 def drafting(captured: bool = False, index: bool = True) -> GivenDrafting:
@@ -199,8 +208,10 @@ def test_what_does_not_come_is_trusted_less_and_what_comes_again_more() -> None:
     assert promised() > 2 * distrusted
 
 
-def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking() -> None:
+def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     """The index is asked while a small share of the steps' time pays for it; rounds that save time pay too."""
+    monkeypatch.setattr("edgellm.drafting.worth.FIRST_CREDIT", 0.005)
+    monkeypatch.setattr("edgellm.drafting.worth.MOST_CREDIT", 0.05)
     drafts = drafting()
     propose, asked = drafts.index.propose, []
 

@@ -25,6 +25,15 @@ SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, see
 REPEATED = "The quick brown fox. The quick brown fox. The"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def asks_freely() -> Iterator[None]:
+    """What is taken does not depend on how long the index takes on this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("FIRST_CREDIT", "MOST_CREDIT"):
+            patch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
+        yield
+
+
 @pytest.fixture(scope="module")
 def directory(make_engines: Callable[..., EngineDirectory]) -> EngineDirectory:
     return make_engines(1)
