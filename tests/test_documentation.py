@@ -9,6 +9,9 @@ import importlib.util
 import io
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -338,3 +341,17 @@ def test_the_modules_that_the_changelog_moves_to_are_there() -> None:
     modules = re.findall(r"^- `([\w.]+)`:", moved, re.MULTILINE)
     assert len(modules) > 50
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+def test_the_unit_is_one_that_systemd_takes(tmp_path: Path) -> None:
+    """Its command is one that `edgellm` knows; systemd itself sees the Python of these tests in its place."""
+    unit = (ROOT / "docs" / "configurations" / "edgellm.service").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^ExecStart=(.+)$", unit, re.MULTILINE)
+    program, *words = shlex.split(command)
+    parse(words)
+    verify = shutil.which("systemd-analyze")
+    if verify is None:
+        pytest.skip("there is no systemd-analyze on this machine")
+    (tmp_path / "edgellm.service").write_text(unit.replace(program, sys.executable))
+    found = subprocess.run([verify, "verify", str(tmp_path / "edgellm.service")], capture_output=True, text=True)
+    assert found.returncode == 0 and "edgellm.service:" not in found.stderr, found.stderr

@@ -44,15 +44,14 @@ class ProxyProcess:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        certificate = _certificate(folder)
-        self._trusted = ssl.create_default_context(cafile=str(certificate))
+        self._certificate = _certificate(folder)
         address = f"https://127.0.0.1:{self.port}"
         #: A client of HTTP that asks for `NAME` here, has the key, waits 60 s at most, and keeps
         #: neither connections nor cookies.
         self.client = httpx.Client(
             base_url=address,
             headers={"host": f"{NAME}:{self.port}", "authorization": f"Bearer {key}"},
-            verify=self._trusted,
+            verify=ssl.create_default_context(cafile=str(self._certificate)),
             timeout=60,
             limits=httpx.Limits(max_keepalive_connections=0),
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
@@ -70,7 +69,7 @@ class ProxyProcess:
                 "haproxy": f"bind 127.0.0.1:{self.port}",
                 "nginx": f"listen 127.0.0.1:{self.port}",
             }[kind],
-            "/etc/edgellm/robot.example.pem": str(certificate),
+            "/etc/edgellm/robot.example.pem": str(self._certificate),
         }
         for old, new in replaced.items():
             assert old in text, f"{source} has no {old}"
@@ -90,9 +89,11 @@ class ProxyProcess:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         wait_for(self._listens, 20)
 
-    def connect(self) -> ssl.SSLSocket:
-        """A connection."""
-        return self._trusted.wrap_socket(
+    def connect(self, *protocols: str) -> ssl.SSLSocket:
+        """A connection, for which the client names the releases of HTTP that it speaks."""
+        context = ssl.create_default_context(cafile=str(self._certificate))
+        context.set_alpn_protocols(protocols)
+        return context.wrap_socket(
             socket.create_connection(("127.0.0.1", self.port), timeout=30), server_hostname="127.0.0.1"
         )
 

@@ -286,6 +286,12 @@ def test_pieces_come_as_they_are_made(proxy: ProxyProcess) -> None:
     assert max(gaps) < (times[-1] - times[0]) / 2 and statistics.median(gaps) > 1e-4
 
 
+def test_haproxy_speaks_no_http_2(proxy: ProxyProcess) -> None:
+    """There a client could not tell a stream that a lost server left unfinished from a whole one."""
+    with proxy.connect("h2", "http/1.1") as connection:
+        assert connection.selected_alpn_protocol() == {"haproxy": "http/1.1", "nginx": "h2"}[proxy.kind]
+
+
 def test_keys_hosts_and_bodies_are_passed_on(proxy: ProxyProcess) -> None:
     client, path = proxy.client, "/v1/chat/completions"
     wrong_key = client.post(path, json=chat_body(), headers={"authorization": "Bearer wrong"})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from edgellm.engines.building.plans import build_plan
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner
+from edgellm.llm import SHIPPED_MODEL
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -25,6 +28,33 @@ def test_a_directory_keeps_what_was_read(family: str, tmp_path: Path, make_check
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES[family])
     build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 16, 96), [])
     assert EngineDirectory.open(tmp_path / "engines").config == read_decoder_config(checkpoint)
+
+
+@pytest.mark.parametrize("head", ["as-published", "int8"])
+def test_published_files_keep_their_bytes(head: str, tmp_path: Path) -> None:
+    """Those of the model, its draft, its adapters and its vision encoder, in the checkpoint and in the directory."""
+    published, built = tmp_path / "published", tmp_path / "engines"
+    shutil.copytree(SHIPPED_MODEL, published, ignore=shutil.ignore_patterns("edgellm.json", "scenes", "*.md", "*.py*"))
+    before = digests(published)
+    assert {"model.safetensors", "draft/model.safetensors", "lora/json/adapter_model.safetensors"} <= before.keys()
+    build_engine_directory(
+        published,
+        built,
+        EngineDirectory.read(SHIPPED_MODEL).limits,
+        [],
+        draft=published / "draft",
+        vision=published / "vision",
+        adapters={path.name: path for path in (published / "lora").iterdir()},
+        head=head,
+    )
+    own = {"edgellm.json"} | ({"head.safetensors", "draft/head.safetensors"} if head != "as-published" else set())
+    assert {name: each for name, each in digests(built).items() if name not in own} == before == digests(published)
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file below a folder, by its name there."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize("family", ["phi3", "granite", "granite_untied", "smollm3", "gemma"])
