@@ -147,7 +147,9 @@ def test_results_go_back_and_the_conversation_goes_on(calling: openai.OpenAI, ta
     options: Any = {"messages": messages, "tools": TOOLS, "tool_choice": "none", "max_tokens": 12}
     found = calling.chat.completions.create(model=MODEL, **options)
     said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
-    expected = taught.chat([*MESSAGES, said, messages[-1]], SamplingParams(max_tokens=12), tools=TOOLS, tool_choice="none")
+    expected = taught.chat(
+        [*MESSAGES, said, messages[-1]], SamplingParams(max_tokens=12), tools=TOOLS, tool_choice="none"
+    )
     assert found.choices[0].message.content == expected.text
     assert found.usage.prompt_tokens == expected.usage.prompt_tokens
     assert found.usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens  # rendered as it was written
@@ -211,13 +213,21 @@ def test_the_client_parses_arguments_into_a_class(calling: openai.OpenAI) -> Non
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "move"}, "auto"], ids=str)
 def test_responses_have_calls_as_items(calling: openai.OpenAI, taught: LLM, choice: Any) -> None:
-    options: Any = {"model": MODEL, "input": QUESTION, "tools": FLAT, "tool_choice": choice, "parallel_tool_calls": False}
+    options: Any = {
+        "model": MODEL,
+        "input": QUESTION,
+        "tools": FLAT,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+    }
     found = calling.responses.create(**options, temperature=1.5, extra_body={"seed": 3}, max_output_tokens=LIMIT)
     chosen = NAMED if isinstance(choice, dict) else choice
     params = SamplingParams(**DRAWN, max_tokens=LIMIT)
     expected = taught.chat(MESSAGES, params, tools=TOOLS, tool_choice=chosen, parallel_tool_calls=False)
     calls = [item for item in found.output if item.type == "function_call"]
-    assert [(item.name, item.arguments) for item in calls] == [(call.name, call.arguments) for call in expected.tool_calls]
+    assert [(item.name, item.arguments) for item in calls] == [
+        (call.name, call.arguments) for call in expected.tool_calls
+    ]
     assert len(calls) == (choice != "auto") and found.output_text == expected.text
     assert all(item.status == "completed" and item.call_id for item in calls) or choice == "auto"
     assert found.tools[0].name == "move" and not found.parallel_tool_calls
@@ -235,7 +245,9 @@ def test_responses_stream_calls_and_take_their_outputs(calling: openai.OpenAI, t
         *("response.output_item.done", "response.completed"),
     ]
     (item,) = final.output
-    added, done = (next(each for each in events if each.type == f"response.output_item.{kind}") for kind in ("added", "done"))
+    added, done = (
+        next(each for each in events if each.type == f"response.output_item.{kind}") for kind in ("added", "done")
+    )
     assert (added.item.arguments, added.item.status, added.item.call_id) == ("", "in_progress", item.call_id)
     assert (done.item.arguments, done.item.status) == (item.arguments, "completed")
     pieces = [each.delta for each in events if each.type == "response.function_call_arguments.delta"]
