@@ -143,8 +143,8 @@ def test_clients_of_all_kinds(llm: LLM, seconds: int) -> None:
         differing = sum(isinstance(each, tuple) for each in clients.wrong)
         print(
             f"{CLIENTS} clients for {seconds} s: {dict(sorted(clients.seen.items()))}, {differing} answers differ, "
-            f"{len(clients.wrong) - differing} other errors, left behind {left}, memory at half {before:.1f} MiB, at the "
-            f"end {after:.1f} MiB"
+            f"{len(clients.wrong) - differing} other errors, {left:.0f} left behind, memory {before:.1f} MiB at half, "
+            f"{after:.1f} at the end"
         )
         assert clients.wrong == []
         assert min(clients.seen[each] for each in ("answered", "broken off", "read slowly", "nonsense")) > 5

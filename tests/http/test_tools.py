@@ -1,4 +1,4 @@
-"""Calls of tools over HTTP: OpenAI's client gets those that `LLM` gives, whole and streamed, and goes on with results."""
+"""Calls of tools over HTTP: OpenAI's client gets those that `LLM` gives, whole and streamed, and sends results back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from call_templates import WRITTEN, call_template
 from http_server import MODEL, ServerProcess, running
 from pydantic import BaseModel, ConfigDict
 
-from edgellm import LLM, SamplingParams
+from edgellm import LLM, RequestError, SamplingParams
+from edgellm.http.errors import http_error
 from edgellm.runtime import SHIPPED_MODEL
 from edgellm.text.template import ChatTemplate
 
@@ -139,17 +140,17 @@ def test_an_answer_that_is_free_calls_as_it_likes(calling: openai.OpenAI, taught
     assert [each.token for each in tokens] == [each.token for each in found.logprobs.content]
 
 
-def test_results_go_back_and_the_conversation_goes_on(calling: openai.OpenAI, taught: LLM) -> None:
-    first = calling.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice=NAMED)
+@pytest.mark.parametrize("system", [[], [{"role": "system", "content": "You are Pip."}]], ids=len)
+def test_results_go_back_and_the_conversation_goes_on(calling: openai.OpenAI, taught: LLM, system: list[Any]) -> None:
+    asked = [*system, *MESSAGES]
+    first = calling.chat.completions.create(model=MODEL, messages=asked, tools=TOOLS, tool_choice=NAMED)
     message = first.choices[0].message
     (call,) = message.tool_calls
-    messages = [*MESSAGES, message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
+    messages = [*asked, message, {"role": "tool", "tool_call_id": call.id, "content": "done"}]
     options: Any = {"messages": messages, "tools": TOOLS, "tool_choice": "none", "max_tokens": 12}
     found = calling.chat.completions.create(model=MODEL, **options)
     said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
-    expected = taught.chat(
-        [*MESSAGES, said, messages[-1]], SamplingParams(max_tokens=12), tools=TOOLS, tool_choice="none"
-    )
+    expected = taught.chat([*asked, said, messages[-1]], SamplingParams(max_tokens=12), tools=TOOLS, tool_choice="none")
     assert found.choices[0].message.content == expected.text
     assert found.usage.prompt_tokens == expected.usage.prompt_tokens
     assert found.usage.prompt_tokens_details.cached_tokens > first.usage.prompt_tokens  # rendered as it was written
@@ -290,7 +291,7 @@ FORMAT = {"type": "json_object"}
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "true or false"),
         ({"tools": TOOLS, "response_format": FORMAT}, "response_format", "an answer is one or the other"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": FORMAT}, "response_format", "'required'"),
-        ({"messages": [*MESSAGES, {"role": "tool", "content": None, "tool_call_id": "1"}]}, "messages", "message 2 (tool)"),
+        ({"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "1"}]}, "messages", "message 2 (tool)"),
     ],
     ids=lambda value: str(value)[:40],
 )  # fmt: skip
@@ -316,6 +317,11 @@ def test_bad_tools_of_responses_are_named(tool_server: ServerProcess, fields: di
     status, found, _ = tool_server.ask("POST", "/v1/responses", {"model": MODEL, "input": QUESTION, **fields})
     assert (status, found["error"]["param"]) == (400, param), found
     assert found["error"]["message"].startswith(param)
+
+
+def test_the_field_of_tools_that_no_template_shows_is_named() -> None:
+    error = RequestError("tools are given, but the chat template of x never reads them")
+    assert http_error(error, {"tools": "tools", "": "messages"}).param == "tools"
 
 
 def test_a_format_beside_tools_that_are_not_to_be_called(calling: openai.OpenAI) -> None:

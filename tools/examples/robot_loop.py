@@ -37,7 +37,8 @@ PICK = {
 CALLS = """{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content or "" }}{% if loop.first and tools %}
 
-Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endif %}{% for call in message.tool_calls or [] %}<tool_call>
+Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endif %}
+{%- for call in message.tool_calls or [] %}<tool_call>
 {"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
