@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +12,11 @@ import pytest
 from call_templates import WRITTEN, call_template
 from http_server import MODEL, ServerProcess, running
 from pydantic import BaseModel, ConfigDict
+from tokenizers import Tokenizer
 
 from edgellm import LLM, RequestError, SamplingParams
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
 from edgellm.http.errors import http_error
 from edgellm.runtime import SHIPPED_MODEL
 from edgellm.text.template import ChatTemplate
@@ -78,11 +81,6 @@ def taught(template: Path) -> Iterator[LLM]:
         yield llm
 
 
-def begun(llm: LLM) -> dict[str, int]:
-    """A bias with which an answer begins a call, though nobody taught the model to."""
-    return {str(token): 100 for token in llm.tokenizer.encode("<tool_call>", add_special_tokens=False)[:1]}
-
-
 def called(message: Any) -> list[tuple[str, str]]:
     return [(call.function.name, call.function.arguments) for call in message.tool_calls or []]
 
@@ -124,20 +122,41 @@ def test_calls_are_those_of_python(calling: openai.OpenAI, taught: LLM, choice: 
         assert reason == "tool_calls" and len(told) == 1 and content is None
 
 
-@pytest.mark.parametrize("parallel", [True, False])
-def test_an_answer_that_is_free_calls_as_it_likes(calling: openai.OpenAI, taught: LLM, parallel: bool) -> None:
-    bias = begun(taught)
-    params = SamplingParams(**DRAWN, max_tokens=60, logit_bias={int(token): bias[token] for token in bias})
-    expected = taught.chat(MESSAGES, params, tools=TOOLS, parallel_tool_calls=parallel)
-    options: Any = {"model": MODEL, "messages": MESSAGES, "tools": TOOLS, "max_tokens": 60, **DRAWN}
-    options |= {"logit_bias": bias, "parallel_tool_calls": parallel, "logprobs": True}
-    found = calling.chat.completions.create(**options).choices[0]
-    assert called(found.message) == [(call.name, call.arguments) for call in expected.tool_calls]
-    assert found.finish_reason == expected.finish_reason and (found.message.content or "") == expected.text
-    streamed = joined(calling.chat.completions.create(**options, stream=True))
-    assert [(call["name"], call["arguments"]) for call in streamed[1]] == called(found.message)
-    tokens = [each for chunk in streamed[2] if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content]
-    assert [each.token for each in tokens] == [each.token for each in found.logprobs.content]
+@pytest.fixture(scope="module")
+def engines(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a token that begins calls, so that a bias makes it call."""
+    folder = tmp_path_factory.mktemp("free")
+    checkpoint = make_checkpoint(folder / "checkpoint", max_position_embeddings=2048)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<tool_call>"])
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    path = checkpoint / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": call_template(WRITTEN["hermes"])}))
+    build_engine_directory(checkpoint, folder / "robot", EngineLimits(2, 128, 1500), [])
+    return folder / "robot"
+
+
+def test_an_answer_that_is_free_calls_as_it_likes(engines: Path) -> None:
+    with running(engines) as server, LLM(engines, backend="numpy") as llm:
+        mark = llm.tokenizer.token_to_id("<tool_call>")
+        counts = []
+        for parallel in (True, False):
+            params = SamplingParams(**DRAWN, max_tokens=300, logit_bias={mark: 100})
+            expected = llm.chat(MESSAGES, params, tools=TOOLS, parallel_tool_calls=parallel)
+            counts.append(len(expected.tool_calls))
+            options: Any = {"model": "robot", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 300, **DRAWN}
+            options |= {"logit_bias": {str(mark): 100}, "parallel_tool_calls": parallel, "logprobs": True}
+            found = server.client().chat.completions.create(**options).choices[0]
+            assert called(found.message) == [(call.name, call.arguments) for call in expected.tool_calls]
+            assert (found.finish_reason, found.message.content) == (expected.finish_reason, expected.text or None)
+            content, calls, chunks = joined(server.client().chat.completions.create(**options, stream=True))
+            assert [(call["name"], call["arguments"]) for call in calls] == called(found.message)
+            assert content == found.message.content
+            logprobs = [each.choices[0].logprobs for each in chunks if each.choices[0].logprobs]
+            assert [each.token for one in logprobs for each in one.content] == [
+                each.token for each in found.logprobs.content
+            ]
+        assert counts[0] > counts[1] == 1
 
 
 @pytest.mark.parametrize("system", [[], [{"role": "system", "content": "You are Pip."}]], ids=len)
