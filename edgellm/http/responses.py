@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from edgellm.http.fields import (
 )
 from edgellm.requests import Response
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.tools.calls import ToolCallDelta
 from edgellm.tools.characters import is_object
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -124,7 +125,7 @@ def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
             entry = {"id": item.get("call_id"), "type": "function", "function": call}
             if not all(isinstance(each, str) for each in (*call.values(), entry["id"])):
                 raise HTTPError(400, f"{what} has no call_id, name or arguments: expected texts", param="input")
-            if not messages or messages[-1]["role"] != "assistant":
+            if not messages or messages[-1]["role"] != "assistant" or reasoning:
                 thought, reasoning = {"reasoning_content": reasoning} if reasoning else {}, ""
                 messages.append({"role": "assistant", "content": None, **thought})
             messages[-1].setdefault("tool_calls", []).append(entry)
@@ -203,6 +204,8 @@ class ResponseWriter:
 
     def piece(self, piece: Piece) -> Iterator[bytes]:
         """See `Writer`."""
+        goes_on = bool(piece.calls) and piece.calls[0].name is None  # with a call: what else there is, is behind that
+        yield from self._called(piece.calls[:goes_on])
         if piece.reasoning:
             yield from self._opened("reasoning")
             yield from self._added("response.reasoning_text.delta", piece.reasoning)
@@ -211,11 +214,7 @@ class ResponseWriter:
             logprobs = logprob_objects(self._tokenizer, piece.logprobs)
             self._logprobs += logprobs
             yield from self._added("response.output_text.delta", piece.content, logprobs=logprobs)
-        for call in piece.calls:
-            if call.name is not None:
-                yield from self._opened("function_call", call_id=call.id, name=call.name)
-            if call.arguments:
-                yield from self._added("response.function_call_arguments.delta", call.arguments)
+        yield from self._called(piece.calls[goes_on:])
 
     def end(self, response: Response) -> Iterator[bytes]:
         """See `Writer`."""
@@ -227,6 +226,13 @@ class ResponseWriter:
         """See `Writer`."""
         failed = self._object("failed") | {"error": {"code": "server_error", "message": error.message}}
         yield self._event("response.failed", response=failed)
+
+    def _called(self, deltas: Sequence[ToolCallDelta]) -> Iterator[bytes]:
+        for call in deltas:
+            if call.name is not None:
+                yield from self._opened("function_call", call_id=call.id, name=call.name)
+            if call.arguments:
+                yield from self._added("response.function_call_arguments.delta", call.arguments)
 
     def _opened(self, kind: str, **call: Any) -> Iterator[bytes]:
         """Begin an item of the output, where it is not under way; a `call` is always one of its own."""
