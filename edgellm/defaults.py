@@ -78,6 +78,8 @@ def _shows_image(message: dict[str, Any]) -> bool:
 
 
 def _is_empty_system_message(message: dict[str, Any]) -> bool:
+    if message["role"] not in SYSTEM_ROLES:
+        return False
     content = message["content"]
     texts = [content] if isinstance(content, str) else [part.get("text", "image") for part in content]
-    return message["role"] in SYSTEM_ROLES and not any(texts)
+    return not any(texts)

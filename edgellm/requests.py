@@ -113,8 +113,8 @@ class Request:
         structured = self.params is not None and self.params.structure is not None
         if choice is not None and choice.mode != "none" and structured:
             raise RequestError(
-                f"the request has a structure and tools with the tool_choice {choice.mode!r}: an answer is one or the "
-                "other, set tool_choice to 'none' or leave the structure out"
+                f"structure and tools are given with the tool_choice {choice.mode!r}: an answer is one or the other, "
+                "set tool_choice to 'none' or leave the structure out"
             )
         return choice
 

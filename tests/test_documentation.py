@@ -38,7 +38,7 @@ TEXTS = [ROOT / "README.md", *sorted(PAGES.rglob("*.md"))]
 #: Pages that tell of files as they were at some commit.
 OF_THE_PAST = {PAGES / "tried.md"}
 PRODUCT = ("edgellm", "engines", "kernels", "multimodal")
-#: Where examples expect a server; they get one on a free port.
+#: Where examples expect a server; they get one on a free port, with the options that the text starts it with.
 SERVER = "127.0.0.1:8000"
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _FIGURE = re.compile(r"-?\d+\.\d+(e-?\d+)?")
@@ -105,12 +105,13 @@ def test_python_examples_run(text: Path, workplace: Path) -> None:
     with contextlib.ExitStack() as opened:
         opened.callback(close_models, names)
         address = SERVER
-        if any(block.language == "python" and SERVER in block.content for block in blocks(text)):
-            server = opened.enter_context(running())
-            address = f"{server.host}:{server.port}"
         for block in blocks(text):
             if block.language != "python":
                 continue
+            if SERVER in block.content and address == SERVER:
+                started = next(words for _, words in command_lines(text) if words[:2] == ["edgellm", "serve"])
+                server = opened.enter_context(running(*started[2:]))
+                address = f"{server.host}:{server.port}"
             printed, program = io.StringIO(), block.content.replace(SERVER, address)
             with contextlib.redirect_stdout(printed):
                 # Tracebacks name the line in the text; what this file imports from __future__ a reader does not.

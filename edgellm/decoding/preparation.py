@@ -86,7 +86,7 @@ class Preparation:
         continued = continued_text(request)
         calling = self.tools.calling(request.choice, prompt.token_ids, continued)
         answer = OutputText(
-            self._tokenizer.detokenizer(shown_ids=() if calling is None else calling.shown_ids),
+            self._tokenizer.detokenizer(shown_ids=() if calling is None else calling.reader.shown_ids),
             params.stop,
             params.stop_token_ids,
             () if params.ignore_eos else self._directory.eos_token_ids,

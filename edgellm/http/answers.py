@@ -7,8 +7,9 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from edgellm.decoding.preparation import continued_text
@@ -19,36 +20,46 @@ from edgellm.requests import Chunk, Request, Response, TokenLogprobs
 from edgellm.structure.reasoning import ReasoningMarks, ReasoningState, reasoning_marks, reasoning_state
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.tools.calls import ToolCall, ToolCallDelta
 
 #: What finish reasons are called in OpenAI's API; "deadline" and "context" are told beside it, as `stop_reason`.
-FINISH_REASONS = {"stop": "stop", "stop_string": "stop", "length": "length", "context": "length", "deadline": "length"}
+FINISH_REASONS = {"stop_string": "stop", "context": "length", "deadline": "length"}
+FINISH_REASONS |= {same: same for same in ("stop", "length", "tool_calls")}
 #: JSON has no infinity: less than any log-probability of a token that could be drawn.
 LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What has come of an answer: what the model thinks, what it says, and the log-probabilities of what it says."""
+    """What has come of an answer, in this order: what the model thinks, what it says, and what it calls; and the
+    log-probabilities of all but what it thinks."""
 
     reasoning: str = ""
     content: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    calls: tuple[ToolCallDelta, ...] = ()
 
 
 class AnswerReader:
     """Parts an answer, in pieces as they come, into what the model thinks and what it says.
 
     Tokens decide, not text: marks are found where they are no text, and what only looks like one is none. Space around
-    the reasoning belongs to neither. Calls of tools would be found here, in `Piece.content`, and come out as a further
-    field of `Piece`.
+    the reasoning belongs to neither. Calls of tools come apart from the text already.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, answer: OutputText, marks: ReasoningMarks | None, state: ReasoningState
+        self,
+        tokenizer: Tokenizer,
+        answer: OutputText,
+        marks: ReasoningMarks | None,
+        state: ReasoningState,
+        shown_ids: Iterable[int] = (),
     ) -> None:
         """`answer` is the engine's, which knows the tokens that end it without being a part of it; `state` is that of
-        the reasoning behind the prompt, of no account without `marks`."""
-        self._tokenizer, self._ends_at, self._marks = tokenizer, answer.ends_at, marks
+        the reasoning behind the prompt, of no account without `marks`. `shown_ids` are special tokens whose text is in
+        the answer's."""
+        self._text_of = partial(tokenizer.decode, shown_ids=frozenset(shown_ids))
+        self._ends_at, self._marks = answer.ends_at, marks
         self._state: ReasoningState = "closed" if marks is None else state
         self._ids: list[int] = []  # as long as the model may be thinking
         self._tokens = self._characters = 0  # that were read
@@ -67,7 +78,8 @@ class AnswerReader:
         state: ReasoningState = "closed"
         if marks is not None:
             state = reasoning_state(tokenizer, marks, sequence.prompt_ids, continued_text(request))
-        return cls(tokenizer, sequence.answer, marks, state)
+        shown_ids = () if sequence.calls is None else sequence.calls.shown_ids
+        return cls(tokenizer, sequence.answer, marks, state, shown_ids)
 
     def read(self, chunk: Chunk) -> Piece:
         """What a chunk of the answer has."""
@@ -82,7 +94,8 @@ class AnswerReader:
         if self._strips:
             said = said.lstrip()
             self._strips = not said
-        return Piece(self._shown(thought), said, tuple(each for each in logprobs if not self._ends_at(each.token_id)))
+        logprobs = tuple(each for each in logprobs if not self._ends_at(each.token_id))
+        return Piece(self._shown(thought), said, logprobs, chunk.tool_calls)
 
     def _find_marks(self) -> None:
         """Take notice of where the reasoning begins and ends; text never comes before its tokens."""
@@ -93,12 +106,12 @@ class AnswerReader:
             if self._state == "closed":
                 self._thought_to = self._said_from = self._first_said = 0
             else:
-                self._thought_from = len(self._tokenizer.decode(ids[:1]))
+                self._thought_from = len(self._text_of(ids[:1]))
         if self._state == "open":
             self.reasoning_tokens = len(ids)
             if marks.end in ids:
                 end = ids.index(marks.end)
-                self._thought_to, self._said_from = (len(self._tokenizer.decode(ids[: end + more])) for more in (0, 1))
+                self._thought_to, self._said_from = (len(self._text_of(ids[: end + more])) for more in (0, 1))
                 self.reasoning_tokens = self._first_said = end + 1
                 self._state, self._strips = "closed", True
 
@@ -133,6 +146,13 @@ def logprob_objects(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs]) -> 
         | {"top_logprobs": [logprob_object(tokenizer, *pair) for pair in each.top]}
         for each in logprobs
     ]
+
+
+def call_object(delta: ToolCallDelta) -> dict[str, Any]:
+    """A call of a chat's answer, or a piece of one: the first has id and name."""
+    if delta.name is None:
+        return {"function": {"arguments": delta.arguments}}
+    return ToolCall(delta.id or "", delta.name, delta.arguments).as_message()
 
 
 def event(value: Any, name: str | None = None) -> bytes:
@@ -220,10 +240,13 @@ class CompletionWriter:
         return found
 
     def _ending(self, response: Response) -> dict[str, Any]:
-        """Why the answer ended; `stop_reason` is the stop string or token id, or what OpenAI's API has no name for."""
+        """Why the answer ended; `stop_reason` is the stop string or token id, or what OpenAI's API has no name for, and
+        `tool_call_error` says why what began like a call is none, or is cut."""
         reason = response.finish_reason
         beside = reason if reason in ("deadline", "context") else response.stop_match
-        return {"finish_reason": FINISH_REASONS.get(reason, "stop"), "stop_reason": beside}
+        ending = {"finish_reason": FINISH_REASONS.get(reason, "stop"), "stop_reason": beside}
+        error = response.tool_call_error
+        return ending if error is None else ending | {"tool_call_error": error}
 
     def _usage(self, response: Response) -> dict[str, Any]:
         usage = response.usage
@@ -246,19 +269,25 @@ class ChatWriter(CompletionWriter):
 
     def begin(self) -> Iterator[bytes]:
         """See `Writer`."""
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        yield self._event(choice)
+        choice = self._asked.request.choice
+        content = "" if choice is None or choice.mode == "none" else None  # which it stays beside calls
+        delta = {"role": "assistant", "content": content}
+        yield self._event({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def _said(self, piece: Piece) -> dict[str, Any]:
-        message = {"role": "assistant", "content": piece.content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": piece.content, "refusal": None}
+        if piece.calls:
+            message |= {"content": piece.content or None, "tool_calls": [call_object(each) for each in piece.calls]}
         if self._reader.reasoning_tokens:
             message["reasoning_content"] = piece.reasoning
         return {"message": message, "logprobs": self._logprobs(piece)}
 
     def _delta(self, piece: Piece) -> dict[str, Any]:
-        delta = {} if not piece.reasoning else {"reasoning_content": piece.reasoning}
-        if piece.content or piece.logprobs:
+        delta: dict[str, Any] = {} if not piece.reasoning else {"reasoning_content": piece.reasoning}
+        if piece.content:
             delta["content"] = piece.content
+        if piece.calls:
+            delta["tool_calls"] = [{"index": each.index, **call_object(each)} for each in piece.calls]
         return {"delta": delta, "logprobs": self._logprobs(piece)}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:

@@ -37,6 +37,7 @@ from edgellm.requests import Chunk
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.serving.async_generation import AsyncGeneration
 from edgellm.text.template import ChatTemplate
+from edgellm.tools.calls import all_deltas
 
 logger = logging.getLogger("edgellm.http")
 
@@ -211,7 +212,8 @@ class Service:
                 response = await answer.result()
                 if response.finish_reason == "cancelled":
                     raise later(503, "the server has ended before the answer was complete", "ending", 5)
-                chunk = Chunk(response.text, response.token_ids, (), response.logprobs or ())
+                calls = all_deltas(response.tool_calls)
+                chunk = Chunk(response.text, response.token_ids, (), response.logprobs or (), calls)
                 return JSONResponse(writer.whole(reader.read(chunk), response), headers=headers)
             first = await anext(answer, None)
             events = self._events(answer, first, reader, writer)

@@ -11,7 +11,8 @@ from edgellm.errors import AdapterError, ContextError, EdgeLLMError, ImageError,
 from edgellm.errors import TemplateError as ChatTemplateError
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-_FIELD = re.compile(r"(\w+)(?:'s \w+)? (?:is|has|holds) ")
+#: The field that a message begins with, and a place in it: "tools[1].function.name is ...".
+_FIELD = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*)(?=[ :'])")
 
 
 class HTTPError(Exception):
@@ -47,8 +48,9 @@ def later(status: int, message: str, code: str, seconds: int = 1) -> HTTPError:
 def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1) -> HTTPError:
     """What an error of the engine is over HTTP.
 
-    `fields` are the request's fields by the names that errors of parameters begin with; where an error begins with
-    none of them, it is of what was asked (`fields[""]`). Of errors that are no EdgeLLMError nothing is told.
+    `fields` are the request's fields by the names that errors of parameters begin with, perhaps a part of one
+    (".function") by its name in places; where an error begins with no field, it is of what was asked (`fields[""]`). Of
+    errors that are no EdgeLLMError nothing is told.
     """
     if isinstance(error, HTTPError):
         return error
@@ -63,10 +65,11 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
         return HTTPError(400, message, param=fields.get(""), code="invalid_image")
     if isinstance(error, (RequestError, ChatTemplateError)):
         match = _FIELD.match(message)
-        name = match[1] if match is not None else ""
-        if name in fields:
-            message = fields[name] + message[len(name) :]
-        return HTTPError(400, message, param=fields.get(name, fields.get("")))
+        if match is None or match[1] not in fields:
+            return HTTPError(400, message, param=fields.get(""))
+        parts = (fields.get(part, part) for part in re.findall(r"\.\w+|\[\d+\]", match[2]))
+        place = "".join([fields[match[1]], *parts])
+        return HTTPError(400, place + message[match.end() :], param=place)
     if isinstance(error, EdgeLLMError):
         return HTTPError(500, message, code="engine_error")
     return HTTPError(500, f"the server has failed with {type(error).__name__}: its log says more", code="server_error")

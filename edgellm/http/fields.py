@@ -29,6 +29,8 @@ HARMLESS = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("prompt_cache_options", "prediction"),
 )
+#: Fields that go into a `Request` as they are.
+TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 #: What `reasoning_effort` may be; the first lets a model that can choose answer at once.
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 #: The engine looks for each stop string after each token.
@@ -308,7 +310,7 @@ def chat(body: bytes, model: ServedModel) -> Asked:
         check = replace(params, logprobs=0)
         params = checked("top_logprobs", lambda count: replace(check, logprobs=count), top or 0, "logprobs")
     params = structured(params, "response_format", fields.take("response_format", dict, "an object"))
-    refuse_tools(fields)
+    tools = {name: fields.take(name) for name in TOOLS}
     fields.only("modalities", ["text"], why="answers are text")
     for each in ("audio", "functions", "function_call", "web_search_options", "moderation", "verbosity"):
         fields.refuse(each, "there is nothing here that does it")
@@ -324,29 +326,28 @@ def chat(body: bytes, model: ServedModel) -> Asked:
         "params": params,
         "adapter": adapter,
         "deadline": deadline,
+        **tools,
     }
     request |= {"template_variables": variables, "continue_final_message": continued}
-    return asked("messages", fields, name, request, stream, include_usage)
+    return asked({"": "messages", "structure": "response_format"}, fields, name, request, stream, include_usage)
 
 
 def asked(
-    prompt: str, fields: Fields, model: str, request: dict[str, Any], stream: bool, include_usage: bool = False
+    named: Mapping[str, str],
+    fields: Fields,
+    model: str,
+    request: dict[str, Any],
+    stream: bool = False,
+    include_usage: bool = False,
 ) -> Asked:
-    """What was asked, of the fields of a `Request`; `prompt` is the field that has its prompt. Raises HTTPError."""
-    names = {name: name for name in (*SAMPLING, "deadline", "continue_final_message")} | {"": prompt}
+    """What was asked, of the fields of a `Request`; `named` are fields that the body calls otherwise, and "" is the one
+    that has the prompt. Raises HTTPError."""
+    names = {name: name for name in (*SAMPLING, *TOOLS, "deadline", "continue_final_message")} | dict(named)
     try:
         found = Request(**request)
     except RequestError as error:
         raise http_error(error, names) from error
     return Asked(found, model, stream, include_usage, tuple(fields.ignored), names)
-
-
-def refuse_tools(fields: Fields) -> None:
-    """The fields of tools. They go into `Request(tools=...)`, and the calls come out of `answers.AnswerReader`."""
-    why = "the server does not read calls of tools from answers yet"
-    fields.refuse("tools", why)
-    fields.only("tool_choice", "none", "auto", why=why)
-    fields.only("parallel_tool_calls", True, False, why=why)
 
 
 def completion(body: bytes, model: ServedModel) -> Asked:
@@ -365,7 +366,7 @@ def completion(body: bytes, model: ServedModel) -> Asked:
     prompt = single_prompt(fields.take("prompt"), model)
     fields.end()
     request = {"prompt": prompt, "params": params, "adapter": adapter, "deadline": deadline}
-    return asked("prompt", fields, name, request, stream, include_usage)
+    return asked({"": "prompt"}, fields, name, request, stream, include_usage)
 
 
 def single_prompt(prompt: Any, model: ServedModel) -> str | Sequence[int]:
@@ -385,15 +386,14 @@ def single_prompt(prompt: Any, model: ServedModel) -> str | Sequence[int]:
 
 
 def tokens(body: bytes, model: ServedModel) -> Asked:
-    """A request to `/tokenize`: a `prompt`, or `messages`. Raises HTTPError."""
+    """A request to `/tokenize`: a `prompt`, or `messages`, perhaps with `tools`. Raises HTTPError."""
     fields = Fields(body)
     adapter = model.adapter_of(fields.take("model") or model.name)
     prompt, messages = fields.take("prompt"), fields.take("messages")
-    variables = template_variables(fields)
+    request = {"adapter": adapter, "tools": fields.take("tools"), "template_variables": template_variables(fields)}
     fields.end()
     if (prompt is None) == (messages is None):
         raise HTTPError(400, "give a prompt or messages, one of them", param="prompt")
     if messages is None:
-        return asked("prompt", fields, model.name, {"prompt": single_prompt(prompt, model), "adapter": adapter}, False)
-    request = {"messages": with_images(fields, messages, model), "adapter": adapter, "template_variables": variables}
-    return asked("messages", fields, model.name, request, False)
+        return asked({"": "prompt"}, fields, model.name, {"prompt": single_prompt(prompt, model), **request})
+    return asked({"": "messages"}, fields, model.name, {"messages": with_images(fields, messages, model), **request})

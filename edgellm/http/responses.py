@@ -1,10 +1,10 @@
-"""`/v1/responses`, as far as text and images that the request has itself: nothing is stored."""
+"""`/v1/responses`, as far as text, images and functions that the request has itself: nothing is stored."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,13 @@ from edgellm.errors import shown
 from edgellm.http.answers import FINISH_REASONS, AnswerReader, Piece, event, logprob_objects
 from edgellm.http.errors import HTTPError
 from edgellm.http.fields import (
+    TOOLS,
     Asked,
     Fields,
     ServedModel,
     asked,
     checked,
     common,
-    refuse_tools,
     sampling,
     stream_options,
     structured,
@@ -27,9 +27,17 @@ from edgellm.http.fields import (
 )
 from edgellm.requests import Response
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.tools.calls import ToolCallDelta
+from edgellm.tools.characters import is_object
 
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
+#: Items of the output by type: what their ids begin with, what they begin as, and the part that has their text.
+_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
+    "reasoning": ("rs", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
+    "message": ("msg", {"role": "assistant", "content": []}, {"type": "output_text", "text": "", "annotations": []}),
+    "function_call": ("fc", {"arguments": ""}, None),
+}
 
 
 def response_request(body: bytes, model: ServedModel) -> Asked:
@@ -45,13 +53,13 @@ def response_request(body: bytes, model: ServedModel) -> Asked:
         params = checked("top_logprobs", lambda count: replace(params, logprobs=count), top or 0, "logprobs")
     text = fields.take("text", dict, "an object") or {}
     params = _with_text_format(fields, params, text)
-    refuse_tools(fields)
+    tools = {name: fields.take(name) for name in TOOLS}
     why = "answers are not stored: send all of the conversation as input"
     for each in ("previous_response_id", "conversation", "prompt", "context_management"):
         fields.refuse(each, why)
     fields.only("background", False, why=why)
     fields.only("truncation", "disabled", why="conversations are not cut: leave out what is to go")
-    fields.refuse("max_tool_calls", "there are no tools here")
+    fields.refuse("max_tool_calls", "it counts calls of a server's own tools, and there are none here")
     stream_options(fields, stream)
     reasoning = fields.take("reasoning", dict, "an object") or {}
     fields.ignored += [f"reasoning.{each}" for each in reasoning if each != "effort" and reasoning[each] is not None]
@@ -60,9 +68,19 @@ def response_request(body: bytes, model: ServedModel) -> Asked:
     messages = with_images(fields, input_messages(fields.take("input"), instructions), model, "input")
     fields.end()
     request = {"messages": messages, "params": params, "adapter": adapter, "deadline": deadline}
-    found = asked("input", fields, name, request | {"template_variables": variables}, stream)
+    request |= {**tools, "tool_choice": _tool_choice(tools["tool_choice"]), "template_variables": variables}
+    named = {"": "input", "structure": "text.format", ".function": ""}  # functions of tools are flat
+    found = asked(named, fields, name, request, stream)
     echoed = {"instructions": instructions, "metadata": metadata or {}, "text": text or {"format": {"type": "text"}}}
+    echoed |= {each: tools[each] for each in tools if tools[each] is not None}
     return replace(found, echoed=echoed)
+
+
+def _tool_choice(given: Any) -> Any:
+    """A choice as requests to the engine have it: of a function's name beside its type."""
+    if isinstance(given, dict) and set(given) == {"type", "name"}:
+        return {"type": given["type"], "function": {"name": given["name"]}}
+    return given
 
 
 def _with_text_format(fields: Fields, params: Any, text: Mapping[str, Any]) -> Any:
@@ -107,9 +125,10 @@ def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
             entry = {"id": item.get("call_id"), "type": "function", "function": call}
             if not all(isinstance(each, str) for each in (*call.values(), entry["id"])):
                 raise HTTPError(400, f"{what} has no call_id, name or arguments: expected texts", param="input")
-            if not messages or "tool_calls" not in messages[-1]:
-                messages.append({"role": "assistant", "content": None, "tool_calls": []})
-            messages[-1]["tool_calls"].append(entry)
+            if not messages or messages[-1]["role"] != "assistant" or reasoning:
+                thought, reasoning = {"reasoning_content": reasoning} if reasoning else {}, ""
+                messages.append({"role": "assistant", "content": None, **thought})
+            messages[-1].setdefault("tool_calls", []).append(entry)
         elif kind == "function_call_output":
             if not isinstance(item.get("call_id"), str):
                 raise HTTPError(400, f"{what} has no call_id: expected that of the call", param="input")
@@ -185,6 +204,8 @@ class ResponseWriter:
 
     def piece(self, piece: Piece) -> Iterator[bytes]:
         """See `Writer`."""
+        goes_on = bool(piece.calls) and piece.calls[0].name is None  # with a call: what else there is, is behind that
+        yield from self._called(piece.calls[:goes_on])
         if piece.reasoning:
             yield from self._opened("reasoning")
             yield from self._added("response.reasoning_text.delta", piece.reasoning)
@@ -193,6 +214,7 @@ class ResponseWriter:
             logprobs = logprob_objects(self._tokenizer, piece.logprobs)
             self._logprobs += logprobs
             yield from self._added("response.output_text.delta", piece.content, logprobs=logprobs)
+        yield from self._called(piece.calls[goes_on:])
 
     def end(self, response: Response) -> Iterator[bytes]:
         """See `Writer`."""
@@ -205,47 +227,63 @@ class ResponseWriter:
         failed = self._object("failed") | {"error": {"code": "server_error", "message": error.message}}
         yield self._event("response.failed", response=failed)
 
-    def _opened(self, kind: str) -> Iterator[bytes]:
-        """Begin an item of the output, where it is not under way."""
-        if self._open is not None and self._open["type"] == kind:
+    def _called(self, deltas: Sequence[ToolCallDelta]) -> Iterator[bytes]:
+        for call in deltas:
+            if call.name is not None:
+                yield from self._opened("function_call", call_id=call.id, name=call.name)
+            if call.arguments:
+                yield from self._added("response.function_call_arguments.delta", call.arguments)
+
+    def _opened(self, kind: str, **call: Any) -> Iterator[bytes]:
+        """Begin an item of the output, where it is not under way; a `call` is always one of its own."""
+        if self._open is not None and self._open["type"] == kind and not call:
             return
         yield from self._close()
-        if kind == "reasoning":
-            item: dict[str, Any] = {"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": []}
-            part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
-        else:
-            item = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
-            part = {"type": "output_text", "text": "", "annotations": []}
-        item |= {"status": "in_progress", "content": []}
-        yield self._event("response.output_item.added", output_index=len(self._output), item=dict(item))
-        yield self._event("response.content_part.added", **self._place(item), part=dict(part))
-        self._open = item | {"content": [part]}
+        prefix, own, part = _ITEMS[kind]
+        item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **own, **call}
+        yield self._event("response.output_item.added", output_index=len(self._output), item=item)
+        if part is not None:
+            yield self._event("response.content_part.added", **self._place(item), part=part)
+            item = item | {"content": [dict(part)]}
+        self._open = item
 
     def _added(self, name: str, text: str, **more: Any) -> Iterator[bytes]:
-        assert self._open is not None
-        self._open["content"][0]["text"] += text
-        yield self._event(name, **self._place(self._open), delta=text, **more)
+        item = self._open
+        assert item is not None
+        if "content" in item:
+            item["content"][0]["text"] += text
+        else:
+            item["arguments"] += text
+        yield self._event(name, **self._place(item), delta=text, **more)
 
     def _close(self, response: Response | None = None) -> Iterator[bytes]:
         """End the item that is under way; where a `response` ends it, it may be cut."""
         if self._open is None:
             return
         item, place = self._open, self._place(self._open)
-        part = item["content"][0]
-        if item["type"] == "message":
-            if self._logprobs:
-                part["logprobs"] = self._logprobs
-            yield self._event("response.output_text.done", **place, text=part["text"], logprobs=self._logprobs)
+        is_cut = response is not None and _is_cut(response)
+        if "content" in item:
+            part = item["content"][0]
+            if item["type"] == "message":
+                if self._logprobs:
+                    part["logprobs"], self._logprobs = self._logprobs, []
+                yield self._event(
+                    "response.output_text.done", **place, text=part["text"], logprobs=part.get("logprobs", [])
+                )
+            else:
+                yield self._event("response.reasoning_text.done", **place, text=part["text"])
+            yield self._event("response.content_part.done", **place, part=part)
         else:
-            yield self._event("response.reasoning_text.done", **place, text=part["text"])
-        yield self._event("response.content_part.done", **place, part=part)
-        item["status"] = "incomplete" if response is not None and _is_cut(response) else "completed"
+            is_cut = not is_object(item["arguments"])
+            yield self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])
+        item["status"] = "incomplete" if is_cut else "completed"
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         self._open = None
 
     def _place(self, item: Mapping[str, Any]) -> dict[str, Any]:
-        return {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+        place = {"item_id": item["id"], "output_index": len(self._output)}
+        return place | {"content_index": 0} if "content" in item else place
 
     def _event(self, name: str, **values: Any) -> bytes:
         self._number += 1
@@ -276,8 +314,8 @@ class ResponseWriter:
             "incomplete_details": None,
             "model": self._asked.model,
             "output": list(self._output),
-            "parallel_tool_calls": False,
-            "tool_choice": "none",
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
             "tools": [],
             "temperature": params.temperature,
             "top_p": params.top_p,

@@ -147,15 +147,17 @@ def structure_of(value: Any) -> Structure:
 def structure_of_response_format(value: Any) -> Structure | None:
     """The structure of a `response_format` in the form of OpenAI's API; None for {"type": "text"} and for None.
 
-    Of a "json_schema" only its "schema" counts: what is taken is enforced, "strict" or not.
+    Of a "json_schema" only its "schema" counts: what is taken is enforced, "strict" or not. A "json_object" may have a
+    schema, too, under one of the names that clients of other servers give it: "schema" or "value".
     """
     if value is None:
         return None
     if isinstance(value, type):  # as OpenAI's own client takes a class
         return Structure(json=value)
     kind = value.get("type") if isinstance(value, Mapping) else None
-    known = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
-    if not isinstance(kind, str) or kind not in known or set(value) - known[kind]:
+    objects: list[set[str]] = [set(), {"schema"}, {"value"}]
+    known = {"text": objects[:1], "json_object": objects, "json_schema": [{"json_schema"}]}
+    if not isinstance(kind, str) or set(value) - {"type"} not in known.get(kind, []):
         raise RequestError(
             f"response_format is {shown(value)}: expected {{'type': 'text'}}, {{'type': 'json_object'}} or "
             "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': ...}}"
@@ -163,7 +165,8 @@ def structure_of_response_format(value: Any) -> Structure | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        return Structure(json_object=True)
+        schema = value.get("schema", value.get("value"))
+        return Structure(json_object=True) if schema is None else Structure(json=schema)
     described = value.get("json_schema")
     extra = set(described) - {"name", "description", "schema", "strict"} if isinstance(described, Mapping) else {"none"}
     if extra or "schema" not in described:

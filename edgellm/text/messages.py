@@ -215,10 +215,9 @@ def require_tools_shown(tools: Sequence[Mapping[str, Any]] | None, names: frozen
     """Raise RequestError for tools of which the chat template of `origin`, which reads the variables `names`, would
     tell the model nothing."""
     if tools and "tools" not in names:
-        counted = "1 tool" if len(tools) == 1 else f"{len(tools)} tools"
         raise RequestError(
-            f"the request has {counted}, but the chat template of {origin} never reads tools, so that the model would "
-            "not know of them: leave them out, describe them in the system prompt, or take a model or a template "
+            f"tools are given, but the chat template of {origin} never reads them, so that the model would not know of "
+            "them: leave them out, describe them in the system prompt, or take a model or a template "
             "(--chat-template FILE) that knows tools"
         )
 

@@ -183,9 +183,9 @@ class Tokenizer:
         """Where the chat template is from, for messages; raises TemplateError where there is none."""
         return self._required_template().origin
 
-    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True, shown_ids: Iterable[int] = ()) -> str:
         """The text of ids; equals what a `Detokenizer` gives for the same ids. Unknown ids have no text."""
-        detokenizer = self.detokenizer(skip_special_tokens)
+        detokenizer = self.detokenizer(skip_special_tokens, shown_ids)
         return "".join([*map(detokenizer.push, _checked_ids(token_ids)), detokenizer.finish()])
 
     def detokenizer(self, skip_special_tokens: bool = True, shown_ids: Iterable[int] = ()) -> Detokenizer:

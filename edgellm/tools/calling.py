@@ -25,10 +25,9 @@ logger = logging.getLogger("edgellm.tools")
 
 
 class Calling(NamedTuple):
-    """What the calls of one answer need: its reader, the marks that it has to see, and what makes the rules."""
+    """What the calls of one answer need: its reader, and what makes the rules."""
 
     reader: ToolReader
-    shown_ids: tuple[int, ...]
     rules: Callable[[Callable[[], GrammarVocabulary]], TokenConstraint | None]
 
 
@@ -78,8 +77,8 @@ class ToolCalling:
         }
         marks = reasoning_marks(self._tokenizer)
         state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
-        reader = ToolReader(found, choice.schemas(), marks, state)
-        return Calling(reader, tuple(special.values()), partial(_constraint, found, choice, special))
+        reader = ToolReader(found, choice.schemas(), marks, state, special.values())
+        return Calling(reader, partial(_constraint, found, choice, special))
 
 
 def _constraint(

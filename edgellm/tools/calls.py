@@ -67,6 +67,11 @@ def joined_deltas(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     return tuple(found.values())
 
 
+def all_deltas(calls: Iterable[ToolCall]) -> tuple[ToolCallDelta, ...]:
+    """Calls as a stream has them that comes in one piece."""
+    return tuple(ToolCallDelta(index, call.id, call.name, call.arguments) for index, call in enumerate(calls))
+
+
 def shown_calls(deltas: Iterable[ToolCallDelta], calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     """Of the `calls` of an answer what its first deltas have shown."""
     shown = joined_deltas(deltas)
@@ -111,7 +116,7 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
         return None
     places: dict[str, int] = {}
     if len(tools) > MOST_TOOLS:
-        raise RequestError(f"the request has {len(tools)} tools: expected at most {MOST_TOOLS}")
+        raise RequestError(f"tools has {len(tools)} entries: expected at most {MOST_TOOLS}")
     for place, tool in enumerate(tools):
         found = tool["function"]["name"]
         if not _NAME.fullmatch(found):

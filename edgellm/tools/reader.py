@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from edgellm.structure.reasoning import ReasoningMarks, ReasoningState
@@ -63,10 +63,13 @@ class ToolReader(CharacterReader):
         schemas: Mapping[str, Any],
         marks: ReasoningMarks | None = None,
         reasoning: ReasoningState = "closed",
+        shown_ids: Iterable[int] = (),
     ) -> None:
         """`schemas` are those of the tools' arguments, by name. A model with reasoning `marks` calls nothing while it
-        thinks; `reasoning` is how that stands where the answer begins."""
+        thinks; `reasoning` is how that stands where the answer begins. `shown_ids` are the special tokens whose text it
+        has to see."""
         super().__init__()
+        self.shown_ids = frozenset(shown_ids)
         self._format, self._schemas, self._marks = tool_format, schemas, marks
         self._thinks, self._may_think = reasoning == "open", reasoning == "undecided"
         self._deltas: list[ToolCallDelta] = []

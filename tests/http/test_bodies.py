@@ -33,7 +33,17 @@ READERS: dict[str, Callable[[bytes, ServedModel], Asked]] = {
 }
 NAMES = sorted(
     {*fields.SAMPLING, *fields.HARMLESS, "model", "stream", "n", "deadline", "max_tokens", "max_completion_tokens"}
-    | {"messages", "prompt", "input", "logprobs", "top_logprobs", "response_format", "tools", "stream_options", "text"}
+    | {
+        "messages",
+        "prompt",
+        "input",
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        *fields.TOOLS,
+        "stream_options",
+        "text",
+    }
     | {
         "reasoning",
         "reasoning_effort",
@@ -56,6 +66,9 @@ KEYS = (
     "format",
     "effort",
     "output",
+    "function",
+    "name",
+    "parameters",
     "1",
 )
 KINDS = (
@@ -67,6 +80,8 @@ KINDS = (
     "input_text",
     "reasoning",
     "function_call",
+    "function",
+    "required",
     "m",
     "a",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.structure.reasoning import ReasoningState, reasoning_marks
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from edgellm.tools.calls import joined_deltas
+from edgellm.tools.formats import tool_format
+from edgellm.tools.reader import ToolReader
 
 MARKS = ["<think>", "</think>"]
 
@@ -98,3 +102,40 @@ def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
     found = writer.whole(reader.read(Chunk(response.text, tuple(ids))), response)
     assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
     assert found["output"][0]["content"] == [{"type": "reasoning_text", "text": "hello"}]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 40, 100])
+def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
+    """Also where the model thinks of calls, whose marks are special tokens that are shown."""
+    library = byte_level()
+    library.add_special_tokens([*MARKS, "<tool_call>", "</tool_call>"])
+    tokenizer = Tokenizer(library)
+    call = '<tool_call>{"name": "stop", "arguments": {"at": "once"}}</tool_call>'
+    ids = encoded(tokenizer, f"<think>how? {call}</think>hello {call}\n{call} world")
+    marks = reasoning_marks(tokenizer)
+    shown = [mark for mark in map(tokenizer.token_to_id, ("<tool_call>", "</tool_call>")) if mark is not None]
+    calls = ToolReader(tool_format("hermes"), {"stop": {}}, marks, "undecided", shown)
+    answer = OutputText(tokenizer.detokenizer(shown_ids=shown), calls=calls)
+    reader = AnswerReader(tokenizer, answer, marks, "undecided", shown)
+    request = Request(messages=[{"role": "user", "content": "x"}], params=SamplingParams())
+    writer = ResponseWriter(Asked(request, "m", True), tokenizer, reader)
+    pieces, events = [], b""
+    for start in range(0, len(ids), size):
+        part = ids[start : start + size]
+        text = "".join(map(answer.push, part))
+        pieces.append(reader.read(Chunk(text, tuple(part), tool_calls=calls.take_deltas())))
+        events += b"".join(writer.piece(pieces[-1]))
+    rest = answer.finish("stop")
+    pieces.append(reader.read(Chunk(rest, (), tool_calls=calls.take_deltas())))
+    assert "".join(piece.reasoning for piece in pieces) == f"how? {call}"
+    assert "".join(piece.content for piece in pieces) == "hello world"
+    deltas = joined_deltas([delta for piece in pieces for delta in piece.calls])
+    assert [(each.name, each.arguments) for each in deltas] == [("stop", '{"at": "once"}')] * 2
+    response = Response(answer.text, tuple(ids), "tool_calls", Usage(1, 0, len(ids)), Timings(0, 0, 0, 0))
+    events += b"".join([*writer.piece(pieces[-1]), *writer.end(response)])
+    output = json.loads(events.rpartition(b"data: ")[2])["response"]["output"]
+    assert [item["type"] for item in output[:3]] == ["reasoning", "message", "function_call"]
+    assert {item["status"] for item in output} == {"completed"}
+    called = [item["arguments"] for item in output if item["type"] == "function_call"]
+    said = [item["content"][0]["text"] for item in output if item["type"] == "message"]
+    assert called == ['{"at": "once"}'] * 2 and "".join(said) == "hello world"

@@ -288,6 +288,8 @@ def test_short_forms_and_response_formats():
         structure_of("x")
     assert structure_of_response_format(None) is None is structure_of_response_format({"type": "text"})
     assert structure_of_response_format({"type": "json_object"}) == Structure(json_object=True)
+    for name in ("schema", "value"):
+        assert structure_of_response_format({"type": "json_object", name: POINT}) == Structure(json=POINT)
     described = {"name": "point", "schema": POINT, "strict": True, "description": "A point."}
     assert structure_of_response_format({"type": "json_schema", "json_schema": described}) == Structure(json=POINT)
     assert structure_of_response_format(Model) == Structure(json=Model)
@@ -301,6 +303,7 @@ def test_short_forms_and_response_formats():
         {"type": ["text"]},
         {"type": "text", "more": 1},
         {"type": "json_schema"},
+        {"type": "json_object", "schema": {}, "value": {}},
         {"type": "json_schema", "json_schema": {"name": "x"}},
         {"type": "json_schema", "json_schema": {"schema": {}, "other": 1}},
     ],

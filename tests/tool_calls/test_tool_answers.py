@@ -251,7 +251,7 @@ def named(name: Any, **more: Any) -> dict[str, Any]:
         ({"tools": [LOOK, STOP, LOOK]}, r"tools\[2\].function.name is 'look', as that of tools\[0\]"),
         ({"tools": [named("look at")]}, r"tools\[0\].function.name is 'look at': expected 1 to 64 letters"),
         ({"tools": [named("x" * 65)]}, r"tools\[0\].function.name is 'xxx"),
-        ({"tools": [named(f"t{n}") for n in range(129)]}, "has 129 tools: expected at most 128"),
+        ({"tools": [named(f"t{n}") for n in range(129)]}, "tools has 129 entries: expected at most 128"),
         ({"tools": TOOLS, "tool_choice": "lok"}, "names the tool 'lok', which the request has not.*mean look"),
         ({"tools": TOOLS, "tool_choice": 5}, "tool_choice is 5: expected 'auto'"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {}}}, "tool_choice is "),
@@ -272,7 +272,7 @@ def named(name: Any, **more: Any) -> dict[str, Any]:
             {"tools": [STOP, named("a", parameters={"type": "object", "properties": {"x": {"not": {}}}})]},
             r"tools\[1\].function.parameters: .*#/properties/x, has the keyword 'not', .*strict to false",
         ),
-        ({"tools": TOOLS, "structure": "json_object"}, "has a structure and tools with the tool_choice 'auto'"),
+        ({"tools": TOOLS, "structure": "json_object"}, "structure and tools are given with the tool_choice 'auto'"),
     ],
 )
 def test_bad_input_is_refused_by_place(given: dict[str, Any], error: str) -> None:

@@ -1,48 +1,82 @@
 """A robot's main loop with a language model in it.
 
 The camera's callback keeps its rate while an answer is computed in the model's thread: it takes what has been said so
-far, without waiting, and acts when an answer is complete. An obstacle in the picture cancels an answer at once, which
-frees the model for the next instruction. Run it: python tools/examples/robot_loop.py
+far, without waiting, and acts when an answer is complete. Questions are answered in words; a command, which is spoken
+with a button held down, is answered by a call of one of the robot's tools, whatever the model would rather say. An
+obstacle in the picture cancels an answer at once, which frees the model for the next instruction.
+Run it: python tools/examples/robot_loop.py
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from edgellm.generation import Generation
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
+from edgellm.text.template import ChatTemplate
 
 CAMERA_RATE = 30.0  # pictures a second
 ANSWER_SECONDS = 5.0  # an answer that takes longer is of no use
+OBJECTS = ["red cup", "blue cup", "white bowl", "yellow banana", "green apple", "wooden spoon"]
+PICK = {
+    "name": "pick",
+    "description": "Pick up an object from the table.",
+    "parameters": {
+        "type": "object",
+        "properties": {"object": {"enum": OBJECTS}},
+        "required": ["object"],
+        "additionalProperties": False,
+    },
+}
+#: For a model that was taught no tools: the grammar alone holds it to a call.
+CALLS = """{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}{% if loop.first and tools %}
+
+Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endif %}
+{%- for call in message.tool_calls or [] %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What the camera saw: whether something is in the way, and what was heard meanwhile."""
+    """What the camera saw: whether something is in the way; and what was heard meanwhile, perhaps as a command."""
 
     number: int
     obstacle: bool = False
     heard: str | None = None
+    command: bool = False
 
 
 @dataclass
 class Robot:
     """Listens, speaks and acts. No method waits for an answer: at most, a new instruction waits for the round of a
-    cancelled one to end."""
+    cancelled one to end.
+
+    `act` is called with the name of a tool and its arguments.
+    """
 
     llm: LLM
     system_prompt: str
     say: Callable[[str], None]
-    act: Callable[[dict[str, Any]], None]
+    act: Callable[[str, dict[str, Any]], None]
     answers: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._session = self.llm.create_session(self.system_prompt, SamplingParams(max_tokens=120))
+        if "tools" not in self.llm.tokenizer.template_variables():
+            self.llm.tokenizer.chat_template = ChatTemplate({"default": CALLS}, "the robot's template")
+        adapter = "tools" if "tools" in self.llm.adapters else None  # which was taught to call
+        params = SamplingParams(max_tokens=120)
+        self._session = self.llm.create_session(
+            self.system_prompt, params, adapter, tools=[PICK], parallel_tool_calls=False
+        )
         self._answer: Generation | None = None
         self._text = ""
 
@@ -57,16 +91,17 @@ class Robot:
             self.emergency_stop()
         self._take_what_was_said()
         if attached_image.heard is not None:
-            self.hear(attached_image.heard)
+            self.hear(attached_image.heard, attached_image.command)
 
-    def hear(self, instruction: str) -> None:
+    def hear(self, instruction: str, command: bool = False) -> None:
         """A new instruction takes the place of one that is being answered."""
         self._give_up()
+        self._session.tool_choice = "required" if command else "none"
         self._answer, self._text = self._session.stream(instruction, deadline=ANSWER_SECONDS), ""
 
     def emergency_stop(self) -> None:
         """Stop moving, and stop thinking about what to do next."""
-        self.act({"action": "stop"})
+        self.act("stop", {})
         self._give_up()
 
     def _take_what_was_said(self) -> None:
@@ -78,29 +113,19 @@ class Robot:
             self._text += chunk.text
             self.say(chunk.text)
         if finished:
-            complete = self._answer.result().finish_reason == "stop"
-            self._answer = None
+            response, self._answer = self._answer.result(), None
             self.answers.append(self._text)
-            action = action_in(self._text) if complete else None
-            if action is not None:
-                self.act(action)
+            for call in response.tool_calls:
+                if call.parsed is not None:  # None: the deadline has cut it
+                    self.act(call.name, call.parsed)
+                    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
+                    self._session.replace([*self._session.messages, result])
 
     def _give_up(self) -> None:
         """Nothing that was said so far is acted on."""
         if self._answer is not None:
             self._answer.cancel()
             self._answer = None
-
-
-def action_in(answer: str) -> dict[str, Any] | None:
-    """The action in an answer, which is a line of JSON; None where there is none."""
-    for line in answer.splitlines():
-        if line.startswith("{"):
-            try:
-                return json.loads(line)
-            except ValueError:
-                return None
-    return None
 
 
 def run(robot: Robot, camera: Iterable[Picture], rate: float = CAMERA_RATE) -> list[float]:
@@ -118,13 +143,13 @@ def run(robot: Robot, camera: Iterable[Picture], rate: float = CAMERA_RATE) -> l
 def kitchen_table(robot: Robot) -> Iterator[Picture]:
     """A scene: a question, a command, and a hand that comes in the way while the robot thinks about a third."""
     number = 0
-    for heard, dangerous in (
-        ("What is on the table?", False),
-        ("Please pick up the red cup.", False),
-        ("Now put it next to the white bowl.", True),
-        ("What is your battery level?", False),
+    for heard, command, dangerous in (
+        ("What is on the table?", False, False),
+        ("Please pick up the red cup.", True, False),
+        ("Now take the green apple.", True, True),
+        ("What is your battery level?", False, False),
     ):
-        yield Picture(number, heard=heard)
+        yield Picture(number, heard=heard, command=command)
         while robot.is_answering:
             number += 1
             yield Picture(number, obstacle=dangerous)
@@ -135,7 +160,7 @@ def main() -> None:
     with LLM() as llm:
         system_prompt = llm.default_system_prompt
         llm.cache_system_prompt(system_prompt)
-        robot = Robot(llm, system_prompt, lambda text: print(text, end="", flush=True), lambda act: print("\n->", act))
+        robot = Robot(llm, system_prompt, partial(print, end="", flush=True), partial(print, "\n->"))
         spent = run(robot, kitchen_table(robot))
         print(f"\n{len(spent)} pictures; the callback took {1000 * max(spent):.1f} ms at most")
         print(f"requests by their end: {llm.metrics()['requests']['finished']}")
