@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
-import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -100,7 +101,8 @@ class Page:
         self._home = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
         root = ["--no-sandbox"] if os.geteuid() == 0 else []
         command = [path, *_OPTIONS, *root, *options, f"--user-data-dir={self._home.name}"]
-        self._process = subprocess.Popen([*command, "about:blank"], stderr=subprocess.PIPE, text=True)
+        quiet = subprocess.DEVNULL  # its processes hold on to what they inherit
+        self._process = subprocess.Popen([*command, "about:blank"], stdout=quiet, stderr=quiet, start_new_session=True)
         self._seconds, self._last = seconds, 0
         self.requested: list[str] = []
         self.wrong: list[str] = []
@@ -118,13 +120,13 @@ class Page:
             raise
 
     def _address(self) -> str:
-        assert self._process.stderr is not None
-        said = ""
-        for line in self._process.stderr:
-            said += line
-            if match := re.search(r"DevTools listening on (ws://\S+)", line):
-                return match[1]
-        raise ConnectionError(f"the browser did not start: {said}")
+        """The address of the port, which the browser writes down as soon as it listens."""
+        written, until = Path(self._home.name, "DevToolsActivePort"), time.monotonic() + self._seconds
+        while not written.is_file() or len(lines := written.read_text("ascii").split()) < 2:
+            if self._process.poll() is not None or time.monotonic() > until:
+                raise ConnectionError(f"the browser did not start: {' '.join(map(str, self._process.args))}")
+            time.sleep(0.02)
+        return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
 
     def call(self, method: str, **parameters: Any) -> Any:
         """The result of a method of DevTools. Raises RuntimeError where it fails."""
@@ -239,8 +241,9 @@ class Page:
         """End the browser."""
         if hasattr(self, "_socket"):
             self._socket.close()
-        self._process.kill()
-        self._process.communicate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         self._home.cleanup()
 
     def __enter__(self) -> Page:

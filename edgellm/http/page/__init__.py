@@ -21,7 +21,6 @@ POLICY = (
 _HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": POLICY,
-    "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(self), microphone=(), geolocation=()",
     "referrer-policy": "no-referrer",

@@ -18,7 +18,6 @@ let running = null;
 let pictures = [];
 
 // ---- Turns
-
 /** The messages of a request: what was answered before a turn, and that. */
 function messages(turn) {
   const found = find("system").value.trim() ? [{ role: "system", content: find("system").value }] : [];
@@ -46,11 +45,12 @@ function draw(turn) {
   find("turns").append(turn.element);
 }
 
-function picture(url, text) {
-  const image = made("img");
-  image.src = url;
-  image.alt = text;
-  return image;
+const picture = (src, alt) => Object.assign(made("img"), { src, alt });
+
+function button(text, act) {
+  const found = Object.assign(made("button", "quiet", text), { type: "button" });
+  found.addEventListener("click", act);
+  return found;
 }
 
 /** Show what there is of an answer, and follow it where its end was in sight. */
@@ -65,8 +65,7 @@ function update(turn) {
   return 0;
 }
 
-const ENDS = { length: "ended at the most tokens", deadline: "ended at its deadline", stopped: "stopped" };
-ENDS.context = "ended where the context is full";
+const ENDS = { length: "ended at the most tokens", context: "ended where the context is full", stopped: "stopped" };
 
 /** What an answer took, as one line. */
 function facts({ usage, finish }, times) {
@@ -88,10 +87,7 @@ async function ask(turn) {
   if (body === null || running) return;
   Object.assign(turn, { answer: "", reasoning: "", finish: null, usage: null, finished: false });
   turn.element.querySelector(".failed")?.remove();
-  running = new AbortController();
-  setRunning(true);
-  turn.answered.setAttribute("aria-busy", "true");
-  turn.answered.classList.add("waits");
+  setRunning(turn, new AbortController());
   const times = { begin: performance.now() };
   let frame = 0;
   try {
@@ -114,18 +110,13 @@ async function ask(turn) {
   cancelAnimationFrame(frame);
   turn.finished = true;
   turn.facts.textContent = facts(turn, times);
-  turn.answered.classList.remove("waits");
-  turn.answered.removeAttribute("aria-busy");
   update(turn);
-  running = null;
-  setRunning(false);
+  setRunning(turn, null);
 }
 
 function fail(turn, error) {
   if (!(error instanceof ServerError)) console.error(error);
-  const again = made("button", "quiet", "Try again");
-  again.type = "button";
-  again.addEventListener("click", () => ask(turn));
+  const again = button("Try again", () => ask(turn));
   const failed = made("div", "failed", made("p", "wrong", error.message), again);
   failed.setAttribute("role", "alert");
   turn.answered.append(failed);
@@ -161,38 +152,29 @@ function readSchema() {
 }
 
 // ---- Pictures
-
 async function addFiles(files) {
   for (const file of [...files]) {
     try {
-      addPicture(await dataURL(file));
+      const url = await dataURL(file);
+      setPictures([...pictures, url]);
     } catch {
       write("notice", `${file.name}: the browser finds no picture in it.`);
     }
   }
 }
 
-function addPicture(url) {
-  pictures.push(url);
-  showPictures();
-  write("notice", "");
-  find("question").focus();
-}
-
-function showPictures() {
+/** Let the question have other pictures. */
+function setPictures(urls) {
+  pictures = urls;
   const items = pictures.map((url, index) => {
-    const remove = made("button", "quiet", "×");
-    remove.type = "button";
+    const remove = button("×", () => setPictures(pictures.filter((_, other) => other !== index)));
     remove.setAttribute("aria-label", `Remove picture ${index + 1}`);
-    remove.addEventListener("click", () => {
-      pictures = pictures.filter((_, other) => other !== index);
-      showPictures();
-      find("question").focus();
-    });
     return made("li", "", picture(url, `Picture ${index + 1}`), remove);
   });
   find("pictures").replaceChildren(...items);
+  write("notice", "");
   updateSend();
+  find("question").focus();
 }
 
 async function showCamera() {
@@ -209,11 +191,10 @@ function takePicture() {
   const url = cameraPicture(find("video"));
   if (url === null) return;
   find("camera-dialog").close();
-  addPicture(url);
+  setPictures([...pictures, url]);
 }
 
 // ---- The key
-
 /** What an action gives, asked again with another key as long as the server refuses the one it has. */
 async function withKey(action) {
   for (;;) {
@@ -247,7 +228,6 @@ function useKey(value) {
 }
 
 // ---- The server
-
 /** Fill in the models as soon as the server tells them. */
 async function showModels() {
   try {
@@ -285,11 +265,12 @@ function showWatch(seen) {
 }
 
 // ---- What the reader does
-
-function setRunning(is) {
-  find("stop").hidden = !is;
-  find("send").hidden = is;
-  updateSend();
+function setRunning(turn, controller) {
+  running = controller;
+  find("stop").hidden = !running;
+  find("send").hidden = Boolean(running);
+  turn.answered.setAttribute("aria-busy", String(Boolean(running)));
+  turn.answered.classList.toggle("waits", Boolean(running));
 }
 
 function updateSend() {
@@ -301,13 +282,11 @@ function send() {
   if (running || find("send").disabled) return;
   const turn = { text: find("question").value.trim(), pictures, answer: "" };
   if (request(turn) === null) return;
-  write("notice", "");
   find("welcome").hidden = true;
   turns.push(turn);
   draw(turn);
   find("question").value = "";
-  pictures = [];
-  showPictures();
+  setPictures([]);
   find("conversation").scrollTop = find("conversation").scrollHeight;
   ask(turn);
 }
@@ -320,12 +299,9 @@ function stop() {
 function begin() {
   running?.abort();
   turns = [];
-  pictures = [];
   find("turns").replaceChildren();
   find("welcome").hidden = false;
-  showPictures();
-  write("notice", "");
-  find("question").focus();
+  setPictures([]);
 }
 
 /** Show the settings, and let the reader write into one of them; "" closes them. Gives null. */
@@ -338,14 +314,9 @@ function openSettings(id) {
 
 const on = (id, event, act) => find(id).addEventListener(event, act);
 
-on("composer", "submit", (event) => {
-  event.preventDefault();
-  send();
-});
+on("composer", "submit", (event) => send(event.preventDefault()));
 on("question", "keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  send();
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event.preventDefault());
 });
 on("question", "input", updateSend);
 on("stop", "click", stop);

@@ -18,15 +18,10 @@ export class ServerError extends Error {
 
 /** The response to a request. Throws ServerError for one that is not answered, and where nobody answers. */
 async function request(path, options = {}) {
-  const headers = { ...options.headers };
-  if (key.get()) headers.authorization = `Bearer ${key.get()}`;
-  let response;
-  try {
-    response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new ServerError("The server does not answer.");
-  }
+  const headers = { ...options.headers, ...(key.get() && { authorization: `Bearer ${key.get()}` }) };
+  const response = await fetch(path, { ...options, headers, cache: "no-store", credentials: "omit" }).catch((error) => {
+    throw error.name === "AbortError" ? error : new ServerError("The server does not answer.");
+  });
   if (response.ok) return response;
   const said = await response.json().catch(() => null); // a proxy may have answered, with a page of its own
   let message = said?.error?.message ?? `${response.status} ${response.statusText}`;
@@ -35,35 +30,31 @@ async function request(path, options = {}) {
   throw new ServerError(message, response.status);
 }
 
-/** The data of each server-sent event of a response. */
+/** The data of each server-sent event of a response, which is one line. */
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { done, value } = await reader.read();
     if (done) return;
-    const found = (rest + value).split(/\r?\n\r?\n/);
-    rest = found.pop();
-    for (const event of found) {
-      const lines = event.split(/\r?\n/).filter((line) => line.startsWith("data:"));
-      if (lines.length) yield lines.map((line) => line.slice(5).replace(/^ /, "")).join("\n");
-    }
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) if (line.startsWith("data:")) yield line.slice(5).trim();
   }
 }
 
 /** The pieces of an answer: {content, reasoning, finish, usage}, each with what came of it. */
 export async function* answer(body, signal) {
-  const sent = { ...body, stream: true, stream_options: { include_usage: true } };
+  const sent = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } });
   const headers = { "content-type": "application/json" };
-  const options = { method: "POST", headers, body: JSON.stringify(sent), signal };
-  const response = await request("v1/chat/completions", options);
+  const response = await request("v1/chat/completions", { method: "POST", headers, body: sent, signal });
   try {
     for await (const data of events(response)) {
       if (data === "[DONE]") return;
       const { error, choices, usage } = JSON.parse(data);
       if (error) throw new ServerError(error.message);
       const { delta = {}, finish_reason, stop_reason } = choices[0] ?? {};
-      const finish = ["deadline", "context"].includes(stop_reason) ? stop_reason : finish_reason;
+      const finish = stop_reason === "context" ? stop_reason : finish_reason;
       yield { content: delta.content ?? "", reasoning: delta.reasoning_content ?? "", finish, usage };
     }
   } catch (error) {
@@ -80,11 +71,8 @@ export async function models() {
 
 /** How the server is: "loading", "ready", "ending", "failed", with an error where it has one. */
 async function health() {
-  try {
-    return await (await fetch("health", { cache: "no-store", credentials: "omit" })).json();
-  } catch {
-    return { status: "unreachable" };
-  }
+  const asked = fetch("health", { cache: "no-store", credentials: "omit" });
+  return asked.then((response) => response.json()).catch(() => ({ status: "unreachable" }));
 }
 
 /** The values of /metrics by name, without labels: the sum over these. */
@@ -96,8 +84,6 @@ async function metrics() {
   }
   return found;
 }
-
-const SAMPLES = 60;
 
 /**
  * Show what the server does, every second as long as the page can be seen.
@@ -116,7 +102,7 @@ export async function watch(show) {
       const last = samples.at(-1);
       if (last && now.tokens_total < last.tokens_total) samples.length = 0; // another server, from zero
       samples.push(now);
-      if (samples.length > SAMPLES + 1) samples.shift();
+      if (samples.length > 61) samples.shift();
       const before = samples.at(-11) ?? samples[0];
       const steps = now.steps_total - before.steps_total;
       if (steps) gain = (now.tokens_total - before.tokens_total) / steps;

@@ -38,18 +38,12 @@ export function pretty(text) {
     return null;
   }
   let depth = 0;
-  const line = () => "\n" + "  ".repeat(depth);
+  const line = (deeper) => "\n" + "  ".repeat((depth += deeper));
   const parts = text.match(/"(?:[^"\\]|\\.)*"|\{\s*\}|\[\s*\]|[{}[\],:]|[^\s{}[\],:"]+/g);
   const spaced = (part) => {
-    if (part === "{" || part === "[") {
-      depth += 1;
-      return part + line();
-    }
-    if (part === "}" || part === "]") {
-      depth -= 1;
-      return line() + part;
-    }
-    return part + (part === "," ? line() : part === ":" ? " " : "");
+    if (part === "{" || part === "[") return part + line(1);
+    if (part === "}" || part === "]") return line(-1) + part;
+    return part + (part === "," ? line(0) : part === ":" ? " " : "");
   };
   return parts.map(spaced).join("");
 }
