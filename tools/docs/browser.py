@@ -197,8 +197,9 @@ class Page:
     def click(self, selector: str) -> None:
         """Press the mouse in the middle of what a selector finds first, whatever lies there."""
         place = (
-            f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.scrollIntoView({{block: 'nearest'}});"
-            "const box = it.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+            f"(() => {{ const it = document.querySelector({json.dumps(selector)});"
+            "it.scrollIntoView({block: 'nearest'}); const box = it.getBoundingClientRect();"
+            "return [box.x + box.width / 2, box.y + box.height / 2]; })()"
         )
         x, y = self.evaluate(place)
         for kind in ("mousePressed", "mouseReleased"):
