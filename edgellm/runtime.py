@@ -148,6 +148,11 @@ class SpecDecodeRuntime:
         return self._open_runner().draft is not None
 
     @property
+    def planned_memory(self) -> Mapping[str, int]:
+        """Bytes that the model takes on its device, by what for: weights, KV caches, buffers."""
+        return self._open_runner().base.memory_plan.items
+
+    @property
     def has_vision_model(self) -> bool:
         """Whether prompts can show images."""
         return self._multimodal_directory is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import re
 import resource
 import time
@@ -25,6 +26,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from edgellm.asynchronous import AsyncLLM
+from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
 from edgellm.http import asgi, fields
@@ -32,6 +34,7 @@ from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Wri
 from edgellm.http.errors import HTTPError, http_error, later
 from edgellm.http.fields import Asked, ServedModel
 from edgellm.http.guard import Guard
+from edgellm.http.page import PATHS, page_file
 from edgellm.http.responses import ResponseWriter, response_request
 from edgellm.requests import Chunk
 from edgellm.runtime import SpecDecodeRuntime
@@ -64,7 +67,9 @@ ENDPOINTS = (
     Kind("/v1/completions", fields.completion, CompletionWriter),
     Kind("/v1/responses", response_request, ResponseWriter),
 )
-_COUNTED = (*(kind.path for kind in ENDPOINTS), "/tokenize", "/v1/models", "/health", "/metrics")
+#: What is answered whatever the model's state.
+_ALWAYS = ("/health", "/metrics", *PATHS)
+_COUNTED = (*(kind.path for kind in ENDPOINTS), "/tokenize", "/v1/models", *_ALWAYS)
 
 
 class Service:
@@ -87,6 +92,7 @@ class Service:
         self._llm, self._guard, self._bodies = llm, guard, asgi.Bodies(body_bytes, BODIES * body_bytes)
         self.model, self._template = model, template
         self._runtime: SpecDecodeRuntime | None = None
+        self._model_memory: Mapping[str, int] = {}
         #: What the model failed with, when it was loaded or later.
         self.failure: Exception | None = None
         self._is_ending = False
@@ -102,13 +108,12 @@ class Service:
         """The application, as servers of ASGI run it."""
         asked = {kind.path: self._answering(kind) for kind in ENDPOINTS} | {"/tokenize": self._tokenize}
         shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
-        shown |= {"/health": self._health, "/metrics": self._metrics}
+        shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
         routes = [
             Route(path, asgi.Endpoint(answer, self._working), methods=[method])
             for method, answers in (("POST", asked), ("GET", shown))
             for path, answer in answers.items()
         ]
-        # A page at "/" would be one more route, to a handler of static files.
         app = Starlette(routes=routes, exception_handlers={HTTPException: asgi.refuse, HTTPError: asgi.refuse})
         app.router.redirect_slashes = False
         app.add_middleware(asgi.Guarded, gate=self)
@@ -148,7 +153,7 @@ class Service:
             variables = runtime.tokenizer.template_variables()
         except TemplateError:  # which conversations will be told
             variables = frozenset()
-        self._runtime = runtime
+        self._runtime, self._model_memory = runtime, runtime.planned_memory
         vocab_size = runtime.directory.config.vocab_size
         return replace(self.model, adapters=runtime.adapters, template_variables=variables, vocab_size=vocab_size)
 
@@ -170,7 +175,7 @@ class Service:
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raise HTTPError for a request that is not to be answered, whatever it asks."""
         self._guard.check(scope["path"], headers)
-        if scope["path"] in ("/health", "/metrics") or self.state == "ready":
+        if scope["path"] in _ALWAYS or self.state == "ready":
             return
         if self.failure is not None:
             raise HTTPError(503, f"the model has failed: {self.failure}", code="failed")
@@ -319,9 +324,14 @@ class Service:
             "http_answers": ("Requests that are being answered, this one too.", len(self._working)),
             "http_body_bytes": ("Bytes of requests that are being read.", self._bodies.held),
             "resident_memory_bytes": ("Memory of the process.", _resident_bytes()),
+            "available_memory_bytes": ("Memory of the system that programs can still have.", available_memory() or 0),
+            "system_memory_bytes": ("Memory of the system.", os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()),
         }
         for name, (text, value) in gauges.items():
             lines += [f"# HELP edgellm_{name} {text}", f"# TYPE edgellm_{name} gauge", f"edgellm_{name} {value}"]
+        lines.append("# HELP edgellm_model_memory_bytes Memory that the model takes on its device, by what for.")
+        lines.append("# TYPE edgellm_model_memory_bytes gauge")
+        lines += [f'edgellm_model_memory_bytes{{part="{part}"}} {size}' for part, size in self._model_memory.items()]
         return lines
 
     def _told(self, error: Exception, names: Mapping[str, str]) -> HTTPError:

@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 
 from edgellm.errors import shown
 from edgellm.http.errors import HTTPError
+from edgellm.http.page import PATHS
 
 #: Whoever looks after the server needs no key to see whether it is well, nor a browser to load a page.
-_WITHOUT_KEY = ("/health", "/")
+_WITHOUT_KEY = ("/health", *PATHS)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 

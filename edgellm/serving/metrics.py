@@ -123,7 +123,7 @@ class Metrics:
         self._lock = threading.RLock()  # a signal's handler may cancel a request, and count that, in the midst of it
         self._requests = {"accepted": 0, "refused": 0, "failed": 0}
         self._finished: dict[str, int] = {}
-        self._rounds = 0
+        self._rounds = self._steps = self._tokens = 0
         self.prefill = PrefillMetrics()
         self.vanilla_generation = VanillaGenerationMetrics()
         self.eagle_generation = EagleGenerationMetrics()
@@ -154,6 +154,12 @@ class Metrics:
         """The engine has computed a round."""
         with self._lock:
             self._rounds += 1
+
+    def stepped(self, requests: int, tokens: int) -> None:
+        """So many requests have got so many tokens together, of a round or before one."""
+        with self._lock:
+            self._steps += requests
+            self._tokens += tokens
 
     def encoded(self, images: int, tokens: int, seconds: float, reused: int) -> None:
         """Images of a prompt were encoded, `reused` of them before."""
@@ -197,6 +203,8 @@ class Metrics:
             return {
                 "requests": {**self._requests, "finished": dict(self._finished)},
                 "rounds": self._rounds,
+                "steps": self._steps,
+                "tokens": self._tokens,
                 "prefill": asdict(self.prefill),
                 "vanilla_generation": asdict(self.vanilla_generation),
                 "eagle_generation": asdict(self.eagle_generation),
@@ -225,6 +233,8 @@ class Metrics:
         yield from _family(
             "rounds_total", "counter", "Rounds computed, for one or more requests.", [("", self._rounds)]
         )
+        yield from _family("steps_total", "counter", "Times that a request got tokens.", [("", self._steps)])
+        yield from _family("tokens_total", "counter", "Tokens that requests got, as they came.", [("", self._tokens)])
         stages: dict[str, Any] = {
             "prefill": self.prefill,
             "vanilla": self.vanilla_generation,

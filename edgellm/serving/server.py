@@ -252,6 +252,8 @@ class RequestServer:
             for each in emitted:
                 rounds.setdefault(each.sequence, []).append(each)
         finally:
+            if rounds:
+                self._metrics.stepped(len(rounds), sum(map(len, rounds.values())))
             for sequence, tokens in rounds.items():
                 text = "".join(each.text for each in tokens)
                 ids, flags = tuple(each.token_id for each in tokens), tuple(each.from_draft for each in tokens)

@@ -182,7 +182,7 @@ def test_paths_and_methods(server: ServerProcess) -> None:
         ("GET", "/v1/embeddings", 404),
         ("GET", "/v1/models/", 404),
         ("GET", "/../../etc/passwd", 404),
-        ("GET", "/", 404),
+        ("GET", "/page.html", 404),
         ("OPTIONS", "/v1/chat/completions", 405),
     ):
         status, found, _ = server.ask(method, path)

@@ -36,6 +36,7 @@ def test_counts_of_a_served_model(served: LLM) -> None:
     assert snapshot["step_gap_seconds"]["count"] == 8
     assert snapshot["time_to_first_token_seconds"]["count"] == 2
     assert snapshot["rounds"] == 10
+    assert (snapshot["steps"], snapshot["tokens"]) == (10, 10)
 
 
 def test_the_text_form(served: LLM) -> None:
@@ -79,6 +80,7 @@ def test_what_drafting_gains_is_counted_for_each_adapter() -> None:
     assert under["pirate"]["accepted_tokens"] == answer.drafting.accepted_tokens
     assert under["json"]["drafted_tokens"] > under["json"]["accepted_tokens"] > 0
     everything = snapshot["eagle_generation"]
+    assert snapshot["tokens"] == everything["tokens"] > snapshot["steps"] >= everything["rounds"]
     assert everything["requests"] == 4
     assert everything["rounds"] > under["json"]["rounds"] + under["pirate"]["rounds"]
     assert f'edgellm_adapter_accepted_tokens_total{{adapter="json"}} {under["json"]["accepted_tokens"]}\n' in text

@@ -1,0 +1,365 @@
+// The conversation: questions, pictures, settings, and answers as they come. Text of the model is only ever text.
+
+import { cameraPicture, closeCamera, dataURL, openCamera } from "./pictures.js";
+import { ServerError, answer, key, models, watch } from "./server.js";
+import { block, made, pretty, shown } from "./text.js";
+
+const find = (id) => document.getElementById(id);
+
+/** Let an element have a text; what reads the page aloud is told of changes alone. */
+function write(id, text) {
+  if (find(id).textContent !== text) find(id).textContent = text;
+}
+
+/** What the conversation has so far: {text, pictures, answer, reasoning, element}. */
+let turns = [];
+/** Of the answer that comes now; null where none does. */
+let running = null;
+let pictures = [];
+
+// ---- Turns
+/** The messages of a request: what was answered before a turn, and that. */
+function messages(turn) {
+  const found = find("system").value.trim() ? [{ role: "system", content: find("system").value }] : [];
+  for (const each of turns) {
+    if (each !== turn && !each.answer) continue;
+    const images = each.pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+    const text = each.text ? [{ type: "text", text: each.text }] : [];
+    found.push({ role: "user", content: images.length ? [...images, ...text] : each.text });
+    if (each === turn) break;
+    found.push({ role: "assistant", content: each.answer });
+  }
+  return found;
+}
+
+/** A turn's element, with places for what comes of the answer. */
+function draw(turn) {
+  const images = turn.pictures.map((url) => picture(url, "Picture of this question"));
+  const asked = made("div", "asked", made("span", "hidden", "You: "), ...images, made("p", "", turn.text));
+  turn.reasoningBox = made("details", "reasoning", made("summary", "", "Reasoning"), made("p"));
+  turn.reasoningBox.hidden = true;
+  turn.said = made("div", "said");
+  turn.facts = made("p", "facts");
+  turn.answered = made("div", "answered", made("span", "hidden", "Model: "), turn.reasoningBox, turn.said, turn.facts);
+  turn.element = made("li", "", asked, turn.answered);
+  find("turns").append(turn.element);
+}
+
+const picture = (src, alt) => Object.assign(made("img"), { src, alt });
+
+function button(text, act) {
+  const found = Object.assign(made("button", "quiet", text), { type: "button" });
+  found.addEventListener("click", act);
+  return found;
+}
+
+/** Show what there is of an answer, and follow it where its end was in sight. */
+function update(turn) {
+  const box = find("conversation");
+  const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 80;
+  turn.reasoningBox.hidden = !turn.reasoning;
+  turn.reasoningBox.lastChild.textContent = turn.reasoning;
+  const json = turn.finished ? pretty(turn.answer) : null;
+  turn.said.replaceChildren(json === null ? shown(turn.answer) : block(json));
+  if (follows) box.scrollTop = box.scrollHeight;
+  return 0;
+}
+
+const ENDS = { length: "ended at the most tokens", context: "ended where the context is full", stopped: "stopped" };
+
+/** What an answer took, as one line. */
+function facts({ usage, finish }, times) {
+  const found = [];
+  if (usage) {
+    const [count, seconds] = [usage.completion_tokens, (times.last - times.first) / 1000];
+    found.push(count === 1 ? "1 token" : `${count} tokens`);
+    if (seconds > 0) found.push(`${short((count - 1) / seconds)} tokens/s`);
+  }
+  if (times.first) found.push(`first after ${((times.first - times.begin) / 1000).toFixed(2)} s`);
+  const reused = usage?.prompt_tokens_details?.cached_tokens;
+  if (reused) found.push(`${reused} of ${usage.prompt_tokens} prompt tokens reused`);
+  return [...found, ENDS[finish] ?? []].flat().join(" · ");
+}
+
+/** Ask the model a turn, and show the answer as it comes; asks for the key where the server does. */
+async function ask(turn) {
+  const body = request(turn);
+  if (body === null || running) return;
+  Object.assign(turn, { answer: "", reasoning: "", finish: null, usage: null, finished: false });
+  turn.element.querySelector(".failed")?.remove();
+  setRunning(turn, new AbortController());
+  const times = { begin: performance.now() };
+  let frame = 0;
+  try {
+    await withKey(async () => {
+      for await (const piece of answer(body, running.signal)) {
+        times.last = performance.now();
+        if (piece.content || piece.reasoning) times.first ??= times.last;
+        turn.answer += piece.content;
+        turn.reasoning += piece.reasoning;
+        turn.finish = piece.finish ?? turn.finish;
+        turn.usage = piece.usage ?? turn.usage;
+        if (turn.answer || turn.reasoning) turn.answered.classList.remove("waits");
+        frame ||= requestAnimationFrame(() => (frame = update(turn)));
+      }
+    });
+  } catch (error) {
+    if (error.name === "AbortError") turn.finish = "stopped";
+    else fail(turn, error);
+  }
+  cancelAnimationFrame(frame);
+  turn.finished = true;
+  turn.facts.textContent = facts(turn, times);
+  update(turn);
+  setRunning(turn, null);
+}
+
+function fail(turn, error) {
+  if (!(error instanceof ServerError)) console.error(error);
+  const again = button("Try again", () => ask(turn));
+  const failed = made("div", "failed", made("p", "wrong", error.message), again);
+  failed.setAttribute("role", "alert");
+  turn.answered.append(failed);
+}
+
+/** The body of a request; null, and what is wrong is said, where a setting is. */
+function request(turn) {
+  const found = { model: find("model").value, messages: messages(turn) };
+  const schema = readSchema();
+  if (schema === null) return openSettings("schema");
+  if (schema) found.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
+  for (const id of ["temperature", "max_tokens"]) {
+    if (!find(id).reportValidity()) return openSettings(id);
+    if (find(id).value) found[id] = Number(find(id).value);
+  }
+  return found;
+}
+
+/** The schema of answers: undefined where there is none, null where it is none, which is said beside it. */
+function readSchema() {
+  const text = find("schema").value.trim();
+  let [found, wrong] = [undefined, ""];
+  try {
+    if (text) found = JSON.parse(text);
+    if (text && (found === null || typeof found !== "object" || Array.isArray(found))) wrong = "This is no JSON object.";
+  } catch (error) {
+    wrong = `This is no JSON: ${error.message}`;
+  }
+  write("schema-wrong", wrong);
+  find("schema").setAttribute("aria-invalid", String(Boolean(wrong)));
+  write("hint", text ? "Answers follow the JSON schema" : "Enter sends, Shift+Enter begins a line");
+  return wrong ? null : found;
+}
+
+// ---- Pictures
+async function addFiles(files) {
+  for (const file of [...files]) {
+    try {
+      const url = await dataURL(file);
+      setPictures([...pictures, url]);
+    } catch {
+      write("notice", `${file.name}: the browser finds no picture in it.`);
+    }
+  }
+}
+
+/** Let the question have other pictures. */
+function setPictures(urls) {
+  pictures = urls;
+  const items = pictures.map((url, index) => {
+    const remove = button("×", () => setPictures(pictures.filter((_, other) => other !== index)));
+    remove.setAttribute("aria-label", `Remove picture ${index + 1}`);
+    return made("li", "", picture(url, `Picture ${index + 1}`), remove);
+  });
+  find("pictures").replaceChildren(...items);
+  write("notice", "");
+  updateSend();
+  find("question").focus();
+}
+
+async function showCamera() {
+  try {
+    await openCamera(find("video"));
+    write("notice", "");
+    find("camera-dialog").showModal();
+  } catch (error) {
+    write("notice", error.message);
+  }
+}
+
+function takePicture() {
+  const url = cameraPicture(find("video"));
+  if (url === null) return;
+  find("camera-dialog").close();
+  setPictures([...pictures, url]);
+}
+
+// ---- The key
+/** What an action gives, asked again with another key as long as the server refuses the one it has. */
+async function withKey(action) {
+  for (;;) {
+    try {
+      return await action();
+    } catch (error) {
+      if (error.status !== 401 || !(await askForKey(error.message))) throw error;
+    }
+  }
+}
+
+let asking = null;
+
+/** Ask for a key; gives whether there is another one. */
+function askForKey(why) {
+  if (asking) return asking;
+  const dialog = find("key-dialog");
+  write("key-why", key.get() ? why : "");
+  find("asked-key").value = dialog.returnValue = "";
+  dialog.showModal();
+  asking = new Promise((resolve) => dialog.addEventListener("close", resolve, { once: true })).then(() => {
+    asking = null;
+    return dialog.returnValue === "taken";
+  });
+  return asking;
+}
+
+function useKey(value) {
+  key.set(value.trim());
+  find("key").value = key.get();
+}
+
+// ---- The server
+/** Fill in the models as soon as the server tells them. */
+async function showModels() {
+  try {
+    const known = await withKey(models);
+    const options = known.map(({ id, parent }) => new Option(parent ? `${id} (adapter)` : id, id));
+    const chosen = find("model").value;
+    find("model").replaceChildren(...options);
+    if (known.some(({ id }) => id === chosen)) find("model").value = chosen;
+    updateSend();
+  } catch (error) {
+    if (error.status !== 401) setTimeout(showModels, 1000); // it is loading, or away
+  }
+}
+
+const short = (value) => value.toFixed(value < 100 ? 1 : 0);
+const bytes = (count) => (count < 2 ** 30 ? `${(count / 2 ** 20).toFixed(0)} MiB` : `${short(count / 2 ** 30)} GiB`);
+
+/** Show what the server does; see `watch`. */
+function showWatch(seen) {
+  write("state", seen.status);
+  find("state").title = seen.error ?? "";
+  find("state").dataset.state = seen.status;
+  if (!seen.speeds) return;
+  const most = Math.max(...seen.speeds, 0);
+  const height = (speed) => (19 - (18 * speed) / (most || 1)).toFixed(2);
+  const points = seen.speeds.map((speed, index) => `${60 - seen.speeds.length + index},${height(speed)}`);
+  find("course").firstElementChild.setAttribute("points", points.join(" "));
+  write("speed", short(seen.speeds.at(-1) ?? 0));
+  write("speed-more", `peak ${short(most)}`);
+  write("gain", seen.gain?.toFixed(2) ?? "–");
+  write("queue", `${seen.waiting} waiting`);
+  write("queue-more", `${seen.running} running`);
+  write("memory", seen.model ? bytes(seen.model) : "–");
+  write("memory-more", `${bytes(seen.free)} free`);
+}
+
+// ---- What the reader does
+function setRunning(turn, controller) {
+  running = controller;
+  find("stop").hidden = !running;
+  find("send").hidden = Boolean(running);
+  turn.answered.setAttribute("aria-busy", String(Boolean(running)));
+  turn.answered.classList.toggle("waits", Boolean(running));
+}
+
+function updateSend() {
+  const isEmpty = !find("question").value.trim() && !pictures.length;
+  find("send").disabled = isEmpty || !find("model").value;
+}
+
+function send() {
+  if (running || find("send").disabled) return;
+  const turn = { text: find("question").value.trim(), pictures, answer: "" };
+  if (request(turn) === null) return;
+  find("welcome").hidden = true;
+  turns.push(turn);
+  draw(turn);
+  find("question").value = "";
+  setPictures([]);
+  find("conversation").scrollTop = find("conversation").scrollHeight;
+  ask(turn);
+}
+
+function stop() {
+  running?.abort();
+  find("question").focus();
+}
+
+function begin() {
+  running?.abort();
+  turns = [];
+  find("turns").replaceChildren();
+  find("welcome").hidden = false;
+  setPictures([]);
+}
+
+/** Show the settings, and let the reader write into one of them; "" closes them. Gives null. */
+function openSettings(id) {
+  find("settings").hidden = !id;
+  find("settings-button").setAttribute("aria-expanded", String(Boolean(id)));
+  find(id || "settings-button").focus();
+  return null;
+}
+
+const on = (id, event, act) => find(id).addEventListener(event, act);
+
+on("composer", "submit", (event) => send(event.preventDefault()));
+on("question", "keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event.preventDefault());
+});
+on("question", "input", updateSend);
+on("stop", "click", stop);
+on("new", "click", begin);
+on("schema", "input", readSchema);
+on("picture", "click", () => find("file").click());
+on("file", "change", async () => {
+  await addFiles(find("file").files);
+  find("file").value = "";
+});
+on("camera", "click", showCamera);
+on("take", "click", takePicture);
+on("camera-cancel", "click", () => find("camera-dialog").close());
+on("camera-dialog", "close", () => closeCamera(find("video")));
+on("settings-button", "click", () => openSettings(find("settings").hidden ? "system" : ""));
+on("settings-close", "click", () => openSettings(""));
+on("key", "change", () => {
+  useKey(find("key").value);
+  showModels();
+});
+on("asked-key-form", "submit", (event) => {
+  event.preventDefault();
+  useKey(find("asked-key").value);
+  find("key-dialog").close("taken");
+});
+on("key-cancel", "click", () => find("key-dialog").close());
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (running) stop();
+  else if (find("settings").contains(document.activeElement)) openSettings("");
+});
+document.addEventListener("paste", (event) => addFiles(event.clipboardData.files));
+for (const name of ["dragover", "drop"]) {
+  document.addEventListener(name, (event) => {
+    if (!event.dataTransfer.types.includes("Files")) return;
+    event.preventDefault();
+    if (name === "drop") addFiles(event.dataTransfer.files);
+  });
+}
+
+if (window.matchMedia("(min-width: 70rem)").matches) openSettings("question");
+find("key").value = key.get();
+readSchema();
+updateSend();
+showModels();
+watch(showWatch);
