@@ -34,6 +34,8 @@ WIDTH = 3
 GAIN = 1.15
 #: After so many rounds one step is taken without, so that what they are compared with stays known as load changes.
 MOST_ROUNDS = 50
+#: How quickly the share of steps under rules that could have been rounds follows what is seen.
+_PACE = 0.1
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
 
@@ -97,6 +99,9 @@ class GivenDrafting:
         self._rounds: dict[str, int] = {}
         self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
+        #: Under rules: how often a round was best, behind a plain step and behind a round; whether the latest step was
+        #: one; and whether it could have been, but had begun as a plain one.
+        self._shares, self._was_round, self._missed = [0.5, 0.5], False, False
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins."""
@@ -119,9 +124,12 @@ class GivenDrafting:
             self._tell(said)
             self.index.close(said.history)
 
-    def choose(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> tuple[DraftPlan, list[GivenTree]] | None:
+    def choose(
+        self, runner: Runs, sequences: Sequence[Drafted], room: int, begun: bool = False
+    ) -> tuple[DraftPlan, list[GivenTree]] | None:
         """The best round of given candidates for sequences in the leading slots, all of whose tokens are known and none
-        of which takes more than `room` tokens; None where something else is better, or there is nothing to propose."""
+        of which takes more than `room` tokens; None where something else is better, there is nothing to propose, or a
+        plain step has `begun`."""
         ruled = any(sequence.constraint is not None for sequence in sequences)
         if not ruled and (self.index is None or not self._budget.affords):
             return None
@@ -130,7 +138,20 @@ class GivenDrafting:
         best = self._best(runner, found, ruled, room)
         if not ruled:
             self._budget.spend(time.perf_counter() - began)
-        return None if best is None else (best, [_cut(each.tree, best) for each in found])
+        else:
+            self._shares[self._was_round] += _PACE * ((best is not None) - self._shares[self._was_round])
+            self._was_round, self._missed = best is not None and not begun, best is not None and begun
+        return None if best is None or begun else (best, [_cut(each.tree, best) for each in found])
+
+    def expects_round(self, batch: int, waits: float) -> bool:
+        """Whether a round is so likely to be the next step under rules that nothing should begin before the host knows
+        the tokens under way, though the device `waits` so many seconds for it then. A plain step that begins in a
+        round's place draws the first token of what would have been given; the rest is given in the step behind it."""
+        rates = self._rates.get((batch, True))
+        if self._missed or rates is None:
+            return self._missed
+        share, step = self._shares[self._was_round], rates.forecast(PLAIN, 1.0).seconds
+        return share * step > (1.0 - share) * waits
 
     def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
         """Whether a round of what is proposed now would be taken, so that the tokens under way are worth waiting for:

@@ -290,3 +290,25 @@ def test_plans_grow(captured: bool) -> None:
     assert all(small.top_k < large.top_k for small, large in pairwise(plans))
     assert all(plan.steps <= DEEPEST for plan in plans)
     assert np.all([plan.is_given for plan in plans])
+
+
+def test_plain_steps_begin_early_where_no_round_is_likely() -> None:
+    """The more the device would wait for the host, and the less often a round was best, behind the same kind of step."""
+    drafts = drafting(captured=True, index=False)
+    for _ in range(3):
+        drafts.record(None, [1], 0.001, True)
+    free, forced = Answer(AllowedTokens([3, 4], 50)), Answer(AllowedTokens([3], 50))
+    assert drafts.expects_round(1, 0.0001) and not drafts.expects_round(1, 0.002)
+    for _ in range(30):
+        assert drafts.choose(Takes(), [free], 100) is None
+    assert not drafts.expects_round(1, 0.0001)
+    assert drafts.choose(Takes(), [forced], 100, begun=True) is None
+    assert drafts.expects_round(1, 1.0), "what is forced behind the step that began is given in the next one"
+    assert drafts.choose(Takes(), [forced], 100) is not None
+    assert drafts.expects_round(1, 0.0001), "nothing is known of what follows rounds"
+    for _ in range(30):
+        assert drafts.choose(Takes(), [free], 100) is None
+        drafts.choose(Takes(), [forced], 100)
+    assert not drafts.expects_round(1, 0.0001), "behind a round there was always a choice"
+    assert drafts.choose(Takes(), [free], 100) is None
+    assert drafts.expects_round(1, 0.0001), "behind a choice there was always a round"
