@@ -209,8 +209,8 @@ class BaseEngineRunner(AdaptedRunner):
             arriving.wait_for_all()
 
     def begin(self, batch: int) -> StepKey:
-        """Enqueue the forward pass of the next step in the `batch` leading slots, whose tokens may be under way, and give
-        what `decode` goes on with.
+        """Enqueue the forward pass of the next step in the `batch` leading slots, whose tokens may be under way, and
+        give what `decode` goes on with.
 
         It changes nothing: whichever step comes instead writes the same KV rows again. It counts until a slot is
         started, stopped, moved or forced. Raises EngineError as `decode` does.
@@ -222,8 +222,8 @@ class BaseEngineRunner(AdaptedRunner):
     def decode(self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None) -> Readback:
         """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
 
-        With `rules` it is two launches: they fill the masks while the first computes the logits, which may have `begun`.
-        Raises EngineError where a sequence has no KV row left.
+        With `rules` it is two launches: they fill the masks while the first computes the logits, which may have
+        `begun`. Raises EngineError where a sequence has no KV row left.
         """
         key = begun or self._step_key(batch, rules is not None)
         whole, forward, choice = self._stages_of(key)

@@ -293,7 +293,7 @@ def test_plans_grow(captured: bool) -> None:
 
 
 def test_plain_steps_begin_early_where_no_round_is_likely() -> None:
-    """The more the device would wait for the host, and the less often a round was best, behind the same kind of step."""
+    """The more the device would wait for the host, and the less often a round was best behind such a step."""
     drafts = drafting(captured=True, index=False)
     for _ in range(3):
         drafts.record(None, [1], 0.001, True)
