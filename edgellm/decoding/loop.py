@@ -78,6 +78,8 @@ class _Launch:
     #: The candidates that were given, of each slot; whether a sequence has rules.
     trees: Sequence[GivenTree] | None = None
     ruled: bool = False
+    #: Whether the device had nothing to do until it was launched.
+    waited: bool = False
     #: What was waited for, and when.
     tokens: list[list[int]] | None = None
     read: float = 0.0
@@ -323,10 +325,10 @@ class DecodingLoop:
             plan = self._chooser.next_plan(room, batch)
         rules = StepMasks(self.running) if any(sequence.constraint is not None for sequence in running) else None
         if rules is not None and self._launches:
-            waited = time.perf_counter() - self._launches[-1].read
-            self._waited += _PACE * (waited - self._waited)
+            self._waited += _PACE * (time.perf_counter() - self._launches[-1].read - self._waited)
         step = self._runner.step(batch, plan, rules, trees, begun)
-        self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds, trees, rules is not None))
+        waited = known and begun is None and self._runner.backend.steps_ahead > 0
+        self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds, trees, rules is not None, waited))
         for sequence in self.running:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
@@ -341,7 +343,7 @@ class DecodingLoop:
             if self._chooser is not None and not (plan is not None and plan.is_given):
                 self._chooser.record(plan, counts, seconds)
             if self._given is not None:
-                self._given.record(plan, counts, seconds, launch.ruled)
+                self._given.record(plan, counts, seconds, launch.ruled, launch.waited)
         for slot, emitted in zip(launch.slots, tokens, strict=True):
             sequence = self.running[slot]
             if sequence.finished or not emitted:

@@ -195,7 +195,7 @@ def test_what_does_not_come_is_trusted_less_and_what_comes_again_more() -> None:
         return sequence, drafts.choose(Takes(), [sequence], 100) is not None
 
     def promised() -> float:
-        return float(asked()[0].said.proposed.chances.sum())
+        return sum(asked()[0].said.proposed.chances)
 
     at_first = promised()
     for wrong in range(60):
