@@ -24,8 +24,8 @@ _PACE = 0.15
 
 
 class Proposed(NamedTuple):
-    """A tree of candidates, the likeliest first, with the probability `chances` of each that it comes, and the `sums` of
-    these up to each, with 0 before the first.
+    """A tree of candidates, the likeliest first, with the probability `chances` of each that it comes, and the `sums`
+    of these up to each, with 0 before the first.
 
     `promises` say for each how likely it is if its parent comes, by the index, and `kinds` which of the counts of
     `Trust` it belongs to; both are empty where the index was not asked.

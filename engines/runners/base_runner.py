@@ -22,7 +22,7 @@ from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdaptedRunner, AdapterSlots, require_adapters
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name
-from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.engines.model.memory_plan import mask_rows, plan_memory
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
@@ -36,8 +36,6 @@ from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 
 _PHASES = ("prefill", "decode")
-#: Tokens of the largest tree of a base model without a draft: its candidates are given.
-GIVEN_NODES = 32
 #: Of a decode step: sequences, KV rows, whether all draw by argmax, have adapters, are under masks or biases.
 StepKey = tuple[int, int, bool, bool, bool]
 
@@ -341,8 +339,7 @@ class BaseEngineRunner(AdaptedRunner):
         self._logits = backend.zeros((slots, vocab), "float32")
         self.image_rows = ImageRows(backend, slots)
         self._image_inputs = ImageInputs(backend, config, limits, self._tables.rotary, self.image_rows)
-        rows = slots * (limits.verify_sizes[-1] if limits.has_draft else GIVEN_NODES)
-        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity, rows)
+        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity, mask_rows(limits))
         active, positions = (backend.zeros((slots,), "int32") for _ in range(2))
         token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)
