@@ -204,9 +204,7 @@ class GivenDrafting:
         chosen = forecasts[0].name if forecasts else "plain"
         return DraftingReport(chosen, reason, dict(self._rounds), 0, self._trust.shares(), forecasts)
 
-    def _best(
-        self, runner: Runs, found: Sequence[Proposed], ruled: bool, room: int, waited: bool
-    ) -> DraftPlan | None:
+    def _best(self, runner: Runs, found: Sequence[Proposed], ruled: bool, room: int, waited: bool) -> DraftPlan | None:
         batch, longest = len(found), max(len(each.chances) for each in found)
         rates = self._rates.get((batch, ruled))
         if not longest or rates is None or rates.rounds >= MOST_ROUNDS:

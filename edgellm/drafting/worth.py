@@ -63,12 +63,13 @@ class Trust:
     def __init__(self) -> None:
         kinds = len(self.PROMISES) * len(self.MATCHES)
         self._promised, self._came = [0.0] * kinds, [0.0] * kinds
+        self._ratios = [*self.FIRST] * len(self.MATCHES)
 
     def weighed(self, proposal: Proposal) -> Proposed:
         """A proposal with the probabilities that were seen in place of those that the index promises."""
         tokens, parents, scores = proposal.tokens.tolist(), proposal.parents.tolist(), proposal.scores.tolist()
         first = len(self.PROMISES) * (sum(proposal.match >= least for least in self.MATCHES) - 1)
-        ratios = self._ratios()
+        ratios = self._ratios
         chances: list[float] = []
         promises: list[float] = []
         kinds: list[int] = []
@@ -96,6 +97,8 @@ class Trust:
                 fading = min(1.0, self.MEMORY / (self._promised[kind] + 1.0))
                 self._promised[kind] = fading * self._promised[kind] + proposed.promises[node]
                 self._came[kind] = fading * self._came[kind] + came
+                guessed = self.FIRST_EVIDENCE * self.FIRST[kind % len(self.FIRST)]
+                self._ratios[kind] = (self._came[kind] + guessed) / (self._promised[kind] + self.FIRST_EVIDENCE)
                 following = node if came else following
             if following is None:
                 return
@@ -103,17 +106,10 @@ class Trust:
 
     def shares(self) -> dict[str, list[float]]:
         """By the kind of match, the ratio for each kind of promise."""
-        ratios, size = self._ratios(), len(self.PROMISES)
+        ratios, size = self._ratios, len(self.PROMISES)
         return {
             f"match of {least} or more": ratios[size * row : size * (row + 1)] for row, least in enumerate(self.MATCHES)
         }
-
-    def _ratios(self) -> list[float]:
-        first = self.FIRST * len(self.MATCHES)
-        return [
-            (came + self.FIRST_EVIDENCE * guess) / (promised + self.FIRST_EVIDENCE)
-            for came, promised, guess in zip(self._came, self._promised, first, strict=True)
-        ]
 
 
 class Rates:
