@@ -1,14 +1,15 @@
 """What the host takes for each step, and what that costs beside a device of a given speed: no model runs.
 
-    python -m tools.bench.host_time [--step 110] [--kinds chat action schema] [--prompts 12] [--profile] [--output JSON]
+    python -m tools.bench.host_time [--step 110] [--slower 1] [--kinds edit chat action schema] [--prompts 12]
+                                    [--profile] [--output RESULTS.json]
 
 The real decoding loop, index, rules and texts answer the prompts of given_speed.py with their accepted answers; the
 device is imitated by a clock. The host's time is that of its thread, so that other load on the machine does not count:
 where the host waits the clock is set forward to when the device is done. `--step` are the device's microseconds for a
 plain step, `--launch` those that the host takes to launch anything, `--slower` how many times the host's own work
 counts. For each kind: the tokens a second over those of plain decoding without rules and drafts, the host's
-microseconds a step (what it did, not what it waited), and what steps were taken. `--profile` prints where the time of
-the drafted way goes.
+microseconds a step (what it did, not what it waited; the beginning and the end of answers too), and what steps were
+taken. `--profile` prints where the time of the drafted way goes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from tools.bench.structure_speed import said
 from tools.demo_model.evaluate import evaluation_items
 from tools.demo_model.styles import styled_items
 
-KINDS = ("chat", "action", "schema")
+KINDS = ("edit", "chat", "action", "schema")
 MAX_TOKENS = 160
 #: The share of a plain step that chooses the token, and of a round for each of its tokens.
 CHOICE, EACH_NODE = 0.08, 0.01
@@ -192,7 +193,7 @@ class Bench:
 
     def answered(self, asked: Sequence[Asked], ruled: bool, given: GivenDrafting | None) -> dict[str, float]:
         """Tokens a second, and the host's microseconds a step."""
-        seconds = tokens = waited = 0.0
+        seconds = tokens = busy = 0.0
         self.runner.kinds.clear()
         loop = DecodingLoop(self.runner, [KVContents()], given=given)  # type: ignore[arg-type]
         for one in asked:
@@ -204,15 +205,16 @@ class Bench:
             sequence = DecodingSequence(
                 one.prompt, SamplingValues(), answer, Clock(), len(one.answer), tally, rules=rules
             )
-            self.runner.answer, before = one.answer, self.machine.waited
+            self.runner.answer = one.answer
+            before = self.machine.perf_counter() - self.machine.waited
             for _ in loop.run([sequence]):
                 pass
             assert list(answer.token_ids) == list(one.answer), (answer.token_ids, one.answer)
             seconds += sequence.clock.last_token - sequence.clock.first_token
             tokens += len(one.answer) - 1
-            waited += self.machine.waited - before
+            busy += self.machine.perf_counter() - self.machine.waited - before
         steps = sum(self.runner.kinds.values())
-        return {"tokens_per_second": tokens / seconds, "host_us": (seconds - waited) / steps * 1e6}
+        return {"tokens_per_second": tokens / seconds, "host_us": busy / steps * 1e6}
 
     @staticmethod
     def _remember(given: GivenDrafting | None, one: Asked) -> None:
