@@ -98,6 +98,7 @@ class GivenDrafting:
         self._untimed = CAPTURED_WARM_UPS if captured else 0  # plain steps
         self._rates: dict[tuple[int, bool], Rates] = {}
         self._trust, self._budget = Trust(), Budget()
+        self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
         self._rounds: dict[str, int] = {}
         self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
@@ -115,7 +116,7 @@ class GivenDrafting:
         said = sequence.said
         if said is not None and tokens:
             if said.proposed is not None:
-                self._trust.learn(said.proposed, tokens)
+                self._lessons.append((said.proposed, tokens))
             said.news += tokens
             said.proposed = None
             said.quiet -= len(tokens)
@@ -182,6 +183,9 @@ class GivenDrafting:
     ) -> None:
         """A step has ended that gave each running sequence so many tokens, under rules or not; see
         `PlanChooser.record`. `waited` says whether the device did until the host had chosen it."""
+        for lesson in self._lessons:
+            self._trust.learn(*lesson)
+        self._lessons.clear()
         name = plan.name if plan is not None and plan.is_given else PLAIN
         self._rounds[name] = self._rounds.get(name, 0) + 1
         key, saved = (len(emitted), ruled), 0.0
@@ -209,21 +213,20 @@ class GivenDrafting:
         rates = self._rates.get((batch, ruled))
         if not longest or rates is None or rates.rounds >= MOST_ROUNDS:
             return None
-        options: list[tuple[float, float, DraftPlan]] = []
+        best, most, speed = None, 0.0, 0.0
         for plan in self.plans:
             if plan.longest <= room:
-                tokens = batch + sum(each.expected(plan.top_k) for each in found)
-                options.append((tokens / rates.seconds(plan.name), tokens, plan))
+                tokens = batch + sum([each.expected(plan.top_k) for each in found])
+                rate = tokens / rates.seconds(plan.name)
+                if rate > speed and runner.takes_given(batch, plan):
+                    best, most, speed = plan, tokens, rate
             if longest <= plan.top_k:
                 break
-        options.sort(key=lambda option: -option[0])
-        best = next((option for option in options if runner.takes_given(batch, option[2])), None)
         if best is None:
             return None
-        speed, tokens, plan = best
         other = rates.other(waited)  # a draft model's rounds count here, too
-        self._latest = other, Forecast(plan.name, tokens, tokens / speed, speed)
-        return plan if speed > GAIN * other.tokens_per_second else None
+        self._latest = other, Forecast(best.name, most, most / speed, speed)
+        return best if speed > GAIN * other.tokens_per_second else None
 
     def _proposed(self, sequence: Drafted, most: int) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`."""

@@ -16,7 +16,7 @@ from edgellm.engines.speculation.suffix_index import Proposal
 #: The share of the steps' time that the index may take, and seconds that it may take at first and at most beyond.
 ASKING_SHARE, FIRST_CREDIT, MOST_CREDIT = 0.02, 0.02, 0.05
 #: Of each kind of step so many are timed one after the other, then one in so many.
-OFTEN, SELDOM = 16, 4
+OFTEN, SELDOM = 16, 8
 #: A plain step before which the device waited for the host: for its tokens, and for it to choose.
 WAITED = "waited"
 #: How quickly the tokens of other steps follow what is seen.
