@@ -20,6 +20,7 @@ from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot
 from edgellm.drafting.given import GivenDrafting
+from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
 
 logger = logging.getLogger("edgellm.serving")
+
+#: How quickly what the host takes follows what is seen.
+_PACE = 0.1
 
 
 class PlanChooser(Protocol):
@@ -74,6 +78,8 @@ class _Launch:
     #: The candidates that were given, of each slot; whether a sequence has rules.
     trees: Sequence[GivenTree] | None = None
     ruled: bool = False
+    #: Whether the device had nothing to do until it was launched.
+    waited: bool = False
     #: What was waited for, and when.
     tokens: list[list[int]] | None = None
     read: float = 0.0
@@ -112,6 +118,10 @@ class DecodingLoop:
         self.running: list[DecodingSequence] = []
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
+        #: The next step, where its forward pass is enqueued and the choice is not; and the seconds from the moment at
+        #: which the host knows a token to the next launch: so long the device waits where nothing has begun.
+        self._begun: StepKey | None = None
+        self._waited = 0.0
 
     def run(self, sequences: Sequence[DecodingSequence]) -> Iterator[tuple[DecodingSequence, int, str]]:
         """Answer all; yields (sequence, token id, text that it completed).
@@ -172,6 +182,7 @@ class DecodingLoop:
             # What a failure from here on leaves behind.
             contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
             rules = None if sequence.constraint is None else StepMasks([sequence])
+            self._begun = None
             first = runner.start(slot, prompt_ids, reused, sequence.sampling, sequence.images, rules)
             if self._given is not None:
                 self._given.open(sequence, prompt_ids)
@@ -233,20 +244,38 @@ class DecodingLoop:
 
     def _launch_ahead(self) -> None:
         """Launch what the backend may run before a token of it is read; at least one step where none is under way."""
+        self._begin()
         while len(self._launches) <= self._runner.backend.steps_ahead:
-            running = [sequence for sequence in self.running if not sequence.finished]
-            if self._launches and self._waits_for_tokens(running):
+            if self._launches and self._waits_for_tokens(self._going()):
                 self._know_all()
-            running = [sequence for sequence in running if not sequence.finished and not sequence.is_over]
-            if not running:
+            running = self._going()
+            if not running or (self._launches and not self._may_follow(running)):
                 return
-            needed = any(sequence.least < sequence.wanted for sequence in running)
-            fits = all(sequence.most < sequence.room for sequence in self.running)  # slots go along until they are left
-            if self._launches and not (needed and fits):
-                return
-            if self._launches and any(sequence.logprobs is not None for sequence in running):
-                return  # a step's logits are there until the next one is launched
             self._launch(running)
+            self._begin()
+
+    def _going(self) -> list[DecodingSequence]:
+        """The sequences that need more tokens, as far as is known."""
+        return [sequence for sequence in self.running if not sequence.finished and not sequence.is_over]
+
+    def _may_follow(self, running: Sequence[DecodingSequence]) -> bool:
+        """Whether a step may follow those under way: it is needed, there is room for it, and nobody wants to see the
+        logits of the one before, which are there until it is launched."""
+        needed = any(sequence.least < sequence.wanted for sequence in running)
+        fits = all(sequence.most < sequence.room for sequence in self.running)  # slots go along until they are left
+        return needed and fits and all(sequence.logprobs is None for sequence in running)
+
+    def _begin(self) -> None:
+        """Where rules have to know the tokens under way before the next one is chosen, enqueue the forward pass behind
+        them now, which needs them on the device alone; unless it is likely that no plain step comes next."""
+        running, ahead = self._going(), self._runner.backend.steps_ahead
+        if self._begun is not None or not self._launches or not ahead or self._chooser is not None:
+            return
+        ruled = any(sequence.constraint is not None for sequence in running)
+        if not ruled or not self._may_follow(running):
+            return
+        if self._given is None or not self._given.expects_round(len(self.running), self._waited):
+            self._begun = self._runner.begin(len(self.running))
 
     def _waits_for_tokens(self, running: Sequence[DecodingSequence]) -> bool:
         """Whether what is launched next depends on tokens that are under way: rules on them, or a draft of what follows
@@ -286,16 +315,20 @@ class DecodingLoop:
         batch = len(self.running)
         raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
         plan, trees = None, None
+        begun, self._begun = self._begun, None
         known = all(launch.tokens is not None for launch in self._launches)
         if self._given is not None and known and not raw:
-            chosen = self._given.choose(self._runner, self.running, room)
+            chosen = self._given.choose(self._runner, self.running, room, begun is not None)
             if chosen is not None:
                 plan, trees = chosen
         if plan is None and self._chooser is not None and not raw:
             plan = self._chooser.next_plan(room, batch)
         rules = StepMasks(self.running) if any(sequence.constraint is not None for sequence in running) else None
-        step = self._runner.step(batch, plan, rules, trees)
-        self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds, trees, rules is not None))
+        if rules is not None and self._launches:
+            self._waited += _PACE * (time.perf_counter() - self._launches[-1].read - self._waited)
+        step = self._runner.step(batch, plan, rules, trees, begun)
+        waited = known and begun is None and self._runner.backend.steps_ahead > 0
+        self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds, trees, rules is not None, waited))
         for sequence in self.running:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
@@ -310,7 +343,7 @@ class DecodingLoop:
             if self._chooser is not None and not (plan is not None and plan.is_given):
                 self._chooser.record(plan, counts, seconds)
             if self._given is not None:
-                self._given.record(plan, counts, seconds, launch.ruled)
+                self._given.record(plan, counts, seconds, launch.ruled, launch.waited)
         for slot, emitted in zip(launch.slots, tokens, strict=True):
             sequence = self.running[slot]
             if sequence.finished or not emitted:
@@ -344,6 +377,7 @@ class DecodingLoop:
     def _release(self, slot: int) -> None:
         """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
         sequence, runner = self.running[slot], self._runner
+        self._begun = None
         runner.stop(slot)
         if self._given is not None:
             self._given.close(sequence)

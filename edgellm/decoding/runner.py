@@ -14,7 +14,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import require_adapters
 from edgellm.engines.model.config import EngineLimits
-from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.speculation.draft_plan import DraftPlan
@@ -58,8 +58,13 @@ class Runner(Protocol):
         plan: DraftPlan | None,
         rules: StepRules | None = None,
         trees: Sequence[GivenTree] | None = None,
+        begun: StepKey | None = None,
     ) -> StepTokens:
-        """A plain step of the leading slots, or a round of `plan`, of the `trees` where its candidates are given."""
+        """A plain step of the leading slots, which may have `begun`, or a round of `plan`, of the `trees` where its
+        candidates are given."""
+
+    def begin(self, batch: int) -> StepKey:
+        """Begin a plain step of the leading slots while their tokens are under way: all but the choice under rules."""
 
     def takes_given(self, batch: int, plan: DraftPlan) -> bool:
         """Whether a round of a plan of given candidates can run now in the leading slots."""

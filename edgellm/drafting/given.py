@@ -15,7 +15,7 @@ import numpy as np
 
 from edgellm.drafting.controller import DraftingReport, Forecast
 from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.worth import ASKING_SHARE, SELDOM, Budget, Proposed, Rates, Trust
+from edgellm.drafting.worth import ASKING_SHARE, WAITED, Budget, Proposed, Rates, Trust
 from edgellm.engines.errors import ConstraintError
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -34,6 +34,10 @@ WIDTH = 3
 GAIN = 1.15
 #: After so many rounds one step is taken without, so that what they are compared with stays known as load changes.
 MOST_ROUNDS = 50
+#: How quickly the share of steps under rules that could have been rounds follows what is seen.
+_PACE = 0.1
+#: Where what the index proposed was not worth a round, it is asked again after so many tokens at the most.
+MOST_PATIENCE = 15
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
 
@@ -94,9 +98,13 @@ class GivenDrafting:
         self._untimed = CAPTURED_WARM_UPS if captured else 0  # plain steps
         self._rates: dict[tuple[int, bool], Rates] = {}
         self._trust, self._budget = Trust(), Budget()
+        self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
         self._rounds: dict[str, int] = {}
         self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
+        #: Under rules: how often a round was best, behind a plain step and behind a round; whether the latest step was
+        #: one; and whether it could have been, but had begun as a plain one.
+        self._shares, self._was_round, self._missed = [0.5, 0.5], False, False
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins."""
@@ -108,9 +116,10 @@ class GivenDrafting:
         said = sequence.said
         if said is not None and tokens:
             if said.proposed is not None:
-                self._trust.learn(said.proposed, tokens)
+                self._lessons.append((said.proposed, tokens))
             said.news += tokens
             said.proposed = None
+            said.quiet -= len(tokens)
 
     def close(self, sequence: Drafted) -> None:
         """A sequence has ended: later ones may say what it said."""
@@ -119,47 +128,76 @@ class GivenDrafting:
             self._tell(said)
             self.index.close(said.history)
 
-    def choose(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> tuple[DraftPlan, list[GivenTree]] | None:
+    def choose(
+        self, runner: Runs, sequences: Sequence[Drafted], room: int, begun: bool = False
+    ) -> tuple[DraftPlan, list[GivenTree]] | None:
         """The best round of given candidates for sequences in the leading slots, all of whose tokens are known and none
-        of which takes more than `room` tokens; None where something else is better, or there is nothing to propose."""
+        of which takes more than `room` tokens; None where something else is better, there is nothing to propose, or a
+        plain step has `begun`."""
         ruled = any(sequence.constraint is not None for sequence in sequences)
         if not ruled and (self.index is None or not self._budget.affords):
             return None
-        began = time.perf_counter()
-        found = [self._proposed(sequence, room - 1) for sequence in sequences]
-        best = self._best(runner, found, ruled, room)
-        if not ruled:
-            self._budget.spend(time.perf_counter() - began)
-        return None if best is None else (best, [_cut(each.tree, best) for each in found])
+        found, best = self._asked(runner, sequences, room, ruled, not begun)
+        if ruled:
+            self._shares[self._was_round] += _PACE * ((best is not None) - self._shares[self._was_round])
+            self._was_round, self._missed = best is not None and not begun, best is not None and begun
+        return None if best is None or begun else (best, [_cut(each.tree, best) for each in found])
+
+    def expects_round(self, batch: int, waits: float) -> bool:
+        """Whether a round is so likely to be the next step under rules that nothing should begin before the host knows
+        the tokens under way, though the device `waits` so many seconds for it then. A plain step that begins in a
+        round's place draws the first token of what would have been given; the rest is given in the step behind it."""
+        rates = self._rates.get((batch, True))
+        if self._missed or rates is None:
+            return self._missed
+        share = 0.0 if rates.rounds >= MOST_ROUNDS else self._shares[self._was_round]
+        return share * rates.seconds(PLAIN) > (1.0 - share) * waits
 
     def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
         """Whether a round of what is proposed now would be taken, so that the tokens under way are worth waiting for:
         what follows them is mostly as likely."""
         if self.index is None or not self._budget.affords:
             return False
+        return self._asked(runner, sequences, room, False, False)[1] is not None
+
+    def _asked(
+        self, runner: Runs, sequences: Sequence[Drafted], room: int, ruled: bool, waited: bool
+    ) -> tuple[list[Proposed], DraftPlan | None]:
+        """What is proposed for each sequence, and the best round of it where the device has `waited` for the host, or
+        would have to."""
         began = time.perf_counter()
         found = [self._proposed(sequence, room - 1) for sequence in sequences]
-        best = self._best(runner, found, False, room)
-        self._budget.spend(time.perf_counter() - began)
-        return best is not None
+        best = self._best(runner, found, ruled, room, waited)
+        if best is None:
+            self._ask_less(sequences, found)
+        else:
+            for sequence in sequences:
+                if sequence.said is not None:
+                    sequence.said.patience = 0
+        if not ruled:
+            self._budget.spend(time.perf_counter() - began)
+        return found, best
 
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False) -> None:
+    def record(
+        self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, ruled: bool = False, waited: bool = False
+    ) -> None:
         """A step has ended that gave each running sequence so many tokens, under rules or not; see
-        `PlanChooser.record`."""
+        `PlanChooser.record`. `waited` says whether the device did until the host had chosen it."""
+        for lesson in self._lessons:
+            self._trust.learn(*lesson)
+        self._lessons.clear()
         name = plan.name if plan is not None and plan.is_given else PLAIN
         self._rounds[name] = self._rounds.get(name, 0) + 1
         key, saved = (len(emitted), ruled), 0.0
-        self._steps[key] = self._steps.get(key, 0) + 1
-        if key in self._rates:
+        rates = self._rates.get(key)
+        if rates is not None:
             if name != PLAIN:
-                other = self._rates[key].forecast(PLAIN, self._rates[key].tokens)
-                saved = max(0.0, sum(emitted) / other.tokens_per_second - seconds)
-            elif self.index is not None and not ruled and not self._budget.affords and self._steps[key] % SELDOM:
-                self._budget.earn(ASKING_SHARE * seconds)
-                return  # following what steps take has a price, too
-            self._rates[key].record(name, sum(emitted), seconds)
-        elif name == PLAIN and self._steps[key] > self._untimed:
-            self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
+                saved = max(0.0, sum(emitted) * rates.seconds(PLAIN) / rates.tokens - seconds)
+            rates.record(WAITED if name == PLAIN and waited else name, sum(emitted), seconds)
+        elif name == PLAIN:
+            self._steps[key] = self._steps.get(key, 0) + 1
+            if self._steps[key] > self._untimed:
+                self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
         self._budget.earn(ASKING_SHARE * seconds + saved)
 
     def report(self) -> DraftingReport:
@@ -170,26 +208,25 @@ class GivenDrafting:
         chosen = forecasts[0].name if forecasts else "plain"
         return DraftingReport(chosen, reason, dict(self._rounds), 0, self._trust.shares(), forecasts)
 
-    def _best(self, runner: Runs, found: Sequence[Proposed], ruled: bool, room: int) -> DraftPlan | None:
+    def _best(self, runner: Runs, found: Sequence[Proposed], ruled: bool, room: int, waited: bool) -> DraftPlan | None:
         batch, longest = len(found), max(len(each.chances) for each in found)
         rates = self._rates.get((batch, ruled))
         if not longest or rates is None or rates.rounds >= MOST_ROUNDS:
             return None
-        other = rates.forecast(PLAIN, rates.tokens)  # a draft model's rounds count here, too
-        best, forecast, least = None, None, GAIN * other.tokens_per_second
+        best, most, speed = None, 0.0, 0.0
         for plan in self.plans:
-            if plan.longest > room or not runner.takes_given(batch, plan):
-                continue
-            tokens = batch + sum(float(each.chances[: plan.top_k].sum()) for each in found)
-            seen = rates.forecast(plan.name, tokens)
-            if forecast is None or seen.tokens_per_second > forecast.tokens_per_second:
-                best, forecast = plan, seen
+            if plan.longest <= room:
+                tokens = batch + sum([each.expected(plan.top_k) for each in found])
+                rate = tokens / rates.seconds(plan.name)
+                if rate > speed and runner.takes_given(batch, plan):
+                    best, most, speed = plan, tokens, rate
             if longest <= plan.top_k:
                 break
-        if forecast is None:
+        if best is None:
             return None
-        self._latest = other, forecast
-        return best if forecast.tokens_per_second > least else None
+        other = rates.other(waited)  # a draft model's rounds count here, too
+        self._latest = other, Forecast(best.name, most, most / speed, speed)
+        return best if speed > GAIN * other.tokens_per_second else None
 
     def _proposed(self, sequence: Drafted, most: int) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`."""
@@ -203,15 +240,25 @@ class GivenDrafting:
             except ConstraintError:
                 return _NOTHING  # whoever asks for the mask hears of it
         if forced:
-            return Proposed(_chain(forced), FORCED_CHANCE ** np.arange(len(forced)), [], [])
+            return Proposed.of(_chain(forced), [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
             return _NOTHING
         if said.proposed is None:
+            if said.quiet > 0:
+                return _NOTHING
             self._tell(said)
             largest = self.plans[-1]
             proposal = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH)
             said.proposed = self._trust.weighed(proposal if constraint is None else _allowed(constraint, proposal))
         return said.proposed
+
+    def _ask_less(self, sequences: Sequence[Drafted], found: Sequence[Proposed]) -> None:
+        """What the index proposed was not worth a round: let more and more tokens go before it is asked again."""
+        for sequence, proposed in zip(sequences, found, strict=True):
+            said = sequence.said
+            if said is not None and said.proposed is proposed and said.quiet <= 0:
+                said.patience = min(2 * said.patience + 1, MOST_PATIENCE)
+                said.quiet = said.patience
 
     def _tell(self, said: Said) -> None:
         """Let the index know the tokens that it does not know yet."""
@@ -223,7 +270,7 @@ class GivenDrafting:
         """Seconds of the steps of a batch, before rounds were timed."""
         once, each = self._first_cost
         rounds = {plan.name: seconds * (once + each * batch * plan.tree_size) for plan in self.plans}
-        return {PLAIN: seconds, **rounds}
+        return {PLAIN: seconds, WAITED: seconds, **rounds}
 
 
 class Said:
@@ -234,30 +281,20 @@ class Said:
         self.history = history
         self.news: list[int] = []
         self.proposed: Proposed | None = None
+        #: How many tokens are let go after it was asked in vain, and how many of these are to come.
+        self.patience = self.quiet = 0
 
 
 def _chain(tokens: Sequence[int]) -> GivenTree:
     return GivenTree(tokens, range(-1, len(tokens) - 1))
 
 
-_NOTHING = Proposed(_chain([]), np.zeros(0), [], [])
+_NOTHING = Proposed.of(_chain([]), [])
 
 
 def _cut(tree: GivenTree, plan: DraftPlan) -> GivenTree:
-    """The first candidates of a tree, as far as a plan has places and levels for them."""
-    depths: list[int] = []
-    places: dict[int, int] = {-1: -1}
-    tokens: list[int] = []
-    parents: list[int] = []
-    for number, (token, parent) in enumerate(zip(tree.tokens[: plan.top_k], tree.parents[: plan.top_k], strict=True)):
-        above = places.get(int(parent))
-        if above is None or (above >= 0 and depths[above] >= plan.steps):
-            continue
-        places[number] = len(tokens)
-        depths.append(1 if above < 0 else depths[above] + 1)
-        tokens.append(int(token))
-        parents.append(above)
-    return GivenTree(tokens, parents)
+    """The first candidates of a tree, as far as a plan has places for them: it has the levels then, too."""
+    return GivenTree(tree.tokens[: plan.top_k], tree.parents[: plan.top_k])
 
 
 def _allowed(constraint: TokenConstraint, found: Proposal) -> Proposal:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
-
-import numpy as np
 
 from edgellm.drafting.controller import CostModel, Forecast
 from edgellm.drafting.costs import PLAIN, RoundCosts
@@ -16,23 +15,38 @@ from edgellm.engines.speculation.suffix_index import Proposal
 
 #: The share of the steps' time that the index may take, and seconds that it may take at first and at most beyond.
 ASKING_SHARE, FIRST_CREDIT, MOST_CREDIT = 0.02, 0.02, 0.05
-#: Where the index is seldom asked, one in so many steps is timed.
-SELDOM = 8
+#: Of each kind of step so many are timed one after the other, then one in so many.
+OFTEN, SELDOM = 16, 8
+#: A plain step before which the device waited for the host: for its tokens, and for it to choose.
+WAITED = "waited"
 #: How quickly the tokens of other steps follow what is seen.
 _PACE = 0.15
 
 
 class Proposed(NamedTuple):
-    """A tree of candidates, the likeliest first, with the probability `chances` [N] that each comes.
+    """A tree of candidates, the likeliest first, with the probability `chances` of each that it comes, and the `sums`
+    of these up to each, with 0 before the first.
 
     `promises` say for each how likely it is if its parent comes, by the index, and `kinds` which of the counts of
     `Trust` it belongs to; both are empty where the index was not asked.
     """
 
     tree: GivenTree
-    chances: np.ndarray
+    chances: Sequence[float]
+    sums: Sequence[float]
     promises: Sequence[float]
     kinds: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, tree: GivenTree, chances: Sequence[float], promises: Sequence[float] = (), kinds: Sequence[int] = ()
+    ) -> Proposed:
+        """With the sums."""
+        return cls(tree, chances, [*accumulate(chances, initial=0.0)], promises, kinds)
+
+    def expected(self, count: int) -> float:
+        """How many of the first `count` candidates should come."""
+        return self.sums[min(count, len(self.chances))]
 
 
 class Trust:
@@ -49,12 +63,13 @@ class Trust:
     def __init__(self) -> None:
         kinds = len(self.PROMISES) * len(self.MATCHES)
         self._promised, self._came = [0.0] * kinds, [0.0] * kinds
+        self._ratios = [*self.FIRST] * len(self.MATCHES)
 
     def weighed(self, proposal: Proposal) -> Proposed:
         """A proposal with the probabilities that were seen in place of those that the index promises."""
         tokens, parents, scores = proposal.tokens.tolist(), proposal.parents.tolist(), proposal.scores.tolist()
         first = len(self.PROMISES) * (sum(proposal.match >= least for least in self.MATCHES) - 1)
-        ratios = self._ratios()
+        ratios = self._ratios
         chances: list[float] = []
         promises: list[float] = []
         kinds: list[int] = []
@@ -65,7 +80,7 @@ class Trust:
             chances.append(chance * (chances[parent] if parent >= 0 else 1.0))
             promises.append(promise)
             kinds.append(kind)
-        return Proposed(GivenTree(tokens, parents), np.array(chances), promises, kinds)
+        return Proposed.of(GivenTree(tokens, parents), chances, promises, kinds)
 
     def learn(self, proposed: Proposed, tokens: Sequence[int]) -> None:
         """Take note of the tokens that came where a tree was proposed."""
@@ -82,6 +97,8 @@ class Trust:
                 fading = min(1.0, self.MEMORY / (self._promised[kind] + 1.0))
                 self._promised[kind] = fading * self._promised[kind] + proposed.promises[node]
                 self._came[kind] = fading * self._came[kind] + came
+                guessed = self.FIRST_EVIDENCE * self.FIRST[kind % len(self.FIRST)]
+                self._ratios[kind] = (self._came[kind] + guessed) / (self._promised[kind] + self.FIRST_EVIDENCE)
                 following = node if came else following
             if following is None:
                 return
@@ -89,17 +106,10 @@ class Trust:
 
     def shares(self) -> dict[str, list[float]]:
         """By the kind of match, the ratio for each kind of promise."""
-        ratios, size = self._ratios(), len(self.PROMISES)
+        ratios, size = self._ratios, len(self.PROMISES)
         return {
             f"match of {least} or more": ratios[size * row : size * (row + 1)] for row, least in enumerate(self.MATCHES)
         }
-
-    def _ratios(self) -> list[float]:
-        first = self.FIRST * len(self.MATCHES)
-        return [
-            (came + self.FIRST_EVIDENCE * guess) / (promised + self.FIRST_EVIDENCE)
-            for came, promised, guess in zip(self._came, self._promised, first, strict=True)
-        ]
 
 
 class Rates:
@@ -109,22 +119,34 @@ class Rates:
     def __init__(self, guesses: Mapping[str, float], tokens: float, warm_ups: int) -> None:
         self.tokens, self.rounds = tokens, 0
         self._costs = CostModel(RoundCosts({name: {1: value} for name, value in guesses.items()}), list(guesses))
-        self._warm_ups = {name: 0 if name == PLAIN else warm_ups for name in guesses}
+        self._warm_ups = {name: 0 if name in (PLAIN, WAITED) else warm_ups for name in guesses}
+        self._seen = dict.fromkeys(guesses, 0)
+        self._seconds: dict[str, float] = {}
 
     def record(self, name: str, tokens: int, seconds: float) -> None:
         """A step has ended."""
-        self.rounds = 0 if name == PLAIN else self.rounds + 1
+        self.rounds = 0 if name in (PLAIN, WAITED) else self.rounds + 1
         if self._warm_ups[name]:
             self._warm_ups[name] -= 1
             return
-        self._costs.record(name, 1, seconds)
-        if name == PLAIN:
+        if name in (PLAIN, WAITED):
             self.tokens += _PACE * (tokens - self.tokens)
+        self._seen[name] += 1
+        if self._seen[name] <= OFTEN or self._seen[name] % SELDOM == 0:  # taking notice has a price, too
+            self._costs.record(name, 1, seconds)
+            self._seconds.clear()
 
-    def forecast(self, name: str, tokens: float) -> Forecast:
-        """What a step should give that is expected to give so many tokens."""
-        seconds = self._costs.seconds(name, 1)
-        return Forecast(name, tokens, seconds, tokens / seconds)
+    def seconds(self, name: str) -> float:
+        """What a step should take."""
+        if name not in self._seconds:
+            self._seconds[name] = self._costs.seconds(name, 1)
+        return self._seconds[name]
+
+    def other(self, waited: bool) -> Forecast:
+        """What a step without given candidates should give, where the device has `waited` for the host already, or else
+        where it would not."""
+        seconds = self.seconds(WAITED if waited and self._seen[WAITED] else PLAIN)
+        return Forecast(PLAIN, self.tokens, seconds, self.tokens / seconds)
 
 
 class Budget:

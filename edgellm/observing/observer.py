@@ -18,6 +18,7 @@ import numpy as np
 from edgellm.decoding.runner import StepTokens
 from edgellm.decoding.slots import KVContents, SnapshotSource
 from edgellm.engines.backends.base import Backend, Readback
+from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -28,6 +29,8 @@ from edgellm.errors import MissingDependencyError
 LAUNCH, WAIT, TOKENS, SNAPSHOT = "launch", "wait", "tokens", "snapshot"
 #: Names of spans on the device; the stages of rounds have those of `edgellm.engines.speculation.draft_plan`.
 PREFILL, DECODE, ROUND = "prefill", "decode", "round"
+#: The forward pass of a step that begins before it is known which tokens may be chosen.
+FORWARD = "forward"
 
 
 class Observer(Protocol):
@@ -99,6 +102,12 @@ class ObservedRunner:
         details = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})
         name = DECODE if plan is None else ROUND
         return self._launch(name, details, lambda: self._runner.step(batch, plan, *others, **more))
+
+    def begin(self, batch: int) -> StepKey:
+        """See `Runner.begin`."""
+        self._end_handling()
+        with self._observer.device_span(self.backend, FORWARD, step=self._steps + 1, sequences=batch):
+            return self._runner.begin(batch)
 
     def stop(self, slot: int) -> None:
         """See `Runner.stop`."""

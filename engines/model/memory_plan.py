@@ -15,6 +15,8 @@ from edgellm.engines.model.states import decoder_states, exchange_bytes, state_b
 from edgellm.kernels.arrays import ITEM_SIZES
 
 MEBIBYTE = 1 << 20
+#: Tokens of the largest tree of a base model without a draft: its candidates are given.
+GIVEN_NODES = 32
 
 
 @dataclass
@@ -63,6 +65,9 @@ def plan_memory(
         "KV caches": state_bytes(states, dtype),
         "step buffers": step + rotary,
         "logits and sampling": sampling,
+        # On the host and on the device, which may be the same memory: a mask, and its number, for each row of logits.
+        "token masks": 2 * mask_rows(limits) * (-(-config.vocab_size // 32) + 1) * ITEM_SIZES["int32"],
+        "token biases": limits.max_batch * config.vocab_size * ITEM_SIZES["float32"],
     }
     if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
         items["slot exchange"] = exchange_bytes(states, dtype)
@@ -71,6 +76,11 @@ def plan_memory(
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
     return MemoryPlan(items | dict(vision_memory or {}) | dict(known or {}))
+
+
+def mask_rows(limits: EngineLimits) -> int:
+    """The most rows of logits that rules can mask at a time: those of the nodes of every slot's tree."""
+    return limits.max_batch * (limits.verify_sizes[-1] if limits.has_draft else GIVEN_NODES)
 
 
 def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:

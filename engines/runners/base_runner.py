@@ -22,7 +22,7 @@ from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdaptedRunner, AdapterSlots, require_adapters
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name
-from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.engines.model.memory_plan import mask_rows, plan_memory
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
@@ -36,10 +36,8 @@ from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 
 _PHASES = ("prefill", "decode")
-#: Tokens of the largest tree of a base model without a draft: its candidates are given.
-GIVEN_NODES = 32
 #: Of a decode step: sequences, KV rows, whether all draw by argmax, have adapters, are under masks or biases.
-_StepKey = tuple[int, int, bool, bool, bool]
+StepKey = tuple[int, int, bool, bool, bool]
 
 
 class FeatureUser(Protocol):
@@ -120,7 +118,7 @@ class BaseEngineRunner(AdaptedRunner):
                 self.adapters.add(name, adapter)
         self._allocate_state(start)
         self._steps = CapturedSteps(backend)
-        self._stages: dict[_StepKey, tuple[Stages, Stages, Stages]] = {}
+        self._stages: dict[StepKey, tuple[Stages, Stages, Stages]] = {}
         self._decode_shapes: dict[tuple[int, bool], EngineShape] = {}
         self.lengths = [0] * limits.max_batch
         self._arriving: ArrivingRows | None = None
@@ -208,35 +206,38 @@ class BaseEngineRunner(AdaptedRunner):
         if arriving is not None:
             arriving.wait_for_all()
 
-    def decode(self, batch: int, rules: StepRules | None = None) -> Readback:
+    def begin(self, batch: int) -> StepKey:
+        """Enqueue the forward pass of the next step in the `batch` leading slots, whose tokens may be under way, and
+        give what `decode` goes on with.
+
+        It changes nothing: whichever step comes instead writes the same KV rows again. It counts until a slot is
+        started, stopped, moved or forced. Raises EngineError as `decode` does.
+        """
+        key = self._step_key(batch, True)
+        self._steps.run((key, "forward"), self._stages_of(key)[1])
+        return key
+
+    def decode(self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None) -> Readback:
         """Take one step in the `batch` leading slots; returns the readback of their tokens, [batch] int32 (idle: -1).
 
-        With `rules` it is two launches: they fill the masks while the first computes the logits. Raises EngineError
-        where a sequence has no KV row left.
+        With `rules` it is two launches: they fill the masks while the first computes the logits, which may have
+        `begun`. Raises EngineError where a sequence has no KV row left.
         """
-        longest = max(self.lengths[:batch]) + 1
-        if longest > self.limits.kv_rows:
-            raise EngineError(
-                f"the KV cache of {self.limits.kv_rows} rows is full: stop the sequence, or build with a larger "
-                "--kv-capacity"
-            )
-        bucket = min(size for size in self.limits.batches if size >= batch)
-        slots = slice(0, batch)
-        adapts = self.adapts(slots)
-        key_range = self.engines.key_range(self._decode_shape(bucket, adapts), longest)
-        constrained = rules is not None or self.sampling.biased(slots)
-        key = (bucket, key_range, self.sampling.plain(slots), adapts, constrained)
-        whole, forward, choice = self._stages.get(key) or self._make_stages(key)
+        key = begun or self._step_key(batch, rules is not None)
+        whole, forward, choice = self._stages_of(key)
         if rules is None:
             self.sampling.clear_masks()
+        if rules is None and begun is None:
             self._steps.run(key, whole)
         else:
-            self._steps.run((key, "forward"), forward)
-            self.sampling.fill_masks(rules, bucket)
+            if begun is None:
+                self._steps.run((key, "forward"), forward)
+            if rules is not None:
+                self.sampling.fill_masks(rules, key[0])
             self._steps.run((key, "choice"), choice)
         for slot in range(batch):
             self.lengths[slot] += 1 if self.lengths[slot] else 0
-        return self._emitted.read(slots, slice(0, bucket))
+        return self._emitted.read(slice(0, batch), slice(0, key[0]))
 
     def capture_steps(self) -> list[str]:
         """Capture decode steps of every kind now, rather than when they come up; names those that cannot be captured.
@@ -248,27 +249,41 @@ class BaseEngineRunner(AdaptedRunner):
             every = slice(0, batch)
             for key_range in self.engines.key_ranges(self._decode_shape(batch, adapts)):
                 key = (batch, key_range, plain, adapts, False)
-                whole, _, _ = self._make_stages(key)
+                whole, _, _ = self._stages_of(key)
                 self._steps.run(key, whole)
                 self._emitted.read(every, every).wait()
                 uncaptured += self._steps.capture(key, whole)
         return uncaptured
 
-    def _make_stages(self, key: _StepKey) -> tuple[Stages, Stages, Stages]:
+    def _step_key(self, batch: int, constrained: bool) -> StepKey:
+        """The key of the next step in the leading slots, under masks where it is `constrained`."""
+        longest = max(self.lengths[:batch]) + 1
+        if longest > self.limits.kv_rows:
+            raise EngineError(
+                f"the KV cache of {self.limits.kv_rows} rows is full: stop the sequence, or build with a larger "
+                "--kv-capacity"
+            )
+        bucket = min(size for size in self.limits.batches if size >= batch)
+        slots = slice(0, batch)
+        adapts = self.adapts(slots)
+        key_range = self.engines.key_range(self._decode_shape(bucket, adapts), longest)
+        return bucket, key_range, self.sampling.plain(slots), adapts, constrained or self.sampling.biased(slots)
+
+    def _stages_of(self, key: StepKey) -> tuple[Stages, Stages, Stages]:
         """A decode step as one stage, and its two parts: the logits of so many sequences, over so many rows, with
         adapters, and the choice of their tokens, plainly, under masks or biases."""
-        batch, rows, plain, adapts, _ = key
-        kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
-        name = f"plain decode of {batch} sequences, {rows} rows, {kind}"
-        forward, choose = self._decode_step(*key)
+        if key not in self._stages:
+            batch, rows, plain, adapts, _ = key
+            kind = f"{'greedy' if plain else 'sampled'}{', with adapters' if adapts else ''}"
+            name = f"plain decode of {batch} sequences, {rows} rows, {kind}"
+            forward, choose = self._decode_step(*key)
 
-        def whole() -> None:
-            forward()
-            choose()
+            def whole() -> None:
+                forward()
+                choose()
 
-        stages = {name: whole}, {f"logits of {name}": forward}, {f"choice of {name}": choose}
-        self._stages[key] = stages
-        return stages
+            self._stages[key] = {name: whole}, {f"logits of {name}": forward}, {f"choice of {name}": choose}
+        return self._stages[key]
 
     def force_token(self, slot: int, token_id: int) -> None:
         """Put `token_id` in the place of the token that the slot drew last, as teacher forcing does."""
@@ -324,8 +339,7 @@ class BaseEngineRunner(AdaptedRunner):
         self._logits = backend.zeros((slots, vocab), "float32")
         self.image_rows = ImageRows(backend, slots)
         self._image_inputs = ImageInputs(backend, config, limits, self._tables.rotary, self.image_rows)
-        rows = slots * (limits.verify_sizes[-1] if limits.has_draft else GIVEN_NODES)
-        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity, rows)
+        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity, mask_rows(limits))
         active, positions = (backend.zeros((slots,), "int32") for _ in range(2))
         token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)

@@ -43,19 +43,23 @@ class TokenMasks:
         self.host_rows = backend.host_memory(rows * size).view(np.int32)
         #: On the device, as `SamplingKernels.constrain_logits` takes them.
         self.masks = backend.zeros(shape, "uint32")
-        self.rows = backend.empty((rows,), "int32")
+        self.rows = backend.zeros((rows,), "int32")
         self._uploads: list[Transfer] = []
+        self._sent = np.zeros(rows, np.int32)  # what `rows` are on the device
         self.host_masks.fill(0)
         self.clear()
 
     def upload(self, rows: int, masks: int) -> None:
-        """Bring the first so many of `host_rows` and of `host_masks` to the device, in order with the other work."""
+        """Bring the first so many of `host_rows`, where they changed, and of `host_masks` to the device, in order with
+        the other work."""
         count, words = self.host_masks.shape
-        pairs = (self.rows, self.host_rows, 1, rows), (self.masks, self.host_masks, words, masks)
+        pairs = [(self.masks, self.host_masks, words, masks)] if masks else []
+        if not np.array_equal(self._sent[:rows], self.host_rows[:rows]):
+            self._sent[:rows] = self.host_rows[:rows]
+            pairs.append((self.rows, self.host_rows, 1, rows))
         self._uploads = [
             self._backend.upload_rows(device.reshape(1, count, width), host.reshape(1, count, width), used)
             for device, host, width, used in pairs
-            if used
         ]
 
     def wait(self) -> None:

@@ -77,10 +77,9 @@ class Round:
     def give(self, trees: Sequence[GivenTree]) -> None:
         """Bring the candidates of each slot; for a plan whose candidates are given, before its stages run."""
         backend, (batch, nodes) = self._base.backend, self._candidates.tokens.shape
-        tokens, parents = padded_trees(trees, batch, nodes + 1)
-        parents = np.where(parents > 0, parents - 1, np.int32(-1))  # numbered without the root
-        backend.upload(self._candidates.tokens, np.ascontiguousarray(tokens[:, 1:]))
-        backend.upload(self._candidates.parents, np.ascontiguousarray(parents[:, 1:]))
+        tokens, parents = _padded(trees, batch, nodes)
+        backend.upload(self._candidates.tokens, tokens)
+        backend.upload(self._candidates.parents, parents)
 
     def nodes(self) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and parents [B, T] int32 of the trees of a constrained round that a draft model proposed, as soon as
@@ -116,10 +115,18 @@ def padded_trees(trees: Sequence[GivenTree], batch: int, nodes: int) -> tuple[np
     """Tokens and parents [batch, nodes] int32 of trees with their roots, as `TreeNodes` has them: place 0 is the root,
     whose token is not told (-1); what is behind a tree, or has no slot, is padding."""
     tokens, parents = np.full((2, batch, nodes), -1, np.int32)
+    tokens[:, 1:], parents[:, 1:] = _padded(trees, batch, nodes - 1)
     for slot, tree in enumerate(trees):
-        count = len(tree.tokens)
-        tokens[slot, 1 : count + 1] = tree.tokens
-        parents[slot, 1 : count + 1] = np.asarray(tree.parents, np.int32) + 1
+        parents[slot, 1 : len(tree.tokens) + 1] += 1
+    return tokens, parents
+
+
+def _padded(trees: Sequence[GivenTree], batch: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
+    """The same without the roots: parents are numbered as in `GivenTree`."""
+    tokens, parents = np.full((2, batch, nodes), -1, np.int32)
+    for slot, tree in enumerate(trees):
+        tokens[slot, : len(tree.tokens)] = tree.tokens
+        parents[slot, : len(tree.tokens)] = tree.parents
     return tokens, parents
 
 

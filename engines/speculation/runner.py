@@ -22,7 +22,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
-from edgellm.engines.runners.base_runner import BaseEngineRunner
+from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
@@ -153,12 +153,17 @@ class DecodingRunner:
         plan: DraftPlan | None,
         rules: StepRules | None = None,
         trees: Sequence[GivenTree] | None = None,
+        begun: StepKey | None = None,
     ) -> StepReadback:
-        """A round of `plan`, or without one a plain step. `rules` fill masks while the logits are computed; `trees`
-        are the candidates of each slot for a plan that takes given ones."""
-        return self.decode(batch, rules) if plan is None else self.round(batch, plan, rules, trees)
+        """A round of `plan`, or without one a plain step, which may have `begun`. `rules` fill masks while the logits
+        are computed; `trees` are the candidates of each slot for a plan that takes given ones."""
+        return self.decode(batch, rules, begun) if plan is None else self.round(batch, plan, rules, trees)
 
-    def decode(self, batch: int, rules: StepRules | None = None) -> StepReadback:
+    def begin(self, batch: int) -> StepKey:
+        """Begin a plain step before it is known which tokens it may choose; see `BaseEngineRunner.begin`."""
+        return self.base.begin(batch)
+
+    def decode(self, batch: int, rules: StepRules | None = None, begun: StepKey | None = None) -> StepReadback:
         """One token for each of the `batch` leading slots, without drafting; what drafting needs later is kept.
 
         Raises EngineError where a sequence has no KV row left.
@@ -167,7 +172,7 @@ class DecodingRunner:
         full = self.draft is not None and max(progress.pending[:batch]) >= self.limits.accept_tokens
         if full:
             self._flush(batch)
-        emitted, self._latest_round = self.base.decode(batch, rules), None
+        emitted, self._latest_round = self.base.decode(batch, rules, begun), None
         return progress.launched(StepReadback(progress, batch, None, emitted, full))
 
     def round(

@@ -7,7 +7,8 @@ from functools import partial
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.runners.base_runner import GIVEN_NODES, BaseEngineRunner
+from edgellm.engines.model.memory_plan import GIVEN_NODES
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.given import COMPUTED_TREES, MOST_ROUNDS, GivenDrafting, Said
+from edgellm.drafting.given import COMPUTED_TREES, MOST_PATIENCE, MOST_ROUNDS, GivenDrafting, Said
 from edgellm.engines.speculation.constraints import AllowedTokens
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.engines.speculation.suffix_index import SuffixIndex
@@ -195,7 +195,7 @@ def test_what_does_not_come_is_trusted_less_and_what_comes_again_more() -> None:
         return sequence, drafts.choose(Takes(), [sequence], 100) is not None
 
     def promised() -> float:
-        return float(asked()[0].said.proposed.chances.sum())
+        return sum(asked()[0].said.proposed.chances)
 
     at_first = promised()
     for wrong in range(60):
@@ -290,3 +290,74 @@ def test_plans_grow(captured: bool) -> None:
     assert all(small.top_k < large.top_k for small, large in pairwise(plans))
     assert all(plan.steps <= DEEPEST for plan in plans)
     assert np.all([plan.is_given for plan in plans])
+
+
+def test_plain_steps_begin_early_where_no_round_is_likely() -> None:
+    """The more the device would wait for the host, and the less often a round was best behind such a step."""
+    drafts = drafting(captured=True, index=False)
+    for _ in range(3):
+        drafts.record(None, [1], 0.001, True)
+    free, forced = Answer(AllowedTokens([3, 4], 50)), Answer(AllowedTokens([3], 50))
+    assert drafts.expects_round(1, 0.0001) and not drafts.expects_round(1, 0.002)
+    for _ in range(30):
+        assert drafts.choose(Takes(), [free], 100) is None
+    assert not drafts.expects_round(1, 0.0001)
+    assert drafts.choose(Takes(), [forced], 100, begun=True) is None
+    assert drafts.expects_round(1, 1.0), "what is forced behind the step that began is given in the next one"
+    assert drafts.choose(Takes(), [forced], 100) is not None
+    assert drafts.expects_round(1, 0.0001), "nothing is known of what follows rounds"
+    for _ in range(30):
+        assert drafts.choose(Takes(), [free], 100) is None
+        drafts.choose(Takes(), [forced], 100)
+    assert not drafts.expects_round(1, 0.0001), "behind a round there was always a choice"
+    assert drafts.choose(Takes(), [free], 100) is None
+    assert drafts.expects_round(1, 0.0001), "behind a choice there was always a round"
+
+
+def test_rounds_are_weighed_against_what_is_the_alternative() -> None:
+    """Steps ahead before the host waits for tokens; once it has waited, steps that were waited for."""
+    drafts = drafting(captured=True)
+    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+    for _ in range(30):
+        drafts.record(None, [1], 0.001)
+        drafts.record(None, [1], 0.004, waited=True)
+    for plan in drafts.plans:
+        record(drafts, plan, 0.01, 8)
+    for _ in range(8):
+        drafts.record(None, [1], 0.001)
+    assert drafts.choose(Takes(), [sequence], 100) is not None
+    sequence.said.patience = sequence.said.quiet = 0
+    expected = sequence.said.proposed.sums[-1] + 1
+    assert expected > 0.01 / 0.004
+    for plan in drafts.plans:
+        record(drafts, plan, 0.002 * expected, 30)
+        drafts.record(None, [1], 0.001)
+    assert not drafts.promises(Takes(), [sequence], 100), "half as quick as steps that are launched ahead"
+    assert drafts.choose(Takes(), [sequence], 100) is not None, "twice as quick as what is left to do"
+
+
+def test_what_is_proposed_in_vain_is_asked_for_less_and_less() -> None:
+    drafts = drafting()
+    record(drafts, None, 0.01, 1)
+    sequence, asked, propose = opened(drafts, TEXT), [], drafts.index.propose
+    drafts.index.propose = lambda *arguments: (asked.append(len(said)), propose(*arguments))[1]
+    said: list[int] = []
+
+    def say(token: int) -> None:
+        drafts.promises(Takes(), [sequence], 100)
+        drafts.take(sequence, [token])
+        said.append(token)
+
+    for token in range(100, 160):
+        say(token)
+    assert asked == [0, 1, 4, 11, *range(26, 60, MOST_PATIENCE)]
+    for token in TEXT:
+        say(token)
+    assert drafts.promises(Takes(), [sequence], 100) or len(asked) > 7
+    drafts.take(sequence, TEXT[:3])
+    sequence.said.quiet = 0
+    drafts.take(sequence, TEXT[3:12])
+    count = len(asked)
+    assert drafts.promises(Takes(), [sequence], 100) and sequence.said.patience == 0
+    drafts.take(sequence, TEXT[12:13])
+    assert drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 2, "where it pays it is asked each time"

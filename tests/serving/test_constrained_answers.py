@@ -47,19 +47,25 @@ DRAFTINGS = {
 
 
 class GivenTrees:
-    """In the place of `GivenDrafting`: always gives candidates, what rules force and others, right and wrong ones."""
+    """In the place of `GivenDrafting`: gives candidates wherever it may, what rules force and others, right and wrong
+    ones; plain steps begin in the place of every other round, where steps begin before tokens are known."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random, self._plan, self.rounds = random.Random(seed), given(7, 3), 0
 
-    def choose(self, runner: Any, sequences: Sequence[Any], room: int) -> tuple[DraftPlan, list[GivenTree]] | None:
-        if self._plan.longest > room or not runner.takes_given(len(sequences), self._plan):
+    def choose(
+        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False
+    ) -> tuple[DraftPlan, list[GivenTree]] | None:
+        if begun or self._plan.longest > room or not runner.takes_given(len(sequences), self._plan):
             return None
         self.rounds += 1
         return self._plan, [self._tree(sequence.constraint) for sequence in sequences]
 
     def promises(self, runner: Any, sequences: Sequence[Any], room: int) -> bool:
         return False
+
+    def expects_round(self, batch: int, waits: float) -> bool:
+        return self._random.random() < 0.5
 
     def open(self, *_: Any) -> None:
         """Nothing is learned."""
@@ -165,6 +171,38 @@ def test_captured_steps_with_one_under_way(
         assert any("forward" in each for each in captures) or name != "plain"
         assert any("choice" in each or "acceptance" in each for each in captures)
         assert [answer(runtime.handle_request(each)) for each in requests[:6]] == alone[:6]
+
+
+def test_the_device_has_work_while_the_host_waits_for_what_rules_must_know(captured: Callable[..., Any]) -> None:
+    """Each forward pass is enqueued before the token that it begins with is waited for; one behind the end is lost."""
+    params = SamplingParams(structure=Structure(regex="[a-z]{20}"))
+    runtime, _ = captured(None)
+    with runtime:
+        runtime._drafters.given = None
+        runner, events = runtime._runner, []
+        begin, step, start = runner.begin, runner.step, runner.start
+
+        def noted(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+            def launch(*arguments: Any) -> Any:
+                events.append(name)
+                emitted = call(*arguments)
+                wait = emitted.wait if hasattr(emitted, "wait") else None
+                if wait is None:
+                    return emitted
+                return type("Noted", (), {"wait": lambda _: (events.append("token"), wait())[1]})()
+
+            return launch
+
+        runner.begin, runner.step, runner.start = noted(begin, "begin"), noted(step, "choose"), noted(start, "prefill")
+        response = runtime.handle_request(Request([1, 2, 3], None, params))
+        assert response.structure_complete and len(response.text) == 20
+        launches = len(response.token_ids) - 1
+        assert events == ["prefill", *["begin", "token", "choose"] * launches, "begin", "token"][: len(events)]
+        assert (events.count("token"), events.count("choose")) == (launches + 1, launches)
+        assert events.count("begin") <= launches + 1
+        events.clear()
+        runtime.handle_request(Request([1, 2, 3], None, replace(params, logprobs=2)))
+        assert "begin" not in events, "logits are there until the next forward pass is enqueued"
 
 
 def test_default_drafting_takes_what_is_forced(serving_engines: Path) -> None:
@@ -335,8 +373,10 @@ class KnownAnswers(GivenTrees):
         super().__init__()
         self._expected = expected
 
-    def choose(self, runner: Any, sequences: Sequence[Any], room: int) -> tuple[DraftPlan, list[GivenTree]] | None:
-        chosen = super().choose(runner, sequences, room)
+    def choose(
+        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False
+    ) -> tuple[DraftPlan, list[GivenTree]] | None:
+        chosen = super().choose(runner, sequences, room, begun)
         if chosen is None:
             return None
         trees = []

@@ -135,6 +135,11 @@ def test_the_memory_plan_counts_what_is_allocated(runner: BaseEngineRunner) -> N
     assert plan.items["logits and sampling"] == sum(
         array.nbytes for array in (runner._logits, sampling._processed, sampling.token_counts)
     )
+    masks = sampling.masks
+    assert plan.items["token masks"] == sum(
+        array.nbytes for array in (masks.host_masks, masks.host_rows, masks.masks, masks.rows)
+    )
+    assert plan.items["token biases"] == sampling._bias.nbytes
     assert isinstance(plan, MemoryPlan)
     assert plan.total == sum(plan.items.values())
 
@@ -151,6 +156,11 @@ def test_the_memory_plan_of_a_published_size() -> None:
     plan = plan_memory(config, limits, decoder_weights(config), "float16")
     assert plan.items["weights"] == 2 * 1_235_814_400
     assert plan.items["KV caches"] == 32 * 1024 * limits.kv_rows
+    assert plan.items["token masks"] == 2 * 32 * (128256 // 8 + 4)
+    drafting = replace(limits, max_batch=2, draft_top_k=10, draft_steps=6, verify_tree_size=60)
+    assert drafting.has_draft and drafting.verify_sizes[-1] >= 60
+    masks = plan_memory(config, drafting, decoder_weights(config), "float16").items["token masks"]
+    assert masks == 2 * 2 * drafting.verify_sizes[-1] * (128256 // 8 + 4)
 
 
 def test_a_failure_at_the_end_leaves_nothing_open(directory: EngineDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
