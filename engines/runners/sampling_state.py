@@ -53,7 +53,7 @@ class TokenMasks:
         """Bring the first so many of `host_rows`, where they changed, and of `host_masks` to the device, in order with
         the other work."""
         count, words = self.host_masks.shape
-        pairs = [(self.masks, self.host_masks, words, masks)] if masks else []
+        pairs: list[tuple[Array, np.ndarray, int, int]] = [(self.masks, self.host_masks, words, masks)] if masks else []
         if not np.array_equal(self._sent[:rows], self.host_rows[:rows]):
             self._sent[:rows] = self.host_rows[:rows]
             pairs.append((self.rows, self.host_rows, 1, rows))
