@@ -213,8 +213,8 @@ class DecodingLoop:
             fits = all(sequence.most < sequence.room for sequence in self.running)  # slots go along until they are left
             if self._launches and not (needed and fits):
                 return
-            if self._launches and any(sequence.logprobs is not None for sequence in running):
-                return  # a step's logits are there until the next one is launched
+            if self._launches and any(each.logprobs is not None and not each.finished for each in self.running):
+                return  # a step's logits are there until the next one is launched, also those of a last token
             self._launch(running)
 
     def _waits_for_tokens(self, running: Sequence[DecodingSequence]) -> bool:

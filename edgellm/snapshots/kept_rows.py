@@ -19,6 +19,8 @@ logger = logging.getLogger("edgellm.snapshots")
 
 #: Bytes of host memory for kept rows where nobody says otherwise; it is taken when it is needed.
 PREEMPTION_BUDGET = 256 << 20
+#: What the memory plan calls it.
+KEPT_ROWS = "rows of answers that give way"
 #: Tensors begin at a multiple of it, in bytes.
 _ALIGNMENT = 64
 
@@ -42,6 +44,7 @@ class RowKeeper:
 
     def __init__(self, runner: DecodingRunner, budget: int = PREEMPTION_BUDGET) -> None:
         self.budget = budget
+        runner.base.memory_plan.host[KEPT_ROWS] = budget
         #: What is kept.
         self.nbytes = 0
         self._runner, self._backend = runner, runner.backend
@@ -78,11 +81,11 @@ class RowKeeper:
 
     def _memory(self, nbytes: int) -> np.ndarray | None:
         """Memory for `nbytes` bytes, perhaps more; None where there is no room for it."""
+        if self.nbytes + nbytes > self.budget:
+            return None
         fitting = [(each.nbytes, place) for place, each in enumerate(self._free) if nbytes <= each.nbytes <= 2 * nbytes]
         if fitting:
             return self._free.pop(min(fitting)[1])
-        if self.nbytes + nbytes > self.budget:
-            return None
         if self._free and self.nbytes + sum(each.nbytes for each in self._free) + nbytes > self.budget:
             self._backend.synchronize()  # nothing is copied from or to it any more
             self._free.clear()

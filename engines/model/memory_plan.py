@@ -19,9 +19,11 @@ MEBIBYTE = 1 << 20
 
 @dataclass
 class MemoryPlan:
-    """Named amounts of memory in bytes."""
+    """Named amounts of memory in bytes; those of `host` are the most that is taken of the host's when it is needed, and
+    no part of the total."""
 
     items: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -31,6 +33,7 @@ class MemoryPlan:
     def describe(self) -> str:
         """One line an item, in MiB, with the total."""
         rows = [*self.items.items(), ("total", self.total)]
+        rows += [(f"host: {name}, at most", size) for name, size in self.host.items()]
         return "\n".join(f"  {name:<28}{size / MEBIBYTE:>10.1f} MiB" for name, size in rows)
 
 
@@ -71,6 +74,13 @@ def plan_memory(
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
     return MemoryPlan(items | dict(vision_memory or {}) | dict(known or {}))
+
+
+def token_bytes(config: DecoderConfig, limits: EngineLimits, dtype: str, draft: DraftConfig | None = None) -> int:
+    """What the rows of one token of one sequence take, those of the draft included."""
+    states = [*decoder_states(config, limits.kv_cache)]
+    rows = state_bytes(state_edge(states, 1, 1), dtype)
+    return rows + (0 if draft is None else state_bytes(state_edge(decoder_states(draft.decoder), 1, 1), dtype))
 
 
 def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:
