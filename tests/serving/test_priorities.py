@@ -1,188 +1,29 @@
-"""Requests that outrank others: who goes first, who gives way, and that answers stay what they are undisturbed."""
+"""Requests that outrank others: who goes first, who gives way, what ends and fails meanwhile."""
 
 from __future__ import annotations
 
 import gc
-import random
 import resource
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from priority_driver import LONG, SHORT, SLOTS, Driver
 
-from edgellm import LLM, Request, RequestError, Response, SamplingParams, SpecDecodeRuntime
-from edgellm.drafting.config import DraftingConfig
-from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.building.inputs import read_decoder_config
+from edgellm import LLM, Request, RequestError, SpecDecodeRuntime
 from edgellm.engines.errors import ConstraintError
-from edgellm.engines.model.config import EngineLimits
-from edgellm.errors import AdapterError, QueueFullError
+from edgellm.errors import AdapterError, DeviceMemoryError, QueueFullError
 from edgellm.generation import RequestState
-from edgellm.serving.metrics import Metrics
-from edgellm.serving.server import Call, RequestQueue, RequestServer
-from edgellm.structure.description import Structure
-
-SLOTS = 3
-TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
-DRAFTINGS = {"plain": None, "tree": TREE, "chain": DraftingConfig(kind="chain", draft_steps=3), "suffix": "suffix"}
-#: Bytes: nothing is kept, one sequence or two are, all are.
-BUDGETS = {"none": 0, "tiny": 60_000, "all": 1 << 24}
-LONG = SamplingParams(max_tokens=40, ignore_eos=True)
-SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def engines(
-    tiny_checkpoint: Path, tiny_draft: Path, make_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """Three slots, a draft, three adapters of which the engines hold two, context 96."""
-    folder = tmp_path_factory.mktemp("priorities")
-    config = read_decoder_config(tiny_checkpoint)
-    adapters = {name: make_adapter(folder / name, config, seed) for seed, name in enumerate(("one", "two", "three"))}
-    limits = EngineLimits(
-        SLOTS, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12, max_lora_rank=4, lora_slots=2
-    )
-    build_engine_directory(tiny_checkpoint, folder / "engines", limits, [], draft=tiny_draft, adapters=adapters)
-    return folder / "engines"
-
-
-@pytest.fixture(scope="module", params=list(DRAFTINGS))
-def runtime(request: pytest.FixtureRequest, engines: Path) -> Iterator[SpecDecodeRuntime]:
-    drafting = DRAFTINGS[request.param]
-    if drafting == "suffix":
-        drafting = DraftingConfig(kind="suffix")
-    with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy") as opened:
-        yield opened
+from edgellm.serving.server import Call
 
 
 @pytest.fixture
-def plain(engines: Path) -> Iterator[SpecDecodeRuntime]:
-    with SpecDecodeRuntime(engines, backend="numpy") as opened:
-        yield opened
-
-
-@pytest.fixture
-def schedules(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module that serves random schedules."""
-    monkeypatch.syspath_prepend(str(repository))
-    from tools.bench import preemption_schedules
-
-    return preemption_schedules
-
-
-def pool_of(count: int, seed: int = 0) -> list[Request]:
-    """Requests of many kinds."""
-    chosen, found = random.Random(seed), []
-    for number in range(count):
-        structure = chosen.choice((None, None, Structure(regex="[a-z]{4,30}( [0-9]{2,9}){0,3}")))
-        params = SamplingParams(
-            temperature=chosen.choice((0.0, 0.8, 1.3)),
-            top_k=chosen.choice((0, 20)),
-            repetition_penalty=chosen.choice((1.0, 1.2)),
-            presence_penalty=chosen.choice((0.0, 0.4)),
-            seed=number,
-            max_tokens=chosen.choice((1, 4, 12, 30)),
-            stop=chosen.choice(((), ("e",), ("ab", "zz"))) if structure is None else (),
-            ignore_eos=structure is None and chosen.random() < 0.7,
-            logprobs=chosen.choice((None, None, 3)),
-            logit_bias=chosen.choice(({}, {}, {101: 1.5})),
-            structure=structure,
-        )
-        prompt = [chosen.randrange(250) for _ in range(chosen.choice((1, 3, 9, 17, 40)))]
-        found.append(Request(prompt, None, params, chosen.choice((None, None, "one", "two", "three"))))
-    return found
-
-
-def check(schedules: Any, runtime: SpecDecodeRuntime, expected: Sequence[Any], pool: list[Request], seeds: range) -> int:
-    """Serve schedules, of which every answer must be right; how many gave way."""
-    gave_way = 0
-    for seed in seeds:
-        runtime._keeper.budget = list(BUDGETS.values())[seed % 3]
-        served = schedules.serve(runtime, pool, schedules.random_schedule(seed, len(pool), SLOTS), seed % 2 == 0)
-        for outcome in served.outcomes:
-            assert schedules.is_right(outcome, expected[outcome.arrival.number]), (seed, outcome)
-            assert outcome.kept == 0 or seed % 3, "rows were kept without a budget"
-            assert outcome.recomputed == 0 or seed % 3 != 2, "rows were not kept though there was room"
-            gave_way += bool(outcome.kept or outcome.recomputed)
-        assert served.most_bytes <= runtime._keeper.budget
-    return gave_way
-
-
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_answers_that_gave_way_are_what_they_are_undisturbed(
-    schedules: Any, runtime: SpecDecodeRuntime, plain: SpecDecodeRuntime, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With every kind of draft; kept, computed again, and both; with the next step under way, as on a GPU, too."""
-    pool = pool_of(30)
-    expected = list(schedules.alone(plain, pool))
-    monkeypatch.setattr(runtime._open_runner().backend, "steps_ahead", ahead)
-    assert check(schedules, runtime, expected, pool, range(9 * ahead, 9 * ahead + 9)) >= 5
-
-
-@pytest.mark.slow
-def test_200_schedules(schedules: Any, runtime: SpecDecodeRuntime, plain: SpecDecodeRuntime) -> None:
-    pool = pool_of(100, 1)
-    expected = list(schedules.alone(plain, pool))
-    assert check(schedules, runtime, expected, pool, range(100, 300)) > 500
-
-
-def test_the_shipped_model_with_images_and_adapters(
-    repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(repository))
-    from tools.bench import preemption_equality as equality
-
-    directory = equality.build(equality.SHIPPED_MODEL, tmp_path / "engines", "numpy")
-    ways = [("plain", "none"), ("chain", "all")]
-    found = equality.compare(directory, "numpy", range(4, 6), ways, 8, equality.SHIPPED_MODEL)
-    assert equality.is_fine(found, "numpy") and not any(each.differences for each in found)
-    assert found[0].counts["recomputed"].answers and found[1].counts["kept"].answers
-    assert "differ" in found[0].line()
-    found[1].counts["kept"].differ = 1
-    assert not equality.is_fine(found, "tensorrt")
-
-
-@dataclass
-class Driver:
-    """Requests to a server without a thread: `started` and `steps` say what its runner did."""
-
-    runtime: SpecDecodeRuntime
-    limit: int = 16
-    states: list[RequestState] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.queue, self.metrics = RequestQueue(self.limit), Metrics()
-        self.server = RequestServer(self.runtime, self.queue, self.metrics)
-
-    def ask(self, params: SamplingParams = LONG, priority: int = 0, **more: Any) -> RequestState:
-        """Queue a request."""
-        prompt = [(7 * len(self.states) + 3 * place) % 250 for place in range(20)]
-        request = Request(prompt, None, params, more.pop("adapter", None), priority=priority)
-        state = RequestState(self.runtime.prepare(request), discard=self.queue.remove, **more)
-        self.queue.put(state)
-        self.states.append(state)
-        return state
-
-    def rounds(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.server.round()
-
-    def end(self) -> list[Response | Exception]:
-        """Go on until all have ended; nothing is left behind."""
-        while self.server.running or self.server.preempted or len(self.queue):
-            self.server.round()
-        assert self.runtime.kept_bytes == 0
-        assert all(state.sequence.kept is None and state.sequence.images is None for state in self.states)
-        return [state.outcome() for state in self.states]
-
-
-@pytest.fixture
-def driver(plain: SpecDecodeRuntime) -> Driver:
-    return Driver(plain)
+def driver(plain_runtime: SpecDecodeRuntime) -> Driver:
+    return Driver(plain_runtime)
 
 
 def preemptions(state: RequestState) -> int:
@@ -247,9 +88,7 @@ def test_one_that_gave_way_goes_first_among_its_equals_and_may_outrank_others(dr
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_an_emergency_waits_for_one_round_at_most(
-    driver: Driver, ahead: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_emergency_waits_for_one_round_at_most(driver: Driver, ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes while a round is computed, all slots taken and others waiting: its prefill is the next launch but those
     of that round."""
     runner = driver.runtime._open_runner()
@@ -282,7 +121,7 @@ def test_an_emergency_waits_for_one_round_at_most(
 @pytest.mark.parametrize("budget", [0, 1 << 24])
 def test_one_that_waits_is_ended_at_once_with_what_it_has(driver: Driver, budget: int) -> None:
     driver.runtime._keeper.budget = budget
-    cancelled, late, stopped, other = driver.ask(), driver.ask(), driver.ask(stop_when=lambda text: len(text) > 2), None
+    cancelled, late, stopped = driver.ask(), driver.ask(), driver.ask(stop_when=lambda text: len(text) > 2)
     driver.rounds(5)
     urgent = [driver.ask(replace(LONG, max_tokens=30), 4) for _ in range(SLOTS)]
     driver.rounds()
@@ -296,7 +135,7 @@ def test_one_that_waits_is_ended_at_once_with_what_it_has(driver: Driver, budget
     assert all(state.ended for state in (cancelled, late, stopped)) and driver.runtime.kept_bytes == 0
     assert not any(state.ended for state in urgent)
     reasons = [state.response.finish_reason for state in (cancelled, late, stopped)]
-    assert reasons == ["cancelled", "deadline", "stop"] and other is None
+    assert reasons == ["cancelled", "deadline", "stop"]
     assert [state.response.token_ids for state in (cancelled, late)] == had
     assert cancelled.response.timings.preemptions == 1 and cancelled.response.timings.preempted_seconds > 0
     driver.end()
@@ -305,7 +144,8 @@ def test_one_that_waits_is_ended_at_once_with_what_it_has(driver: Driver, budget
 def test_an_adapter_that_is_gone_meanwhile_is_the_failure_of_that_request_alone(driver: Driver) -> None:
     """It is loaded again where others took its place; removed or replaced, it is an error."""
     expected = Driver(driver.runtime).ask(adapter="one")
-    adapted = [driver.ask(adapter="one"), driver.ask(), driver.ask(adapter="one")]
+    for name in ("one", None, "one"):
+        driver.ask(adapter=name)
     driver.rounds(3)
     urgent = [driver.ask(SHORT, 5, adapter=name) for name in ("two", "three", "two")]
     driver.rounds()
@@ -364,9 +204,7 @@ class _NoWayOn:
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 24])
-def test_a_grammar_that_fails_when_it_goes_on_is_the_failure_of_that_request_alone(
-    driver: Driver, budget: int
-) -> None:
+def test_a_grammar_that_fails_when_it_goes_on_is_the_failure_of_that_request_alone(driver: Driver, budget: int) -> None:
     driver.runtime._keeper.budget = budget
     states = [driver.ask() for _ in range(SLOTS)]
     driver.rounds(3)
@@ -404,8 +242,6 @@ def test_what_fails_while_rows_are_put_back_is_the_failure_of_that_request_alone
 
 
 def test_memory_that_is_not_there_is_no_failure(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    from edgellm.errors import DeviceMemoryError
-
     def refuse(nbytes: int) -> np.ndarray:
         raise DeviceMemoryError("no memory")
 
@@ -445,8 +281,8 @@ def test_calls_wait_for_those_that_gave_way(driver: Driver) -> None:
     assert behind.sequence.clock.started > max(state.sequence.clock.last_token for state in states)
 
 
-def test_a_full_queue_takes_what_outranks_others(plain: SpecDecodeRuntime) -> None:
-    driver = Driver(plain, limit=2)
+def test_a_full_queue_takes_what_outranks_others(plain_runtime: SpecDecodeRuntime) -> None:
+    driver = Driver(plain_runtime, limit=2)
     for _ in range(2):
         driver.ask(SHORT)
     with pytest.raises(QueueFullError, match="2 requests are waiting"):
@@ -481,11 +317,10 @@ def test_memory_is_flat_over_many_preemptions(driver: Driver, preempted: int) ->
     assert used[-1] - used[0] < 8 << 10, "KiB"
 
 
-def test_through_a_served_model(engines: Path) -> None:
+def test_through_a_served_model(priority_engines: Path) -> None:
     """Streams go on where they were, sessions have priorities, and the metrics tell."""
-    with LLM(engines, backend="numpy", drafting=None) as llm:
+    with LLM(priority_engines, backend="numpy", drafting=None) as llm:
         expected = [llm.generate([number, 2, 3], replace(LONG, max_tokens=80)) for number in range(SLOTS)]
-        llm.call(lambda runtime: setattr(runtime, "_slow", runtime._open_runner().step)).result()
         streams = [llm.stream([number, 2, 3], replace(LONG, max_tokens=80)) for number in range(SLOTS)]
         for stream in streams:
             assert stream.next_chunk() is not None
@@ -509,8 +344,8 @@ def test_through_a_served_model(engines: Path) -> None:
         assert "host: rows of answers that give way, at most" in plan.describe()
 
 
-def test_closing_frees_everything(engines: Path) -> None:
-    llm = LLM(engines, backend="numpy", drafting=None)
+def test_closing_frees_everything(priority_engines: Path) -> None:
+    llm = LLM(priority_engines, backend="numpy", drafting=None)
     keeper = llm._runtime._keeper
     low = [llm.stream([number, 2, 3], replace(LONG, max_tokens=80)) for number in range(SLOTS)]
     for stream in low:
@@ -526,11 +361,11 @@ def test_closing_frees_everything(engines: Path) -> None:
 
 @pytest.mark.parametrize("value", ["high", 1.5, True, None, 10**7, -(10**7)])
 def test_what_is_no_priority(value: Any) -> None:
-    with pytest.raises(RequestError, match="priority is .*expected a whole number from -1000000 to 1000000"):
+    with pytest.raises(RequestError, match=r"priority is .*expected a whole number from -1000000 to 1000000"):
         Request("hi", priority=value)
 
 
-def test_what_is_no_budget(engines: Path) -> None:
+def test_what_is_no_budget(priority_engines: Path) -> None:
     for value in (-1, 1.5, True, "much"):
-        with pytest.raises(RequestError, match="preemption_budget is .*expected a whole number of bytes"):
-            SpecDecodeRuntime(engines, backend="numpy", preemption_budget=value)
+        with pytest.raises(RequestError, match=r"preemption_budget is .*expected a whole number of bytes"):
+            SpecDecodeRuntime(priority_engines, backend="numpy", preemption_budget=value)
