@@ -114,3 +114,19 @@ def test_the_shipped_model_with_images_and_adapters(
     assert "differ" in found[0].line()
     found[1].counts["kept"].differ = 1
     assert not equality.is_fine(found, "tensorrt")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
+def test_rows_that_were_kept_change_no_answer_on_a_gpu(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kv_cache: str
+) -> None:
+    """Those that are computed again may, where rounding decides."""
+    monkeypatch.syspath_prepend(str(repository))
+    from tools.bench import preemption_equality as equality
+
+    directory = equality.build(equality.SHIPPED_MODEL, tmp_path / "engines", "tensorrt", kv_cache)
+    ways = [("plain", "all"), ("chain", "all"), ("plain", "none")]
+    found = equality.compare(directory, "tensorrt", range(9), ways, 16, equality.SHIPPED_MODEL)
+    assert equality.is_fine(found, "tensorrt"), [each.differences for each in found]
+    assert all(each.counts["kept" if each.budget == "all" else "recomputed"].answers for each in found)

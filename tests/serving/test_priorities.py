@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import resource
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,25 +121,48 @@ def test_an_emergency_waits_for_one_round_at_most(driver: Driver, ahead: int, mo
 
 @pytest.mark.parametrize("budget", [0, 1 << 24])
 def test_one_that_waits_is_ended_at_once_with_what_it_has(driver: Driver, budget: int) -> None:
+    """Cancelled, late, or ended by its reader; also where another one, which waits on, would go on before it."""
     driver.runtime._keeper.budget = budget
-    cancelled, late, stopped = driver.ask(), driver.ask(), driver.ask(stop_when=lambda text: len(text) > 2)
+    states = [driver.ask(), driver.ask(), driver.ask(stop_when=lambda text: len(text) > 2)]
+    wanted, ended, stopped = states
     driver.rounds(5)
     urgent = [driver.ask(replace(LONG, max_tokens=30), 4) for _ in range(SLOTS)]
     driver.rounds()
     assert driver.server.preempted == SLOTS and (driver.runtime.kept_bytes > 0) == (budget > 0)
-    had = [state.sequence.answer.token_ids for state in (cancelled, late)]
-    assert all(len(each) > 3 for each in had)
-    cancelled.cancel()
-    late.deadline = 0.0
+    had, kept = ended.sequence.answer.token_ids, driver.runtime.kept_bytes
+    assert len(had) > 3
+    if budget:
+        ended.cancel()
+    else:
+        ended.deadline = 0.0
     stopped.look_ahead()
     driver.rounds()
-    assert all(state.ended for state in (cancelled, late, stopped)) and driver.runtime.kept_bytes == 0
-    assert not any(state.ended for state in urgent)
-    reasons = [state.response.finish_reason for state in (cancelled, late, stopped)]
-    assert reasons == ["cancelled", "deadline", "stop"]
-    assert [state.response.token_ids for state in (cancelled, late)] == had
-    assert cancelled.response.timings.preemptions == 1 and cancelled.response.timings.preempted_seconds > 0
-    driver.end()
+    assert [state.ended for state in states] == [False, True, True] and not any(state.ended for state in urgent)
+    assert budget == 0 or 0 < driver.runtime.kept_bytes < kept / 2
+    assert ended.response.finish_reason == ("cancelled" if budget else "deadline")
+    assert stopped.response.finish_reason == "stop" and ended.response.token_ids == had
+    assert ended.response.timings.preemptions == 1 and ended.response.timings.preempted_seconds > 0
+    assert len(driver.end()[0].token_ids) == 40 and preemptions(wanted) == 1
+
+
+def test_an_observer_sees_answers_that_go_on(driver: Driver) -> None:
+    class Silent:
+        def device_span(self, *_: Any, **details: Any) -> Any:
+            return nullcontext()
+
+        host_span = device_span
+
+        def finish(self) -> None:
+            """Nothing is left."""
+
+    for budget in (0, 1 << 24):
+        driver.runtime.observe(Silent())
+        driver.runtime._keeper.budget = budget
+        observed = Driver(driver.runtime)
+        states = [observed.ask() for _ in range(SLOTS)]
+        observed.rounds(3)
+        observed.ask(SHORT, 1)
+        assert all(len(response.token_ids) in (4, 40) for response in observed.end()) and preemptions(states[2]) == 1
 
 
 def test_an_adapter_that_is_gone_meanwhile_is_the_failure_of_that_request_alone(driver: Driver) -> None:
