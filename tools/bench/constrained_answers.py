@@ -1,7 +1,7 @@
 """Constrained answers: whether each is valid by an independent judge, and the same drafted as decoded plainly.
 
     python -m tools.bench.constrained_answers [--backend numpy] [--answers 2000] [--prompts 200]
-                                              [--ways chain tree ...] [--output RESULTS.json]
+                                              [--ways chain tree ...] [--samplings greedy ...] [--output RESULTS.json]
 
 Two models answer: the one that ships, and a tiny one with random weights at temperature 1.5, which thinks first in
 every third answer and is made to end that soon. What is asked for takes turns: enums, bounded numbers, arrays of fixed
@@ -243,7 +243,7 @@ def validity(directory: Path, tiny: Path, backend: str, answers: int) -> dict[st
 
 
 def equality(
-    directory: Path, backend: str, count: int, ways: Sequence[str], samplings: Sequence[str] = tuple(SAMPLINGS)
+    directory: Path, backend: str, count: int, ways: Sequence[str], samplings: Sequence[str]
 ) -> list[Equality]:
     """Each way and sampling, one prompt at a time and in batches, against plain decoding of one."""
     opened = EngineDirectory.open(directory)
@@ -321,6 +321,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=2000)
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--samplings", nargs="*", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument("--output", type=Path)
     arguments = parse(parser)
     with tempfile.TemporaryDirectory() as folder:
@@ -335,7 +336,8 @@ def main() -> None:
                 f"{each.exceptions} exceptions, {len(each.wrong)} wrong {each.wrong[:5] or ''}",
                 flush=True,
             )
-        equal = equality(directory, arguments.backend, arguments.prompts, arguments.ways) if arguments.prompts else []
+        asked = arguments.prompts, arguments.ways, arguments.samplings
+        equal = equality(directory, arguments.backend, *asked) if arguments.prompts else []
     most = max((len(each.differences) / each.prompts for each in equal), default=0.0)
     bound = 0.0 if arguments.backend == "numpy" else GPU_SHARE
     holds = all(each.holds for each in valid.values()) and all(each.explained for each in equal) and most <= bound
