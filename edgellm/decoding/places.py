@@ -62,7 +62,7 @@ class Places:
 
         What it raises is that sequence's failure: it has no slot then, and nothing has changed for the others.
         """
-        slot, base = len(self.running), self._runner.base
+        slot, base, first = len(self.running), self._runner.base, None
         sequence.clock.begin()
         if sequence.prepared_images and sequence.images is None and self._encode_images is not None:
             sequence.images = self._encode_images(sequence.prompt_ids, sequence.prepared_images)
@@ -71,7 +71,10 @@ class Places:
         try:
             base.set_adapter(slot, sequence.adapter)
             sequence.bind(base.adapter_digest(sequence.adapter))
-            first = self._start(slot, sequence) if sequence.kept is None else self._put_back(slot, sequence)
+            if sequence.kept is None:
+                first = self._start(slot, sequence)
+            else:
+                self._put_back(slot, sequence)
             if self._given is not None and not sequence.known:
                 self._given.open(sequence, sequence.prompt_ids)
         except BaseException:

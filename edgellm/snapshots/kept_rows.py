@@ -81,12 +81,14 @@ class RowKeeper:
 
     def _memory(self, nbytes: int) -> np.ndarray | None:
         """Memory for `nbytes` bytes, perhaps more; None where there is no room for it."""
-        if self.nbytes + nbytes > self.budget:
+        room = self.budget - self.nbytes
+        if nbytes > room:
             return None
-        fitting = [(each.nbytes, place) for place, each in enumerate(self._free) if nbytes <= each.nbytes <= 2 * nbytes]
+        most = min(room, 2 * nbytes)
+        fitting = [(each.nbytes, place) for place, each in enumerate(self._free) if nbytes <= each.nbytes <= most]
         if fitting:
             return self._free.pop(min(fitting)[1])
-        if self._free and self.nbytes + sum(each.nbytes for each in self._free) + nbytes > self.budget:
+        if sum(each.nbytes for each in self._free) + nbytes > room:
             self._backend.synchronize()  # nothing is copied from or to it any more
             self._free.clear()
         try:

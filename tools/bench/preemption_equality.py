@@ -120,7 +120,7 @@ def compare(
                 each.schedules, each.most_bytes = each.schedules + 1, max(each.most_bytes, served.most_bytes)
                 for outcome in served.outcomes:
                     kind = KINDS[2 if outcome.recomputed else 1 if outcome.kept else 0]
-                    count, right = each.counts[kind], is_right(outcome, expected[outcome.arrival.number])
+                    count, right = each.counts[kind], is_right(outcome, expected[outcome.arrival.number], backend)
                     count.answers, count.differ = count.answers + 1, count.differ + (not right)
                     count.preemptions += outcome.kept + outcome.recomputed
                     if not right:

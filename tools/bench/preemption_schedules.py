@@ -22,8 +22,8 @@ from edgellm.serving.server import RequestQueue, RequestServer
 from edgellm.structure.description import Structure
 from tools.bench.held_out_prompts import as_they_are, held_out_conversations
 
-#: What is kept of log-probabilities, which rounding changes.
-_DIGITS = 2
+#: By how much log-probabilities may differ, which rounding changes: float32 on NumPy, 16 bits on a GPU.
+_LOGPROB_TOLERANCES = {"numpy": 1e-3, "tensorrt": 0.05}
 ACTION = {
     "type": "object",
     "properties": {
@@ -43,23 +43,23 @@ TOOL = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What of an answer has to be the same: its tokens, its text, why it ended, its calls, its likeliest tokens with
-    their log-probabilities to two digits, and the text of the stream."""
+    """What of an answer has to be the same: its tokens, its text, why it ended, its calls, the text of the stream, and
+    its tokens' log-probabilities but for rounding."""
 
     token_ids: tuple[int, ...]
     text: str
     finish_reason: str
     calls: tuple[tuple[str, str], ...] = ()
-    logprobs: tuple[tuple[int, float], ...] = ()
     streamed: str = ""
+    logprobs: tuple[float, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, response: Response, chunks: Sequence[Chunk]) -> Answer:
         """That of a response, which came in chunks."""
         calls = tuple((call.name, str(call.arguments)) for call in response.tool_calls)
-        logprobs = tuple((each.token_id, round(each.logprob, _DIGITS) + 0.0) for each in response.logprobs or ())
+        logprobs = tuple(each.logprob for each in response.logprobs or ())
         streamed = "".join(chunk.text for chunk in chunks)
-        return cls(response.token_ids, response.text, response.finish_reason, calls, logprobs, streamed)
+        return cls(response.token_ids, response.text, response.finish_reason, calls, streamed, logprobs)
 
     def begins(self, whole: Answer) -> bool:
         """Whether it is what a cancellation leaves of the whole answer."""
@@ -195,13 +195,17 @@ def alone(runtime: SpecDecodeRuntime, pool: Sequence[Request]) -> Iterator[Answe
         yield answer
 
 
-def is_right(outcome: Outcome, expected: Answer) -> bool:
+def is_right(outcome: Outcome, expected: Answer, backend: str) -> bool:
     """Whether an answer is that of the same request undisturbed, as far as it was not cancelled."""
-    if isinstance(outcome.answer, Exception):
+    found, tolerance = outcome.answer, _LOGPROB_TOLERANCES[backend]
+    if isinstance(found, Exception):
         return False
-    if outcome.answer.finish_reason == "cancelled":
-        return outcome.answer.begins(expected)
-    return outcome.answer == expected
+    count = len(found.logprobs)
+    if count != min(len(expected.logprobs), len(found.token_ids)):
+        return False
+    if any(abs(one - other) > tolerance for one, other in zip(found.logprobs, expected.logprobs, strict=False)):
+        return False
+    return found.begins(expected) if found.finish_reason == "cancelled" else found == expected
 
 
 def _watch(server: RequestServer) -> dict[DecodingSequence, tuple[int, int]]:
