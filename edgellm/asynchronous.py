@@ -17,6 +17,7 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.serving.async_generation import AsyncGeneration, AsyncSession
 from edgellm.serving.batch_handling import failure_of
 from edgellm.serving.thread import QUEUE_LIMIT, description
+from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class AsyncLLM:
         adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
+        preemption_budget: int = PREEMPTION_BUDGET,
         progress: Callable[[int, int], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
@@ -64,6 +66,7 @@ class AsyncLLM:
             adapters=adapters,
             snapshots=snapshots,
             snapshot_budget=snapshot_budget,
+            preemption_budget=preemption_budget,
             progress=progress,
         )
         #: The same model for threads.
@@ -156,10 +159,11 @@ class AsyncLLM:
         deadline: float | None = None,
         images: Sequence[Any] = (),
         stop_when: StopWhen | None = None,
+        priority: int = 0,
     ) -> Response:
         """See `LLM.generate`."""
         return await self.stream(
-            prompt, params, adapter, deadline=deadline, images=images, stop_when=stop_when
+            prompt, params, adapter, deadline=deadline, images=images, stop_when=stop_when, priority=priority
         ).result()
 
     def stream(
@@ -171,10 +175,13 @@ class AsyncLLM:
         deadline: float | None = None,
         images: Sequence[Any] = (),
         stop_when: StopWhen | None = None,
+        priority: int = 0,
     ) -> AsyncGeneration:
         """`async for chunk in llm.stream(...)`; see `LLM.stream`."""
         with self._thread.metrics.counting_refusals():
-            request = Request(prompt, None, params, adapter, deadline, images=images, stop_when=stop_when)
+            request = Request(
+                prompt, None, params, adapter, deadline, images=images, stop_when=stop_when, priority=priority
+            )
         return AsyncGeneration(lambda: self._ask(self.served.submit, request))
 
     async def chat(
@@ -192,6 +199,7 @@ class AsyncLLM:
         stop_when: StopWhen | None = None,
         structure: Any = None,
         response_format: Any = None,
+        priority: int = 0,
     ) -> Response:
         """See `LLM.chat`."""
         return await self.stream_chat(
@@ -207,6 +215,7 @@ class AsyncLLM:
             stop_when=stop_when,
             structure=structure,
             response_format=response_format,
+            priority=priority,
         ).result()
 
     def stream_chat(
@@ -224,6 +233,7 @@ class AsyncLLM:
         stop_when: StopWhen | None = None,
         structure: Any = None,
         response_format: Any = None,
+        priority: int = 0,
     ) -> AsyncGeneration:
         """`async for chunk in llm.stream_chat(...)`; see `LLM.stream_chat`."""
         with self._thread.metrics.counting_refusals():
@@ -241,6 +251,7 @@ class AsyncLLM:
                 stop_when=stop_when,
                 structure=structure,
                 response_format=response_format,
+                priority=priority,
             )
         return AsyncGeneration(lambda: self._ask(self.served.submit, request))
 
@@ -275,6 +286,7 @@ class AsyncLLM:
         parallel_tool_calls: bool | None = None,
         template_variables: Mapping[str, Any] | None = None,
         overflow: Overflow = "drop_oldest",
+        priority: int = 0,
     ) -> AsyncSession:
         """See `LLM.create_session`. The model may be loading still: the first message waits for it."""
         session = self.served.create_session(
@@ -286,6 +298,7 @@ class AsyncLLM:
             parallel_tool_calls=parallel_tool_calls,
             template_variables=template_variables,
             overflow=overflow,
+            priority=priority,
         )
         return AsyncSession(session, self.open)
 

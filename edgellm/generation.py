@@ -41,6 +41,8 @@ class RequestState:
     ) -> None:
         self.sequence = sequence
         self.deadline = None if seconds is None else sequence.clock.accepted + seconds
+        #: Where there is no slot for all, the larger goes first.
+        self.priority = sequence.priority
         self._discard = discard
         sequence.clock.queued = time.perf_counter()
         self.cancelled = False

@@ -18,6 +18,7 @@ from edgellm.serving.batch_handling import handle_requests
 from edgellm.serving.metrics import Metrics
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread, description
 from edgellm.sessions import Session
+from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.text.turns import OngoingConversation, Overflow
 
@@ -34,9 +35,10 @@ class LLM:
     """A language model, opened from an engine directory (by default the one that ships with the package).
 
     It has a thread of its own, which alone uses the engines; any threads may ask it. As many requests are computed
-    together as the engines were built for; up to `queue_limit` wait, first come, first served. Each has its own
-    sampling, limits, stop strings, adapter and deadline, and the answer that it would have alone. KV rows of earlier
-    prompts are reused where a prompt begins alike.
+    together as the engines were built for; up to `queue_limit` wait, first come, first served, but for those of a
+    higher `priority` (see `Request`), which go first. Each has its own sampling, limits, stop strings, adapter and
+    deadline, and the answer that it would have alone. KV rows of earlier prompts are reused where a prompt begins
+    alike.
 
     `drafting` "auto" drafts where the directory has a draft model, as this machine's preset says; None loads none.
     Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy, or `sampled`). `progress` is
@@ -56,6 +58,7 @@ class LLM:
         adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
+        preemption_budget: int = PREEMPTION_BUDGET,
         progress: Callable[[int, int], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
@@ -70,6 +73,7 @@ class LLM:
                 adapters=adapters,
                 snapshots=snapshots,
                 snapshot_budget=snapshot_budget,
+                preemption_budget=preemption_budget,
                 progress=progress,
             )
         )
@@ -184,9 +188,12 @@ class LLM:
         deadline: float | None = None,
         images: Sequence[Any] = (),
         stop_when: StopWhen | None = None,
+        priority: int = 0,
     ) -> Response:
         """Complete a prompt (text, or token ids as they are) without a chat template; see `Request`."""
-        with self.stream(prompt, params, adapter, deadline=deadline, images=images, stop_when=stop_when) as generation:
+        with self.stream(
+            prompt, params, adapter, deadline=deadline, images=images, stop_when=stop_when, priority=priority
+        ) as generation:
             return generation.result()  # an interrupt while waiting cancels it
 
     def stream(
@@ -198,10 +205,13 @@ class LLM:
         deadline: float | None = None,
         images: Sequence[Any] = (),
         stop_when: StopWhen | None = None,
+        priority: int = 0,
     ) -> Generation:
         """As `generate`, but returns the answer as it grows."""
         with self._thread.metrics.counting_refusals():
-            return self._queued(Request(prompt, None, params, adapter, deadline, images=images, stop_when=stop_when))
+            return self._queued(
+                Request(prompt, None, params, adapter, deadline, images=images, stop_when=stop_when, priority=priority)
+            )
 
     def chat(
         self,
@@ -218,6 +228,7 @@ class LLM:
         stop_when: StopWhen | None = None,
         structure: Any = None,
         response_format: Any = None,
+        priority: int = 0,
     ) -> Response:
         """Answer a conversation: dictionaries with "role" and "content", rendered by the model's chat template.
 
@@ -236,6 +247,7 @@ class LLM:
             stop_when=stop_when,
             structure=structure,
             response_format=response_format,
+            priority=priority,
         ) as generation:
             return generation.result()
 
@@ -254,6 +266,7 @@ class LLM:
         stop_when: StopWhen | None = None,
         structure: Any = None,
         response_format: Any = None,
+        priority: int = 0,
     ) -> Generation:
         """As `chat`, but returns the answer as it grows."""
         with self._thread.metrics.counting_refusals():
@@ -272,6 +285,7 @@ class LLM:
                     stop_when=stop_when,
                     structure=structure,
                     response_format=response_format,
+                    priority=priority,
                 )
             )
 
@@ -309,6 +323,7 @@ class LLM:
         parallel_tool_calls: bool | None = None,
         template_variables: Mapping[str, Any] | None = None,
         overflow: Overflow = "drop_oldest",
+        priority: int = 0,
     ) -> Session:
         """A conversation that remembers what was said; see `Session`.
 
@@ -326,6 +341,7 @@ class LLM:
             parallel_tool_calls=parallel_tool_calls,
             template_variables=template_variables,
             overflow=overflow,
+            priority=priority,
         )
 
     def cache_system_prompt(
@@ -385,10 +401,17 @@ class LLM:
     def __repr__(self) -> str:
         return f"<LLM {description(self._thread)}>"
 
+    @property
+    def _kept_bytes(self) -> int:
+        opened = self._thread.opened
+        return opened.result().kept_bytes if opened.done() and opened.exception() is None else 0
+
     def _gauges(self) -> Mapping[str, tuple[str, int]]:
         return {
             "requests_waiting": ("Requests that wait for a slot.", self._thread.waiting),
             "requests_running": ("Requests that are being computed.", self._thread.running),
+            "requests_preempted": ("Requests that gave way to others, and wait to go on.", self._thread.preempted),
+            "preempted_bytes": ("Bytes of rows that are kept on the host for them.", self._kept_bytes),
         }
 
 

@@ -30,6 +30,8 @@ Messages = Sequence[dict[str, Any]]
 StopWhen = Callable[[str], bool]
 #: What 32 bits hold, in which kernels take token ids.
 _IDS = 2**31
+#: The largest priority; the smallest is its negative.
+_PRIORITIES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,10 @@ class Request:
     between rounds. What the engine has computed meanwhile is dropped; an answer that nobody reads is never stopped.
     What it raises is raised by reading, and cancels the request.
 
+    `priority` says who goes first where not all find a slot: the larger, and of one priority the first that came.
+    Where all slots are taken and a request outranks one of those that run, the one of the lowest priority gives way,
+    and goes on later: its answer is the one that it would have had, only later (`timings.preempted_seconds`).
+
     `structure` (see `SamplingParams`), or `response_format` in the form of OpenAI's API, becomes that of `params`.
     """
 
@@ -77,6 +83,7 @@ class Request:
     stop_when: StopWhen | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    priority: int = 0
     structure: InitVar[Any] = None
     response_format: InitVar[Any] = None
 
@@ -96,6 +103,7 @@ class Request:
         _ = self.choice  # refuses what is wrong
         if self.deadline is not None:
             object.__setattr__(self, "deadline", _checked_seconds(self.deadline))
+        checked_priority(self.priority)
         if not isinstance(self.continue_final_message, bool):
             raise RequestError(
                 f"continue_final_message is {shown(self.continue_final_message)}: expected true or false"
@@ -175,6 +183,14 @@ def _check_prompt(prompt: Any) -> None:
         )
 
 
+def checked_priority(priority: Any) -> int:
+    """A priority as it is; RequestError for anything else."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -_PRIORITIES <= priority <= _PRIORITIES:
+        expected = f"a whole number from {-_PRIORITIES} to {_PRIORITIES}, of which the larger goes first"
+        raise RequestError(f"priority is {shown(priority)}: expected {expected}")
+    return priority
+
+
 def _checked_seconds(seconds: Any) -> float:
     """A deadline as a finite number; RequestError for anything else."""
     number = as_float(seconds) if isinstance(seconds, Real) and not isinstance(seconds, bool) else math.nan
@@ -201,7 +217,8 @@ class Timings:
     `time_to_first_token` runs from the request's acceptance; `decode_seconds` from the first token to the last;
     `tokens_per_second` counts the tokens after the first over `decode_seconds` (0.0 where there are none).
     `queue_seconds` went by before a slot was free. `step_gaps` are the times between the steps that gave tokens, one
-    token each, or several where a draft was accepted.
+    token each, or several where a draft was accepted. The request gave way to others of a higher priority
+    `preemptions` times, and waited `preempted_seconds` for them, which the others contain.
     """
 
     prefill_seconds: float
@@ -210,6 +227,8 @@ class Timings:
     total_seconds: float
     queue_seconds: float = 0.0
     step_gaps: tuple[float, ...] = ()
+    preemptions: int = 0
+    preempted_seconds: float = 0.0
 
     def tokens_per_second(self, completion_tokens: int) -> float:
         """Decoding speed for an answer of `completion_tokens` tokens."""
@@ -355,12 +374,17 @@ def check_options(
     is_list = isinstance(snapshots, Iterable) and not isinstance(snapshots, (str, bytes))
     if not is_list or getattr(snapshots, "ndim", 1) == 0:
         raise RequestError(f"snapshots is {shown(_plain(snapshots))}: expected a list of files")
-    if not isinstance(snapshot_budget, int) or isinstance(snapshot_budget, bool) or snapshot_budget < 0:
-        raise RequestError(f"snapshot_budget is {shown(snapshot_budget)}: expected a whole number of bytes, 0 or more")
+    check_bytes("snapshot_budget", snapshot_budget)
     if progress is not None and not callable(progress):
         raise RequestError(
             f"progress is {shown(progress)}: expected a callable that takes bytes done and in all, or None"
         )
+
+
+def check_bytes(name: str, value: Any) -> None:
+    """Raise RequestError for what is no number of bytes."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise RequestError(f"{name} is {shown(value)}: expected a whole number of bytes, 0 or more")
 
 
 def check_path(name: str, path: Any) -> None:

@@ -33,6 +33,7 @@ from edgellm.requests import (
     Request,
     Response,
     check_adapter_names,
+    check_bytes,
     check_choices,
     check_drafting,
     check_observer,
@@ -45,6 +46,7 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.serving.metrics import Metrics
 from edgellm.snapshots.file import write_snapshot
+from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET, RowKeeper
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
@@ -70,7 +72,9 @@ class SpecDecodeRuntime:
     directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by name,
     which join those of the engine directory; None loads none, and nothing that applies them. `snapshots` are files of
     `edgellm cache build` or `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget`
-    bytes, those used least recently go first. Without an `engine_directory` it is the model that ships with the
+    bytes, those used least recently go first. Rows of answers that give way to others (see `Request`) are kept in up to
+    `preemption_budget` bytes of the host's memory, which is taken when it is needed; beyond that they are computed
+    again. Without an `engine_directory` it is the model that ships with the
     package. Raises EdgeLLMError subclasses that say what is wrong.
     """
 
@@ -85,6 +89,7 @@ class SpecDecodeRuntime:
         kv_cache: str | None = None,
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
+        preemption_budget: int = PREEMPTION_BUDGET,
         progress: Callable[[int, int], None] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
@@ -94,6 +99,7 @@ class SpecDecodeRuntime:
             raise RequestError(
                 f"metrics is a {type(metrics).__name__}: expected edgellm.serving.metrics.Metrics(), or None"
             )
+        check_bytes("preemption_budget", preemption_budget)
         self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
@@ -106,6 +112,7 @@ class SpecDecodeRuntime:
         self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
         self._runner: DecodingRunner | None = None
         self._snapshots: SlotSnapshots | None = None
+        self._keeper: RowKeeper | None = None
         self._vision: VisionEncoder | LazyVisionEncoder | None = None
         self._observer: Observer | None = None
         self._following: FollowingLogits | None = None
@@ -123,6 +130,7 @@ class SpecDecodeRuntime:
             opened.close()
             raise
         self._drafters = Drafters(self.directory, self._runner)
+        self._keeper = RowKeeper(self._runner, preemption_budget)
         try:
             if self._vision is not None:
                 self._vision.load(progress)
@@ -238,6 +246,12 @@ class SpecDecodeRuntime:
         return () if slots is None else slots.names
 
     @property
+    def kept_bytes(self) -> int:
+        """The bytes of rows that are kept on the host for answers that gave way to others. Any thread may ask."""
+        keeper = self._keeper
+        return 0 if keeper is None else keeper.nbytes
+
+    @property
     def context_length(self) -> int:
         """How many tokens prompt and answer can have together."""
         return self.directory.limits.kv_capacity
@@ -292,9 +306,9 @@ class SpecDecodeRuntime:
         runner, snapshots = self._open_runner(), self._open_snapshots()
         encode = None if self._vision is None else self._vision.encode
         if self._observer is None:
-            return DecodingLoop(runner, self._contents, chooser, snapshots, encode, given)
+            return DecodingLoop(runner, self._contents, chooser, snapshots, encode, given, self._keeper)
         observed = ObservedRunner(runner, self._observer), ObservedSnapshots(snapshots, self._observer)
-        return DecodingLoop(observed[0], self._contents, chooser, observed[1], encode, given)
+        return DecodingLoop(observed[0], self._contents, chooser, observed[1], encode, given, self._keeper)
 
     def generate_and_save_system_prompt_kv_cache(
         self,
@@ -398,12 +412,15 @@ class SpecDecodeRuntime:
         """
         with self._exclusive(), ExitStack() as last_first:
             vision, snapshots, runner = self._vision, self._snapshots, self._runner
-            self._vision = self._snapshots = self._runner = self._following = None
+            keeper = self._keeper
+            self._vision = self._snapshots = self._runner = self._following = self._keeper = None
             self._drafters.close()
             if runner is not None:
                 last_first.callback(runner.close)
                 if self._observer is not None:
                     last_first.callback(self._observer.finish)
+            if keeper is not None:
+                last_first.callback(keeper.close)
             if snapshots is not None:
                 last_first.callback(snapshots.close)
             if vision is not None:

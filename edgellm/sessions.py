@@ -11,7 +11,7 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.generation import Generation, RequestState
-from edgellm.requests import Request, Response, StopWhen, check_choices
+from edgellm.requests import Request, Response, StopWhen, check_choices, checked_priority
 from edgellm.sampling_params import SamplingParams, with_structure
 from edgellm.text.messages import checked_messages, checked_tools, checked_variables
 from edgellm.text.turns import OngoingConversation, Overflow, turn_starts, without_oldest
@@ -53,8 +53,8 @@ class Session:
     `overflow` "error" nothing leaves. A message that does not fit raises ContextError and changes nothing: with "error"
     with all that was said, with "drop_oldest" with the system prompt alone.
 
-    `params` and `adapter` may be set: they are those of the next answers; `warn`, too, which is called with a sentence
-    where an answer filled nine tenths of the context (by default it goes to the log).
+    `params`, `adapter` and `priority` may be set: they are those of the next answers; `warn`, too, which is called with
+    a sentence where an answer filled nine tenths of the context (by default it goes to the log).
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class Session:
         parallel_tool_calls: bool | None = None,
         template_variables: Mapping[str, Any] | None = None,
         overflow: Overflow = "drop_oldest",
+        priority: int = 0,
     ) -> None:
         """`ask` queues a request that goes on a conversation, perhaps without the oldest turns.
 
@@ -79,7 +80,7 @@ class Session:
         if system is not None:
             checked_messages([{"role": "system", "content": system}], takes_images=True)
         self._ask, self._conversation = ask, OngoingConversation(overflow)
-        self.params, self.adapter = params, adapter
+        self.params, self.adapter, self.priority = params, adapter, checked_priority(priority)
         self._tools, self._variables = checked_tools(tools), checked_variables(template_variables)
         checked_choice(self._tools, tool_choice, parallel_tool_calls)
         self._parallel_tool_calls = parallel_tool_calls
@@ -283,6 +284,7 @@ class Session:
             parallel_tool_calls=self._parallel_tool_calls,
             template_variables=self._variables,
             stop_when=stop_when,
+            priority=self.priority,
         )
         generation = self._ask(request, self._conversation)
         kept = without_oldest(before, generation.request_state.sequence.dropped.messages)

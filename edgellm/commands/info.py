@@ -45,10 +45,11 @@ from edgellm.engines.families.vision_encoders import host_weights, vision_weight
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
 from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
-from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
+from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, token_bytes
 from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
+from edgellm.snapshots.kept_rows import KEPT_ROWS, PREEMPTION_BUDGET
 from edgellm.tools.formats import checkpoint_format
 
 
@@ -124,6 +125,10 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             adapters=limits.has_lora,
             vision_memory=vision_bytes,
         ).items,
+        "host_memory": {
+            KEPT_ROWS: PREEMPTION_BUDGET,
+            "token": token_bytes(config, limits, computed, None if draft is None else draft.config),
+        },
         "verified": verify,
         "differences": differences,
     }
@@ -302,6 +307,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     if facts["gpu_refusal"]:
         where = "on the NumPy backend, which makes float32 of the weights"
     yield _row("memory", f"{total / MEBIBYTE:,.1f} MiB {where}: {parts}")
+    budget, token = facts["host_memory"][KEPT_ROWS], facts["host_memory"]["token"]
+    yield _row("", f"of the host up to {budget / MEBIBYTE:,.1f} MiB: {KEPT_ROWS}, {budget // token:,} tokens")
     if facts["verified"] and not facts["differences"]:
         yield _row("verified", "every file is as described")
     yield from (_row("differs", difference) for difference in facts["differences"])

@@ -27,7 +27,7 @@ from edgellm.commands.models import (
     with_cached_prompt,
 )
 from edgellm.commands.option_groups import ADAPTERS, DraftingOptions, with_option_groups
-from edgellm.commands.settings import Settings
+from edgellm.commands.settings import MOST_PREEMPTION_MIB, PREEMPTION_MIB, Settings
 from edgellm.errors import EdgeLLMError, EngineError, MissingDependencyError, RequestError
 
 if TYPE_CHECKING:
@@ -110,6 +110,16 @@ class LimitOptions:
     queue_limit: Annotated[
         int, typer.Option("--queue-limit", min=1, help="Requests that may wait; one more is answered with 429.")
     ] = 64
+    preemption_mib: Annotated[
+        int | None,
+        typer.Option(
+            "--preemption-mib",
+            min=0,
+            max=MOST_PREEMPTION_MIB,
+            help="MiB of the host's memory for rows of answers that give way to more urgent ones "
+            f"[default: {PREEMPTION_MIB}].",
+        ),
+    ] = None
     max_connections: Annotated[
         int, typer.Option("--max-connections", min=1, help="Connections at a time; more are closed.")
     ] = 256
@@ -230,6 +240,7 @@ async def _serve(settings: Settings, server: ServerOptions, limits: LimitOptions
         drafting=draft,
         adapters=loras,
         snapshots=[] if settings.system_cache is None else [snapshot_path(settings.system_cache)],
+        preemption_budget=(settings.preemption_mib if limits.preemption_mib is None else limits.preemption_mib) << 20,
         queue_limit=limits.queue_limit,
     )
     guard = Guard.of(server.host, server.allowed_host or (), server.allowed_origin or (), keys)

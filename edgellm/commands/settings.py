@@ -21,6 +21,8 @@ _ASKED_FOR_ONE_BY_ONE = ("logprobs", "structure", "logit_bias", "allowed_token_i
 #: How answers are drawn and when they end.
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams) if item.name not in _ASKED_FOR_ONE_BY_ONE)
 DEFAULTS = "defaults.yaml"
+#: MiB of the host for rows of answers that give way: the default, and the most that is taken.
+PREEMPTION_MIB, MOST_PREEMPTION_MIB = 256, 1 << 20
 _PATHS = ("model", "chat_template", "system_cache")
 
 
@@ -43,6 +45,7 @@ class Settings:
     adapters: dict[str, Path] = field(default_factory=dict)
     history: bool = True
     stats: bool | None = None
+    preemption_mib: int = PREEMPTION_MIB
     sampling: dict[str, Any] = field(default_factory=dict)
     drafting: dict[str, Any] = field(default_factory=dict)
 
@@ -120,6 +123,8 @@ def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
         raise _wrong(origin, key, value, "text, or null")
     if key == "history" and not isinstance(value, bool):
         raise _wrong(origin, key, value, "true or false")
+    if key == "preemption_mib" and (type(value) is not int or not 0 <= value <= MOST_PREEMPTION_MIB):
+        raise _wrong(origin, key, value, f"a whole number of MiB from 0 to {MOST_PREEMPTION_MIB}")
     if key == "stats" and not isinstance(value, (bool, type(None))):
         raise _wrong(origin, key, value, "true, false or null")
     return value

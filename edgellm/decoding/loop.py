@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
+from edgellm.decoding.places import Places
 from edgellm.decoding.rules import StepMasks
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot
+from edgellm.decoding.slots import KVContents, SnapshotSource
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.runners.base_runner import StepKey
-from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
+from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.requests import TokenLogprobs, token_logprobs
+from edgellm.snapshots.kept_rows import RowKeeper
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -97,7 +99,8 @@ class EmittedToken(NamedTuple):
 
 class DecodingLoop:
     """Answers sequences on a runner. `contents` are those of its slots, exchanged with them; `chooser` picks
-    plans (None: no drafting); `encode` encodes the images of a prompt; `given` proposes what the host knows.
+    plans (None: no drafting); `encode` encodes the images of a prompt; `given` proposes what the host knows; `keeper`
+    keeps rows of sequences that give way (None: they are computed again).
 
     `run` answers a list. One who has more to say calls the rest himself: where a slot is free, `settle` and `admit`,
     then `advance` round by round. Not thread-safe.
@@ -111,11 +114,12 @@ class DecodingLoop:
         snapshots: SnapshotSource | None = None,
         encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
         given: GivenDrafting | None = None,
+        keeper: RowKeeper | None = None,
     ) -> None:
-        self._runner, self._contents, self._chooser, self._given = runner, contents, chooser, given
-        self._snapshots, self._encode_images = snapshots, encode
+        self._runner, self._chooser, self._given = runner, chooser, given
+        self.places = Places(runner, contents, snapshots, encode, given, keeper)
         #: The sequences that have a slot, in the slots' order.
-        self.running: list[DecodingSequence] = []
+        self.running = self.places.running
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
         #: The next step, where its forward pass is enqueued and the choice is not; and the seconds from the moment at
@@ -145,58 +149,23 @@ class DecodingLoop:
             if sequence.failure is not None:
                 raise sequence.failure
 
-    def has_place(self, sequence: DecodingSequence) -> bool:
-        """Whether a slot is free, and the engines hold its adapter or can: else it waits until others are finished.
-
-        Raises AdapterError for an adapter that is not loaded.
-        """
-        slot, runner = len(self.running), self._runner
-        return slot < runner.limits.max_batch and runner.base.has_adapter_place(slot, sequence.adapter)
-
     def settle(self) -> Iterator[EmittedToken]:
         """Read what is under way, so that sequences can come and go; gives its tokens."""
         while self._launches:
             yield from self._read()
 
     def admit(self, sequence: DecodingSequence) -> None:
-        """Launch the prefill of a sequence that has a place; no step is under way (see `settle`).
+        """Launch the prefill of a sequence that has a place, or let one that gave way go on; no step is under way (see
+        `settle`). What it raises is that sequence's failure: nothing has changed for the others."""
+        slot, self._begun = len(self.running), None
+        first = self.places.admit(sequence)
+        if first is not None:
+            self._launches.append(_Launch(first.wait, range(slot, slot + 1), None, True, time.perf_counter()))
 
-        What it raises is that sequence's failure: it has no slot then, and nothing has changed for the others.
-        """
-        runner, slot, base = self._runner, len(self.running), self._runner.base
-        sequence.clock.started, restored = time.perf_counter(), 0
-        if sequence.prepared_images and self._encode_images is not None:
-            sequence.images = self._encode_images(sequence.prompt_ids, sequence.prepared_images)
-        prompt_ids, tokens = sequence.prompt_ids, sequence.identities
-        if sequence.tally is not None:
-            sequence.tally.start()
-        try:
-            base.set_adapter(slot, sequence.adapter)
-            sequence.adapter_digest = base.adapter_digest(sequence.adapter)
-            contents = self._bring_rows(slot, tokens, sequence)
-            contents.bind(sequence.adapter_digest)
-            if self._snapshots is not None:
-                digest, images = sequence.adapter_digest, sequence.images
-                restored = self._snapshots.restore(slot, prompt_ids, contents, digest, images)
-            reused = sequence.reused_tokens = contents.reusable(tokens)
-            # What a failure from here on leaves behind.
-            contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
-            rules = None if sequence.constraint is None else StepMasks([sequence])
-            self._begun = None
-            first = runner.start(slot, prompt_ids, reused, sequence.sampling, sequence.images, rules)
-            if self._given is not None:
-                self._given.open(sequence, prompt_ids)
-        except BaseException:
-            base.await_rows()
-            base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
-            if restored:  # others' steps write the row after an idle slot's latest sequence, which was another one
-                self._forget(slot)
-            raise
-        sequence.room = runner.limits.kv_capacity - len(prompt_ids)
-        sequence.wanted = sequence.room if sequence.max_tokens is None else min(sequence.room, sequence.max_tokens)
-        sequence.least = sequence.most = 1
-        self.running.append(sequence)
-        self._launches.append(_Launch(first.wait, range(slot, slot + 1), None, True, time.perf_counter()))
+    def give_way(self, sequence: DecodingSequence) -> None:
+        """Take a sequence that runs out of its slot, from where `admit` lets it go on; no step is under way."""
+        self._begun = None
+        self.places.give_way(sequence)
 
     def advance(self) -> Iterator[EmittedToken]:
         """Launch what may be launched, read the oldest launch, and take out what is finished; gives the tokens read.
@@ -215,7 +184,8 @@ class DecodingLoop:
             yield from self.settle()
             for slot in reversed(range(len(self.running))):
                 if self.running[slot].finished:
-                    self._release(slot)
+                    self._begun = None
+                    self.places.release(slot)
 
     def abandon(self, keep_rows: bool = True) -> None:
         """Leave all slots idle; nothing of their rows is reused without `keep_rows`, or if a step under way fails."""
@@ -225,17 +195,18 @@ class DecodingLoop:
             except Exception as error:  # nobody wants its tokens
                 logger.warning("a step that was given up failed: %s", error, exc_info=error)
                 keep_rows = False
+        self._begun = None
         while self.running:
             slot = len(self.running) - 1
-            self._release(slot)
+            self.places.release(slot)
             if not keep_rows:
-                self._forget(slot)
+                self.places.forget_rows(slot)
 
     def _admit_from(self, waiting: deque[DecodingSequence]) -> None:
         """Admit those that have a place, in order; a failure is theirs alone."""
         while waiting:
             try:
-                if not self.has_place(waiting[0]):
+                if not self.places.has_place(waiting[0]):
                     return
                 self.admit(waiting[0])
             except Exception as error:
@@ -260,10 +231,10 @@ class DecodingLoop:
 
     def _may_follow(self, running: Sequence[DecodingSequence]) -> bool:
         """Whether a step may follow those under way: it is needed, there is room for it, and nobody wants to see the
-        logits of the one before, which are there until it is launched."""
+        logits of the one before, which are there until it is launched, also those of a last token."""
         needed = any(sequence.least < sequence.wanted for sequence in running)
         fits = all(sequence.most < sequence.room for sequence in self.running)  # slots go along until they are left
-        return needed and fits and all(sequence.logprobs is None for sequence in running)
+        return needed and fits and all(each.logprobs is None or each.finished for each in self.running)
 
     def _begin(self) -> None:
         """Where rules have to know the tokens under way before the next one is chosen, enqueue the forward pass behind
@@ -373,43 +344,3 @@ class DecodingLoop:
                 yield EmittedToken(sequence, token, text, from_draft, logprob)
                 if sequence.finished:
                     break
-
-    def _release(self, slot: int) -> None:
-        """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
-        sequence, runner = self.running[slot], self._runner
-        self._begun = None
-        runner.stop(slot)
-        if self._given is not None:
-            self._given.close(sequence)
-        self._contents[slot].bind(sequence.adapter_digest)
-        rows = [*sequence.identities, *sequence.answer.token_ids[:-1]]
-        self._contents[slot].replace(rows, runner.draft_rows(slot))
-        self._contents[slot].conversation = sequence.conversation
-        sequence.prepared_images, sequence.images = (), None  # whoever keeps the answer does not keep these
-        last = len(self.running) - 1
-        if slot < last:
-            runner.move(last, slot)
-            self._exchange_contents(last, slot)
-            self.running[slot] = self.running[last]
-        self.running.pop()
-
-    def _bring_rows(self, slot: int, tokens: Sequence[TokenIdentity], sequence: DecodingSequence) -> KVContents:
-        """Let the next slot hold the rows that are best for a sequence's prompt, of all that idle slots hold."""
-        shortened = sequence.conversation if sequence.dropped.turns else None
-        idle = range(slot, len(self._contents))
-        taken, copied = choose_slot(self._contents, idle, tokens, sequence.adapter_digest, shortened)
-        if taken != slot:
-            self._runner.swap_rows(taken, slot)
-            self._exchange_contents(taken, slot)
-        if copied is not None:
-            copied = taken if copied == slot else copied
-            self._runner.copy_rows(copied, slot)
-            self._contents[slot].copy_from(self._contents[copied])
-        return self._contents[slot]
-
-    def _exchange_contents(self, first: int, second: int) -> None:
-        self._contents[first], self._contents[second] = self._contents[second], self._contents[first]
-
-    def _forget(self, slot: int) -> None:
-        """Reuse nothing of a slot's rows."""
-        self._contents[slot].replace((), None if self._runner.draft_rows(slot) is None else 0)

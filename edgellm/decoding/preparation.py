@@ -110,6 +110,7 @@ class Preparation:
             conversation=conversation,
             dropped=dropped,
             structure=params.structure,
+            priority=request.priority,
             rules=rules,
             calls=None if calling is None else calling.reader,
         )

@@ -49,8 +49,20 @@ class Runner(Protocol):
         sampling: SamplingValues,
         images: PromptImages | None = None,
         rules: StepRules | None = None,
+        generated: int = 0,
     ) -> Readback:
-        """Prefill a slot; gives its first token [1], one that the rules allow."""
+        """Prefill a slot; gives its next token [1], one that the rules allow. The last `generated` tokens are drawn."""
+
+    def resume(
+        self,
+        slot: int,
+        text_ids: Sequence[int],
+        generated: int,
+        draft_rows: int | None,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> None:
+        """Go on in a slot that holds what it held of a text, whose last `generated` tokens were drawn."""
 
     def step(
         self,

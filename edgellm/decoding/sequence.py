@@ -12,8 +12,9 @@ from edgellm.drafting.given import Said
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import TokenConstraint
-from edgellm.errors import ConstraintError
+from edgellm.errors import AdapterError, ConstraintError
 from edgellm.requests import Response, Timings, TokenLogprobs, Usage
+from edgellm.snapshots.kept_rows import KeptRows
 from edgellm.structure.answers import AnswerRules
 from edgellm.structure.description import Structure
 from edgellm.text.output import OutputText
@@ -30,7 +31,8 @@ class Clock:
     """When a request was accepted, joined the queue, began to be prefilled, gave its first token and its last
     (monotonic seconds).
 
-    `gaps` are the seconds between the steps that gave it tokens.
+    `gaps` are the seconds between the steps that gave it tokens. It gave way to others so many times
+    (`preemptions`), the latest time when it `left` (None: it goes on), and waited so many seconds in all before that.
     """
 
     accepted: float = field(default_factory=time.perf_counter)
@@ -39,6 +41,23 @@ class Clock:
     first_token: float = 0.0
     last_token: float = 0.0
     gaps: list[float] = field(default_factory=list)
+    preemptions: int = 0
+    left: float | None = None
+    waited: float = 0.0
+
+    def begin(self) -> None:
+        """It has its turn, for the first time or again."""
+        if self.left is None:
+            self.started = time.perf_counter()
+        self.waited, self.left = self.waiting(), None
+
+    def give_way(self) -> None:
+        """Others have its turn."""
+        self.preemptions, self.left = self.preemptions + 1, time.perf_counter()
+
+    def waiting(self) -> float:
+        """The seconds for which it gave way."""
+        return self.waited + (0.0 if self.left is None else time.perf_counter() - self.left)
 
     def step(self, now: float) -> None:
         """A step has given tokens."""
@@ -58,6 +77,8 @@ class Clock:
             total_seconds=time.perf_counter() - self.accepted,
             queue_seconds=max(0.0, self.started - (self.queued or self.accepted)),
             step_gaps=tuple(self.gaps),
+            preemptions=self.preemptions,
+            preempted_seconds=self.waiting(),
         )
 
 
@@ -86,6 +107,8 @@ class DecodingSequence:
     #: How many tokens prompt and answer can have together.
     context_length: int = 0
     structure: Structure | None = None
+    #: Where there is no slot for all, the larger goes first.
+    priority: int = 0
     #: The conversation that it goes on, and what that left out of the prompt.
     conversation: OngoingConversation | None = None
     dropped: Dropped = field(default_factory=Dropped)
@@ -108,11 +131,27 @@ class DecodingSequence:
     #: How many tokens were read, and whether the last of them ends the answer.
     known: int = 0
     is_over: bool = False
+    #: Its rows, where it gave way to another and they are kept on the host.
+    kept: KeptRows | None = None
+
+    @property
+    def text_ids(self) -> Sequence[int]:
+        """The tokens of the prompt, and of the answer so far."""
+        return [*self.prompt_ids, *self.answer.token_ids] if self.answer.token_count else self.prompt_ids
 
     @property
     def constraint(self) -> TokenConstraint | None:
         """What the rules ask of the next token."""
         return None if self.rules is None else self.rules.constraint
+
+    def bind(self, digest: str | None) -> None:
+        """The adapter of its name has this digest now. Raises AdapterError where it had another when it began."""
+        if self.known and digest != self.adapter_digest:
+            raise AdapterError(
+                f"the adapter {self.adapter!r} was replaced by another one while the answer waited for others to be "
+                "finished: ask again"
+            )
+        self.adapter_digest = digest
 
     def know(self, tokens: Sequence[int]) -> Sequence[int]:
         """Take notice of tokens that were read, and give those that belong to the answer, which takes them later. What
@@ -135,8 +174,8 @@ class DecodingSequence:
 
     @property
     def identities(self) -> Sequence[TokenIdentity]:
-        """The prompt's tokens as KV rows see them."""
-        return self.prompt_ids if self.images is None else self.images.identities(self.prompt_ids)
+        """The tokens of its text as KV rows see them."""
+        return self.text_ids if self.images is None else self.images.identities(self.text_ids)
 
     @property
     def finished(self) -> bool:

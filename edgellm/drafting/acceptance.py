@@ -52,6 +52,7 @@ class DraftingTally:
     def __init__(self, stage_seconds: Callable[[], Mapping[str, float]]) -> None:
         self._stage_seconds = stage_seconds
         self._before = dict(stage_seconds())
+        self._spent: dict[str, float] = {}
         self._rounds = self._plain_steps = self._drafted = 0
         self._lengths: Counter[int] = Counter()
         self._plans: Counter[str] = Counter()
@@ -61,8 +62,16 @@ class DraftingTally:
         self._length: int | None = None  # that of the latest round, which its tokens raise; of a plain step none
 
     def start(self) -> None:
-        """Leave out what the stages took up to now: the answer begins, having waited for others."""
-        self._before = dict(self._stage_seconds())
+        """Leave out what the stages took up to now: the answer begins, or goes on, having waited for others."""
+        self._before = {name: now - self._spent.get(name, 0.0) for name, now in self._stage_seconds().items()}
+
+    def pause(self) -> None:
+        """Leave out what the stages take until it starts again."""
+        self._spent = self._stages()
+
+    def _stages(self) -> dict[str, float]:
+        now = self._stage_seconds()
+        return {name: seconds - self._before.get(name, 0.0) for name, seconds in now.items()}
 
     def step(self, plan: DraftPlan | None, seconds: float, drafted: int | None = None) -> None:
         """A round, or without a plan a plain step, has given its tokens; they follow. `drafted` candidates were
@@ -91,8 +100,7 @@ class DraftingTally:
         """The counts so far."""
         lengths = tuple(self._lengths[length] for length in range(max(self._lengths, default=0) + 1))
         accepted = sum((length - 1) * count for length, count in self._lengths.items() if length)
-        now = self._stage_seconds()
-        spent = {name: seconds - self._before.get(name, 0.0) for name, seconds in now.items()}
+        spent = now = self._stages()
         draft = spent.get(DRAFT_ACCEPT, 0.0) + spent.get(DRAFT_PROPOSAL, 0.0)
         return DraftingStatistics(
             self._rounds,

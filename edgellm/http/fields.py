@@ -14,7 +14,7 @@ from edgellm.engines.directories.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.http.errors import HTTPError, http_error
 from edgellm.multimodal.image_input import image_of_url, readable_formats
-from edgellm.requests import Request
+from edgellm.requests import Request, checked_priority
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.structure.description import structure_of_response_format
 from edgellm.text.messages import IMAGE_PARTS, checked_variables
@@ -163,15 +163,17 @@ def sampling(fields: Fields, model: ServedModel, *limits: str) -> SamplingParams
     return replace(model.params, **given)
 
 
-def common(fields: Fields, model: ServedModel) -> tuple[str, str | None, bool, float | None]:
-    """What all requests for an answer have: the model's name, the adapter of that name, whether to stream, deadline."""
+def common(fields: Fields, model: ServedModel) -> tuple[str, bool, dict[str, Any]]:
+    """What all requests for an answer have: the model's name, whether to stream, and fields of a `Request`: the adapter
+    of that name, deadline and priority."""
     adapter = model.adapter_of(name := fields.take("model"))
     stream = fields.flag("stream")
     deadline = fields.take("deadline", (int, float), "a number of seconds")
-    fields.refuse("priority", "requests are answered first come, first served")
+    priority = fields.take("priority")
+    priority = 0 if priority is None else checked("priority", checked_priority, priority)
     fields.only("n", 1, why="one answer is given to a request")
     fields.ignore(*HARMLESS)
-    return name, adapter, stream, deadline
+    return name, stream, {"adapter": adapter, "deadline": deadline, "priority": priority}
 
 
 def stream_options(fields: Fields, stream: bool) -> bool:
@@ -301,7 +303,7 @@ def _pixels(data: bytes) -> int:
 def chat(body: bytes, model: ServedModel) -> Asked:
     """A request to `/v1/chat/completions`. Raises HTTPError."""
     fields = Fields(body)
-    name, adapter, stream, deadline = common(fields, model)
+    name, stream, shared = common(fields, model)
     params = sampling(fields, model, "max_tokens", "max_completion_tokens")
     logprobs, top = fields.flag("logprobs"), fields.take("top_logprobs", int, "a whole number")
     if top is not None and not logprobs:
@@ -324,8 +326,7 @@ def chat(body: bytes, model: ServedModel) -> Asked:
     request = {
         "messages": with_images(fields, messages, model),
         "params": params,
-        "adapter": adapter,
-        "deadline": deadline,
+        **shared,
         **tools,
     }
     request |= {"template_variables": variables, "continue_final_message": continued}
@@ -353,7 +354,7 @@ def asked(
 def completion(body: bytes, model: ServedModel) -> Asked:
     """A request to `/v1/completions`. Raises HTTPError."""
     fields = Fields(body)
-    name, adapter, stream, deadline = common(fields, model)
+    name, stream, shared = common(fields, model)
     params = sampling(fields, model, "max_tokens")
     logprobs = fields.take("logprobs", int, "a whole number")
     if logprobs is not None:
@@ -365,7 +366,7 @@ def completion(body: bytes, model: ServedModel) -> Asked:
     include_usage = stream_options(fields, stream)
     prompt = single_prompt(fields.take("prompt"), model)
     fields.end()
-    request = {"prompt": prompt, "params": params, "adapter": adapter, "deadline": deadline}
+    request = {"prompt": prompt, "params": params, **shared}
     return asked({"": "prompt"}, fields, name, request, stream, include_usage)
 
 

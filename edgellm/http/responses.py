@@ -44,7 +44,7 @@ def response_request(body: bytes, model: ServedModel) -> Asked:
     """A request to `/v1/responses`. Raises HTTPError."""
     fields = Fields(body)
     metadata = fields.take("metadata", dict, "an object")
-    name, adapter, stream, deadline = common(fields, model)
+    name, stream, shared = common(fields, model)
     params = sampling(fields, model, "max_output_tokens")
     include = fields.take("include", list, "a list") or []
     fields.ignored += [f"include.{each}" for each in map(str, include) if each != _LOGPROBS]
@@ -67,7 +67,7 @@ def response_request(body: bytes, model: ServedModel) -> Asked:
     instructions = fields.take("instructions", str, "text")
     messages = with_images(fields, input_messages(fields.take("input"), instructions), model, "input")
     fields.end()
-    request = {"messages": messages, "params": params, "adapter": adapter, "deadline": deadline}
+    request = {"messages": messages, "params": params, **shared}
     request |= {**tools, "tool_choice": _tool_choice(tools["tool_choice"]), "template_variables": variables}
     named = {"": "input", "structure": "text.format", ".function": ""}  # functions of tools are flat
     found = asked(named, fields, name, request, stream)

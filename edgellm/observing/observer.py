@@ -97,6 +97,11 @@ class ObservedRunner:
         details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
         return self._launch(PREFILL, details, launch)
 
+    def resume(self, slot: int, *others: Any, **more: Any) -> None:
+        """See `Runner.resume`."""
+        self._end_handling()
+        self._runner.resume(slot, *others, **more)
+
     def step(self, batch: int, plan: DraftPlan | None, *others: Any, **more: Any) -> StepTokens:
         """See `Runner.step`."""
         details = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})

@@ -148,6 +148,15 @@ class AsyncSession:
         self._session.adapter = adapter
 
     @property
+    def priority(self) -> int:
+        """See `Session.priority`."""
+        return self._session.priority
+
+    @priority.setter
+    def priority(self, priority: int) -> None:
+        self._session.priority = priority
+
+    @property
     def tool_choice(self) -> Any:
         """See `Session.tool_choice`."""
         return self._session.tool_choice

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from edgellm.requests import Response
+from edgellm.snapshots.kept_rows import KeptRows
 
 #: Upper bounds of the histograms' buckets in seconds: 1, 2.5 and 5 in each decade from 0.5 ms on.
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
@@ -19,6 +20,7 @@ _HISTOGRAMS = {
     "queue_seconds": "Time that a request waited for a free slot.",
     "time_to_first_token_seconds": "Time from a request's acceptance to its first token.",
     "step_gap_seconds": "Time between the steps that gave a request tokens.",
+    "preempted_seconds": "Time that a request which gave way to others waited for them.",
     "request_seconds": "Time from a request's acceptance to its end.",
 }
 
@@ -124,6 +126,8 @@ class Metrics:
         self._requests = {"accepted": 0, "refused": 0, "failed": 0}
         self._finished: dict[str, int] = {}
         self._rounds = self._steps = self._tokens = 0
+        self._preemptions = {"kept": 0, "recomputed": 0}
+        self._kept = {"rows": 0, "bytes": 0}
         self.prefill = PrefillMetrics()
         self.vanilla_generation = VanillaGenerationMetrics()
         self.eagle_generation = EagleGenerationMetrics()
@@ -161,6 +165,14 @@ class Metrics:
             self._steps += requests
             self._tokens += tokens
 
+    def preempted(self, kept: KeptRows | None) -> None:
+        """A request gave way to another one; its rows are kept, or will be computed again (None)."""
+        with self._lock:
+            self._preemptions["recomputed" if kept is None else "kept"] += 1
+            if kept is not None:
+                self._kept["rows"] += kept.rows
+                self._kept["bytes"] += kept.memory.nbytes
+
     def encoded(self, images: int, tokens: int, seconds: float, reused: int) -> None:
         """Images of a prompt were encoded, `reused` of them before."""
         with self._lock:
@@ -194,6 +206,8 @@ class Metrics:
             generation.count(response)
         self._histograms["queue_seconds"].add(timings.queue_seconds)
         self._histograms["time_to_first_token_seconds"].add(timings.time_to_first_token)
+        if timings.preemptions:
+            self._histograms["preempted_seconds"].add(timings.preempted_seconds)
         for gap in timings.step_gaps:
             self._histograms["step_gap_seconds"].add(gap)
 
@@ -205,6 +219,7 @@ class Metrics:
                 "rounds": self._rounds,
                 "steps": self._steps,
                 "tokens": self._tokens,
+                "preemptions": {**self._preemptions, **{f"kept_{name}": count for name, count in self._kept.items()}},
                 "prefill": asdict(self.prefill),
                 "vanilla_generation": asdict(self.vanilla_generation),
                 "eagle_generation": asdict(self.eagle_generation),
@@ -235,6 +250,11 @@ class Metrics:
         )
         yield from _family("steps_total", "counter", "Times that a request got tokens.", [("", self._steps)])
         yield from _family("tokens_total", "counter", "Tokens that requests got, as they came.", [("", self._tokens)])
+        gave_way = [(f'{{rows="{kind}"}}', count) for kind, count in self._preemptions.items()]
+        yield from _family("preemptions_total", "counter", "Times that a request gave way to another one.", gave_way)
+        for name, count in self._kept.items():
+            text = f"{name.capitalize()} of requests that gave way, kept on the host."
+            yield from _family(f"preempted_{name}_kept_total", "counter", text, [("", count)])
         stages: dict[str, Any] = {
             "prefill": self.prefill,
             "vanilla": self.vanilla_generation,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -28,6 +28,8 @@ class Call:
 
     function: Callable[[], Any]
     result: Future[Any] = field(default_factory=Future)
+    #: It goes among requests that name none.
+    priority: int = 0
 
     def run(self) -> None:
         """Call it; what it raises is the result's."""
@@ -44,11 +46,14 @@ Entry = RequestState | Call
 
 
 class RequestQueue:
-    """Requests in their order, at most `limit` of them; any thread puts, the engine's takes."""
+    """Requests, the higher priority first, and of one priority in their order; any thread puts, the engine's takes.
+
+    At most `limit` of them wait; as many more where these outrank others that wait.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._entries: deque[Entry] = deque()
+        self._entries: list[Entry] = []
         self._changed = threading.Condition()
         self._refusal: Callable[[], Exception] | None = None
         self._earliest = float("inf")
@@ -72,18 +77,20 @@ class RequestQueue:
             raise self._refusal()
 
     def put(self, entry: Entry) -> None:
-        """Join the end of the queue. Raises QueueFullError, or the error that the queue was closed with."""
+        """Join the queue behind those of its priority. Raises QueueFullError, or the error that the queue was closed
+        with."""
         with self._changed:
             self.check()
+            place = bisect_right(self._entries, -entry.priority, key=lambda each: -each.priority)
             if isinstance(entry, RequestState):
-                if len(self._entries) >= self.limit:
+                if place >= self.limit or len(self._entries) >= 2 * self.limit:
                     raise QueueFullError(
                         f"{len(self._entries)} requests are waiting, which is all that the queue holds: ask again when "
                         "some are answered, or open with a larger queue_limit"
                     )
                 if entry.deadline is not None:
                     self._earliest = min(self._earliest, entry.deadline)
-            self._entries.append(entry)
+            self._entries.insert(place, entry)
             self._changed.notify()
 
     def first(self) -> Entry | None:
@@ -94,9 +101,6 @@ class RequestQueue:
     def remove(self, entry: Entry) -> bool:
         """Take an entry out, from wherever it stands; False where it is not there any more."""
         with self._changed:
-            if self._entries and self._entries[0] is entry:
-                self._entries.popleft()
-                return True
             try:
                 self._entries.remove(entry)
             except ValueError:
@@ -159,16 +163,23 @@ class RequestServer:
         self._engine, self._queue, self._metrics = engine, queue, metrics
         self._loop = engine.loop()
         self._request_states: dict[DecodingSequence, RequestState] = {}
+        # Those that gave way, in the order in which they go on.
+        self._preempted: list[RequestState] = []
 
     @property
     def request_states(self) -> list[RequestState]:
-        """The requests that are being computed."""
-        return list(self._request_states.values())
+        """The requests that have begun."""
+        return [*self._request_states.values(), *self._preempted]
 
     @property
     def running(self) -> int:
         """How many requests are being computed."""
         return len(self._request_states)
+
+    @property
+    def preempted(self) -> int:
+        """How many requests gave way to others, and wait to go on."""
+        return len(self._preempted)
 
     def serve(self, after_round: Callable[[], None]) -> None:
         """Answer all that is queued, and call `after_round` after each round.
@@ -176,11 +187,12 @@ class RequestServer:
         What that raises, and an interrupt, leave all slots idle, and nothing of their rows to be reused.
         """
         try:
-            while self._request_states or len(self._queue):
+            while self.running or self.preempted or len(self._queue):
                 self.round()
                 after_round()
         except BaseException:
             self._loop.abandon(keep_rows=False)
+            self.forget_preempted()
             raise
 
     def round(self) -> None:
@@ -202,23 +214,32 @@ class RequestServer:
         """Leave all slots idle; the requests are not ended."""
         self._loop.abandon()
 
+    def forget_preempted(self) -> None:
+        """Keep nothing of requests that gave way, which do not go on."""
+        for request_state in self._preempted:
+            self._loop.places.forget(request_state.sequence)
+
     def _round(self) -> None:
         now = time.perf_counter()
         for request_state in self._request_states.values():
             if (reason := request_state.unwanted(now)) is not None:
                 _release_text(request_state, reason)
         self._deliver(self._loop.evict())
-        if len(self._queue):
-            for late in self._queue.take_late(now):
-                end_request(late, "deadline", self._metrics)
-            self._admit()
+        for waiting in tuple(self._preempted):
+            reason = waiting.unwanted(now)
+            if reason is not None or waiting.sequence.finished:
+                self._take(waiting)
+                self._end(waiting, reason)
+        for late in self._queue.take_late(now):
+            end_request(late, "deadline", self._metrics)
+        self._admit()
         if self._loop.running:
             self._deliver(self._loop.advance())
             self._metrics.round()
 
     def _admit(self) -> None:
-        """Begin those whose turn it is, as long as there is a place for the first."""
-        while (entry := self._queue.first()) is not None:
+        """Begin those whose turn it is, as long as there is a place for the first, or others give way to it."""
+        while (entry := self._first()) is not None:
             if isinstance(entry, Call):
                 if self._loop.running:
                     return
@@ -228,14 +249,15 @@ class RequestServer:
                 continue
             sequence, failure, reason = entry.sequence, None, entry.unwanted(time.perf_counter())
             try:
-                if reason is None and not self._loop.has_place(sequence):
-                    return
+                has_place = reason is not None or self._loop.places.has_place(sequence)
             except Exception as error:
-                failure = error
-            if not self._queue.remove(entry):
+                failure, has_place = error, True
+            if not has_place and not self._make_place(sequence):
+                return
+            if not self._take(entry):
                 continue
             if reason is not None or failure is not None:
-                end_request(entry, reason or "cancelled", self._metrics, failure)
+                self._end(entry, reason, failure)
                 continue
             self._request_states[sequence] = entry
             self._deliver(self._loop.settle())
@@ -243,7 +265,45 @@ class RequestServer:
                 self._loop.admit(sequence)
             except Exception as error:
                 sequence.failure = error
+                self._loop.places.forget(sequence)
                 self._end_finished()
+
+    def _first(self) -> Entry | None:
+        """Whose turn it is: among equals one that gave way goes first, and calls wait for all that have begun."""
+        entry = self._queue.first()
+        if self._preempted and (
+            entry is None or isinstance(entry, Call) or entry.priority <= self._preempted[0].priority
+        ):
+            return self._preempted[0]
+        return entry
+
+    def _make_place(self, sequence: DecodingSequence) -> bool:
+        """Let those that a sequence outranks give way to it, the lowest first; whether it has a place then."""
+        places = self._loop.places
+        if not places.outranked(sequence):
+            return False
+        self._deliver(self._loop.settle())
+        self._deliver(self._loop.evict())
+        if not places.has_place(sequence):
+            for lower in places.outranked(sequence):
+                self._loop.give_way(lower)
+                request_state = self._request_states.pop(lower)
+                order = _order(request_state)
+                self._preempted.insert(bisect_right(self._preempted, order, key=_order), request_state)
+                self._metrics.preempted(lower.kept)
+        return places.has_place(sequence)
+
+    def _take(self, entry: RequestState) -> bool:
+        """Take a request from where it waits; False where it is not there any more."""
+        if entry not in self._preempted:
+            return self._queue.remove(entry)
+        self._preempted.remove(entry)
+        return True
+
+    def _end(self, entry: RequestState, reason: FinishReason | None, failure: Exception | None = None) -> None:
+        """End a request that waited, and is not wanted any more or has failed."""
+        self._loop.places.forget(entry.sequence)
+        end_request(entry, reason or "cancelled", self._metrics, failure)
 
     def _deliver(self, emitted: Iterator[EmittedToken]) -> None:
         """Hand the tokens of a round to those who wait for them, and end what is finished."""
@@ -267,6 +327,11 @@ class RequestServer:
             if sequence.finished:
                 del self._request_states[sequence]
                 end_request(request_state, "cancelled", self._metrics, sequence.failure)
+
+
+def _order(request_state: RequestState) -> tuple[int, float]:
+    """The order in which those that gave way go on."""
+    return -request_state.priority, request_state.sequence.clock.started
 
 
 def end_request(

@@ -27,7 +27,8 @@ OpenedEngine = TypeVar("OpenedEngine", bound=Engine)
 
 
 class EngineThread(Generic[OpenedEngine]):
-    """Opens an engine in a thread of its own and answers requests with it, first come, first served.
+    """Opens an engine in a thread of its own and answers requests with it: the higher priority first, and of one
+    priority the first that came.
 
     Requests join while others run, and leave as `RequestServer` says. Where the engine has failed and cannot even be
     cleared, the thread ends and everything fails with the cause.
@@ -61,6 +62,12 @@ class EngineThread(Generic[OpenedEngine]):
         """How many requests are being computed."""
         server = self._server  # the thread's end may take it away meanwhile
         return 0 if server is None else server.running
+
+    @property
+    def preempted(self) -> int:
+        """How many requests gave way to others, and wait to go on."""
+        server = self._server
+        return 0 if server is None else server.preempted
 
     def submit(
         self,
@@ -132,7 +139,7 @@ class EngineThread(Generic[OpenedEngine]):
     def _serve(self, engine: OpenedEngine) -> None:
         server = self._server = RequestServer(engine, self._queue, self.metrics)
         while True:
-            if not server.running:
+            if not server.running and not server.preempted:
                 self._queue.wait()
             if self._queue.closed:
                 break
@@ -142,6 +149,8 @@ class EngineThread(Generic[OpenedEngine]):
     def _end_rest(self, crash: BaseException | None) -> None:
         """End whatever is left, at the end of the thread."""
         running = [] if self._server is None else self._server.request_states
+        if self._server is not None:
+            self._server.forget_preempted()
         for entry in [*running, *self._queue.take_all()]:
             if isinstance(entry, RequestState):
                 end_request(entry, "cancelled", self.metrics, None if crash is None else _dead(crash))

@@ -109,9 +109,9 @@ class AdapterSlots:
             raise AdapterError(f"there is no adapter {name!r}: expected one of those loaded ({known})")
         return self._adapters[name].digest
 
-    def has_place(self, name: str | None, slot: int) -> bool:
-        """Whether `assign` would find a place for the adapter."""
-        return name is None or self._find_place(name, slot) is not None
+    def has_place(self, name: str | None, *slots: int) -> bool:
+        """Whether `assign` would find a place for the adapter in one of the `slots`, which are left by then."""
+        return name is None or self._find_place(name, *slots) is not None
 
     def assign(self, slot: int, name: str | None) -> None:
         """Let a sequence's slot take the adapter `name` (None: none) from the next step on.
@@ -150,12 +150,12 @@ class AdapterSlots:
         self._packed.clear()
         self._adapters.clear()
 
-    def _find_place(self, name: str, slot: int) -> int | None:
+    def _find_place(self, name: str, *slots: int) -> int | None:
         """Where the adapter is, or else the place that was not needed for longest; None if others need them all."""
         for index, place in enumerate(self._places):
             if place.name == name:
                 return index
-        needed = {other for number, other in enumerate(self.assigned) if number != slot}
+        needed = {other for number, other in enumerate(self.assigned) if number not in slots}
         free = [index for index, place in enumerate(self._places) if place.name is None or place.name not in needed]
         return min(free, key=lambda index: self._places[index].order, default=None)
 
@@ -219,9 +219,9 @@ class AdaptedRunner:
         """What is computed with an adapter is bound to this (None: without one); AdapterError as `set_adapter`."""
         return None if name is None else self._adapter_slots(name).digest(name)
 
-    def has_adapter_place(self, slot: int, name: str | None) -> bool:
-        """Whether `set_adapter` would find a place for the adapter now."""
-        return name is None or self._adapter_slots(name).has_place(name, slot)
+    def has_adapter_place(self, name: str | None, *slots: int) -> bool:
+        """Whether `set_adapter` would find a place for the adapter in one of the `slots`, once these are left."""
+        return name is None or self._adapter_slots(name).has_place(name, *slots)
 
     def _adapter_slots(self, name: str | None) -> AdapterSlots:
         if self.adapters is None:

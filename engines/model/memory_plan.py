@@ -21,9 +21,11 @@ GIVEN_NODES = 32
 
 @dataclass
 class MemoryPlan:
-    """Named amounts of memory in bytes."""
+    """Named amounts of memory in bytes; those of `host` are the most that is taken of the host's when it is needed, and
+    no part of the total."""
 
     items: dict[str, int] = field(default_factory=dict)
+    host: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -33,6 +35,7 @@ class MemoryPlan:
     def describe(self) -> str:
         """One line an item, in MiB, with the total."""
         rows = [*self.items.items(), ("total", self.total)]
+        rows += [(f"host: {name}, at most", size) for name, size in self.host.items()]
         return "\n".join(f"  {name:<28}{size / MEBIBYTE:>10.1f} MiB" for name, size in rows)
 
 
@@ -81,6 +84,13 @@ def plan_memory(
 def mask_rows(limits: EngineLimits) -> int:
     """The most rows of logits that rules can mask at a time: those of the nodes of every slot's tree."""
     return limits.max_batch * (limits.verify_sizes[-1] if limits.has_draft else GIVEN_NODES)
+
+
+def token_bytes(config: DecoderConfig, limits: EngineLimits, dtype: str, draft: DraftConfig | None = None) -> int:
+    """What the rows of one token of one sequence take, those of the draft included."""
+    states = [*decoder_states(config, limits.kv_cache)]
+    rows = state_bytes(state_edge(states, 1, 1), dtype)
+    return rows + (0 if draft is None else state_bytes(state_edge(decoder_states(draft.decoder), 1, 1), dtype))
 
 
 def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> dict[str, int]:

@@ -131,9 +131,10 @@ class BaseEngineRunner(AdaptedRunner):
         sampling: SamplingValues,
         images: PromptImages | None = None,
         rules: StepRules | None = None,
+        generated: int = 0,
     ) -> Readback:
         """Prefill `slot` with the prompt [N], whose first `reused` tokens have their KV rows already, and draw a token,
-        one of those that the `rules` allow.
+        one of those that the `rules` allow. The last `generated` tokens are an answer that goes on.
 
         Returns the readback of that token, [1] int32. Raises EngineError if the prompt is empty, longer than the
         context allows, not in the vocabulary, or has its image tokens elsewhere than its `images`; the slot is then
@@ -147,7 +148,7 @@ class BaseEngineRunner(AdaptedRunner):
             raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
         ids = self.checked_ids(ids, images)
         one = slice(slot, slot + 1)
-        self.backend.upload(self.offsets[one], np.asarray([images.position_delta if images else 0], np.int32))
+        self._set_offset(slot, images)
         position = reused
         for tokens, chunk in self._chunks(count - reused):
             self._prefill(slot, ids[position : position + tokens], position, chunk, images)
@@ -155,10 +156,7 @@ class BaseEngineRunner(AdaptedRunner):
                 self._feature_user.take_chunk(slot, ids, position, tokens, self._buffers.features(1, chunk), images)
             position += tokens
         self.await_rows()
-        self.sampling.set(slot, sampling, prompt_ids)
-        state = self._state
-        for array, value in ((state.kvcache_start_index, count - 1), (state.positions, count), (state.active, 1)):
-            self.backend.upload(array[one], np.asarray([value], np.int32))
+        self._set_sequence(slot, prompt_ids, generated, sampling)
         drawn = self._tokens[one]
         if rules is not None:
             self.sampling.fill_masks(rules, 1)
@@ -172,6 +170,32 @@ class BaseEngineRunner(AdaptedRunner):
         self.lengths[slot] = count
         first = self._emitted.read(one, one)
         return first if images is None else self.image_rows.checked(slot, first)
+
+    def resume(
+        self,
+        slot: int,
+        text_ids: Sequence[int],
+        generated: int,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> None:
+        """Go on in the idle `slot` with a text [N] whose first N - 1 rows it holds, and whose last `generated` tokens
+        were drawn: nothing is computed."""
+        self._set_offset(slot, images)
+        self._set_sequence(slot, text_ids, generated, sampling)
+        self.force_token(slot, text_ids[-1])
+        self.lengths[slot] = len(text_ids) - 1
+
+    def _set_offset(self, slot: int, images: PromptImages | None) -> None:
+        delta = images.position_delta if images else 0
+        self.backend.upload(self.offsets[slot : slot + 1], np.asarray([delta], np.int32))
+
+    def _set_sequence(self, slot: int, text_ids: Sequence[int], generated: int, sampling: SamplingValues) -> None:
+        """Let the slot hold a text [N] of which all but the last token is committed."""
+        self.sampling.set(slot, sampling, text_ids, generated)
+        state, count = self._state, len(text_ids)
+        for array, value in ((state.kvcache_start_index, count - 1), (state.positions, count), (state.active, 1)):
+            self.backend.upload(array[slot : slot + 1], np.asarray([value], np.int32))
 
     def fill(self, slot: int, token_ids: np.ndarray) -> None:
         """Write the KV rows of the first tokens [N] of a text, which are checked, to an idle slot; no draft goes

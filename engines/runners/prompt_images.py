@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -85,6 +85,13 @@ class PromptImages:
                 f"the prompt of {len(prompt_ids)} tokens has positions {self.positions.shape}: place the images for "
                 "this very prompt"
             )
+
+    def followed_by(self, tokens: int) -> PromptImages:
+        """The images of the prompt with so many tokens of text behind it, which go on with its positions."""
+        if self.positions is None or not tokens:
+            return self
+        following = np.arange(tokens, dtype=np.int32) + (self.positions.shape[1] + self.position_delta)
+        return replace(self, positions=np.concatenate([self.positions, np.tile(following, (3, 1))], axis=1))
 
     def identities(self, token_ids: Sequence[int]) -> list[TokenIdentity]:
         """The tokens of a text that begins with the prompt, as KV rows see them: an image's tokens are told by its

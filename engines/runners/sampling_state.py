@@ -12,7 +12,7 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend, Readback, Transfer, uploaded
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.sampling.contract import SequenceState
+from edgellm.kernels.sampling.contract import IN_PROMPT, SequenceState
 from edgellm.kernels.sampling.record import SamplingRecord
 
 
@@ -113,14 +113,22 @@ class SamplingState:
         """[S, V] float32, read of slots that are biased alone; made like `masks`."""
         return self._backend.empty((len(self._values), self._vocab_size), "float32")
 
-    def set(self, slot: int, values: SamplingValues, prompt_ids: Sequence[int]) -> None:
-        """Start a request in `slot`."""
+    def set(self, slot: int, values: SamplingValues, text_ids: Sequence[int], generated: int = 0) -> None:
+        """Start a request in `slot`, or go on with one: the last `generated` tokens of its text were drawn."""
         self._take(slot, values)
-        if values.penalizes:
-            prompt = self._prompt[: len(prompt_ids)]
-            self._backend.upload(prompt, np.asarray(prompt_ids, np.int32))
-            counts = self.token_counts[slot : slot + 1]
-            self._backend.kernels.count_tokens(prompt, counts.reshape(counts.shape[1]))
+        if not values.penalizes:
+            return
+        counts, ids = self.token_counts[slot : slot + 1], np.asarray(text_ids, np.int32)
+        if generated:
+            count = len(ids) - generated
+            known = np.zeros((1, self._vocab_size), np.int32)
+            known[0, ids[:count]] = IN_PROMPT
+            np.add.at(known[0], ids[count:], 1)
+            self._backend.upload(counts, known)
+            return
+        prompt = self._prompt[: len(ids)]
+        self._backend.upload(prompt, ids)
+        self._backend.kernels.count_tokens(prompt, counts.reshape(counts.shape[1]))
 
     def move(self, source: int, target: int) -> None:
         """Go on in slot `target` with the request of slot `source`."""

@@ -193,7 +193,11 @@ class SlotProgress:
 
     def start(self, slot: int, count: int) -> None:
         """A prompt of `count` tokens was prefilled: the last one's feature waits for the token drawn after it."""
-        self.pending[slot], self.base_rows[slot], self.draft_rows[slot] = 1, count, count - 1
+        self.resume(slot, count, count - 1)
+
+    def resume(self, slot: int, rows: int, draft_rows: int) -> None:
+        """A sequence goes on in the slot, of which so many rows are committed."""
+        self.pending[slot], self.base_rows[slot], self.draft_rows[slot] = rows - draft_rows, rows, draft_rows
 
     def stop(self, slot: int) -> None:
         """The slot is idle."""

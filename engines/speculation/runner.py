@@ -9,7 +9,7 @@ chooses. Rounds and plain steps leave the same state behind: they may follow eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from itertools import product
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
+from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DraftPlan
 from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
 from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, SlotProgress, StepReadback, padded_trees
@@ -139,13 +140,48 @@ class DecodingRunner:
         sampling: SamplingValues,
         images: PromptImages | None = None,
         rules: StepRules | None = None,
+        generated: int = 0,
     ) -> Readback:
         """As `BaseEngineRunner.start`; the first `reused` rows must be there in the base and in the draft."""
         if self.draft is not None:
             self.backend.upload(self.draft.pending.counts[slot : slot + 1], np.zeros(1, np.int32))
-        first, self._latest_round = self.base.start(slot, prompt_ids, reused, sampling, images, rules), None
+        first = self.base.start(slot, prompt_ids, reused, sampling, images, rules, generated)
+        self._latest_round = None
         self._progress.start(slot, len(prompt_ids))
         return first
+
+    def held(self, slot: int, rows: int, draft_rows: int | None) -> Iterator[SlotRows]:
+        """What a slot holds on the device of a sequence that goes on from there, and `resume` cannot make anew: `rows`
+        of the base, `draft_rows` of the draft, and the features of what the draft has not seen."""
+        models = {"base": (self.base, rows)} | ({} if self.draft is None else {"draft": (self.draft, draft_rows or 0)})
+        for model, (runner, count) in models.items():
+            for each in runner.states.of_slot(slot, count):
+                yield each._replace(name=f"{model}.{each.name}")
+        if self.draft is not None:
+            features = self.draft.pending.features[slot : slot + 1]
+            yield SlotRows("draft.features", features, rows - (draft_rows or 0))
+
+    def resume(
+        self,
+        slot: int,
+        text_ids: Sequence[int],
+        generated: int,
+        draft_rows: int | None,
+        sampling: SamplingValues,
+        images: PromptImages | None = None,
+    ) -> None:
+        """As `BaseEngineRunner.resume`, in a slot that has what was `held`: decoding goes on as it would have."""
+        rows = len(text_ids) - 1
+        self.base.resume(slot, text_ids, generated, sampling, images)
+        if self.draft is not None and draft_rows is not None:
+            pending, one, count = self.draft.pending, slice(slot, slot + 1), rows - draft_rows
+            tokens = np.full(pending.token_ids[one].shape, -1, np.int32)
+            tokens[0, :count] = text_ids[draft_rows + 1 :]
+            self.backend.upload(pending.token_ids[one], tokens)
+            for array, value in ((pending.counts, count), (pending.start, draft_rows), (pending.last, count - 1)):
+                self.backend.upload(array[one], np.full(array[one].shape, value, np.int32))
+        self._latest_round = None
+        self._progress.resume(slot, rows, rows - 1 if draft_rows is None else draft_rows)
 
     def step(
         self,

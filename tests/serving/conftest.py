@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 from fixed_shape_backend import FixedShapeBackend
+from priority_driver import SLOTS as PRIORITY_SLOTS
 from served_answers import Answer, Answers, answer
 
 from edgellm import LLM, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.model.config import EngineLimits
 from edgellm.requests import Request
 
@@ -30,6 +32,28 @@ def serving_engines(tiny_checkpoint: Path, tiny_draft: Path, tmp_path_factory: p
     limits = EngineLimits(SLOTS, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
     build_engine_directory(tiny_checkpoint, target, limits, [], draft=tiny_draft)
     return target
+
+
+@pytest.fixture(scope="session")
+def priority_engines(
+    tiny_checkpoint: Path, tiny_draft: Path, make_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Three slots, a draft, three adapters of which the engines hold two, context 96."""
+    folder = tmp_path_factory.mktemp("priorities")
+    config = read_decoder_config(tiny_checkpoint)
+    adapters = {name: make_adapter(folder / name, config, seed) for seed, name in enumerate(("one", "two", "three"))}
+    limits = EngineLimits(
+        PRIORITY_SLOTS, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12, max_lora_rank=4, lora_slots=2
+    )
+    build_engine_directory(tiny_checkpoint, folder / "engines", limits, [], draft=tiny_draft, adapters=adapters)
+    return folder / "engines"
+
+
+@pytest.fixture
+def plain_runtime(priority_engines: Path) -> Iterator[SpecDecodeRuntime]:
+    """Those engines without drafting."""
+    with SpecDecodeRuntime(priority_engines, backend="numpy") as opened:
+        yield opened
 
 
 @pytest.fixture(params=["plain", "drafted"])

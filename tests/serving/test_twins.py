@@ -41,7 +41,7 @@ def public_names(kind: type) -> set[str]:
             Session,
             AsyncSession,
             set(),
-            {"adapter", "params", "tool_choice", "warn"},
+            {"adapter", "params", "priority", "tool_choice", "warn"},
         ),  # which are attributes of every Session
         # Without an event loop there are other ways to wait for a piece, and to be told of one.
         (Generation, AsyncGeneration, {"request_state", "look_ahead", "next_chunk", "on_change", "poll"}, {"aclose"}),

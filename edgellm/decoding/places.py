@@ -1,0 +1,188 @@
+"""Who has which slot: sequences come in, leave, and give way to others; and what rows the slots hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from edgellm.decoding.rules import StepMasks
+from edgellm.decoding.runner import Runner
+from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot
+from edgellm.drafting.given import GivenDrafting
+from edgellm.engines.backends.base import Readback
+from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
+from edgellm.snapshots.kept_rows import RowKeeper
+
+if TYPE_CHECKING:
+    from edgellm.multimodal.image_processor import PreparedImage
+
+
+class Places:
+    """The slots of a runner; `DecodingLoop` says what is given. No step is under way when anything changes."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        contents: list[KVContents],
+        snapshots: SnapshotSource | None = None,
+        encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
+        given: GivenDrafting | None = None,
+        keeper: RowKeeper | None = None,
+    ) -> None:
+        self._runner, self._contents, self._given, self._keeper = runner, contents, given, keeper
+        self._snapshots, self._encode_images = snapshots, encode
+        #: The sequences that have a slot, in the slots' order.
+        self.running: list[DecodingSequence] = []
+
+    def has_place(self, sequence: DecodingSequence, leaving: Sequence[DecodingSequence] = ()) -> bool:
+        """Whether a slot is free, and the engines hold its adapter or can, once those that are `leaving` have left:
+        else it waits until others are finished.
+
+        Raises AdapterError for an adapter that is not loaded.
+        """
+        slots = [self.running.index(each) for each in leaving]
+        has_slot = len(self.running) - len(slots) < self._runner.limits.max_batch
+        return has_slot and self._runner.base.has_adapter_place(sequence.adapter, *slots)
+
+    def outranked(self, sequence: DecodingSequence) -> list[DecodingSequence]:
+        """Those that would have to give way for a sequence to have a place: of the lowest priority, the latest begun of
+        these first. None where it would not have one even so."""
+        image_token = self._runner.base.config.image_token_id  # in an answer it could not be computed again
+        lower = [each for each in self.running if each.priority < sequence.priority and not each.finished]
+        lower = [each for each in lower if image_token is None or image_token not in each.answer.token_ids]
+        lower.sort(key=lambda each: (each.priority, -each.clock.started))
+        counts = range(1, len(lower) + 1)
+        return next((lower[:count] for count in counts if self.has_place(sequence, lower[:count])), [])
+
+    def admit(self, sequence: DecodingSequence) -> Readback | None:
+        """Give a slot to a sequence that has a place, and launch its prefill, whose token is returned. One that gave
+        way goes on: with its rows, and without a launch (None), where these were kept; else all of its text that is not
+        in a slot's rows any more is computed.
+
+        What it raises is that sequence's failure: it has no slot then, and nothing has changed for the others.
+        """
+        slot, base, first = len(self.running), self._runner.base, None
+        sequence.clock.begin()
+        if sequence.prepared_images and sequence.images is None and self._encode_images is not None:
+            sequence.images = self._encode_images(sequence.prompt_ids, sequence.prepared_images)
+        if sequence.tally is not None:
+            sequence.tally.start()
+        try:
+            base.set_adapter(slot, sequence.adapter)
+            sequence.bind(base.adapter_digest(sequence.adapter))
+            if sequence.kept is None:
+                first = self._start(slot, sequence)
+            else:
+                self._put_back(slot, sequence)
+            if self._given is not None and not sequence.known:
+                self._given.open(sequence, sequence.prompt_ids)
+        except BaseException:
+            base.await_rows()
+            base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
+            raise
+        self._release_rows(sequence)
+        sequence.room = self._runner.limits.kv_capacity - len(sequence.prompt_ids)
+        sequence.wanted = sequence.room if sequence.max_tokens is None else min(sequence.room, sequence.max_tokens)
+        sequence.least = sequence.most = sequence.known + (first is not None)
+        self.running.append(sequence)
+        return first
+
+    def give_way(self, sequence: DecodingSequence) -> None:
+        """Take a sequence that runs out of its slot: `admit` lets it go on as if nothing had been, `forget` gives it
+        up. Its rows are kept where there is a keeper that has room for them."""
+        slot = self.running.index(sequence)
+        sequence.clock.give_way()
+        if sequence.tally is not None:
+            sequence.tally.pause()
+        if self._keeper is not None:
+            rows = len(sequence.prompt_ids) + sequence.known - 1
+            sequence.kept = self._keeper.keep(slot, rows, self._runner.draft_rows(slot))
+        self._leave(slot)
+
+    def release(self, slot: int) -> None:
+        """Leave a slot whose sequence has ended."""
+        sequence = self.running[slot]
+        self._leave(slot)
+        self.forget(sequence)
+
+    def forget(self, sequence: DecodingSequence) -> None:
+        """Let go of what is kept for a sequence that has no slot, and wants none any more."""
+        if self._given is not None:
+            self._given.close(sequence)
+        self._release_rows(sequence)
+        sequence.prepared_images, sequence.images = (), None  # whoever keeps the answer does not keep these
+
+    def forget_rows(self, slot: int) -> None:
+        """Reuse nothing of a slot's rows."""
+        self._contents[slot].replace((), None if self._runner.draft_rows(slot) is None else 0)
+
+    def _start(self, slot: int, sequence: DecodingSequence) -> Readback:
+        """Compute a text, as far as its rows are nowhere."""
+        runner, known, restored = self._runner, sequence.known, 0
+        text_ids, tokens = sequence.text_ids, sequence.identities
+        images = None if sequence.images is None else sequence.images.followed_by(known)
+        contents = self._bring_rows(slot, tokens, sequence)
+        try:
+            if self._snapshots is not None:
+                restored = self._snapshots.restore(slot, text_ids, contents, sequence.adapter_digest, images)
+            reused = contents.reusable(tokens)
+            # What a failure from here on leaves behind.
+            contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
+            rules = None if sequence.constraint is None else StepMasks([sequence])
+            first = runner.start(slot, text_ids, reused, sequence.sampling, images, rules, known)
+        except BaseException:
+            if restored:  # others' steps write the row after an idle slot's latest sequence, which was another one
+                self.forget_rows(slot)
+            raise
+        if not known:
+            sequence.reused_tokens = reused
+        return first
+
+    def _put_back(self, slot: int, sequence: DecodingSequence) -> None:
+        """Let a slot hold the rows that were kept, and go on with them."""
+        assert self._keeper is not None and sequence.kept is not None
+        self._bring_rows(slot, (), sequence)
+        self.forget_rows(slot)
+        self._keeper.put_back(slot, sequence.kept)
+        text_ids, known, draft_rows = sequence.text_ids, sequence.known, sequence.kept.draft_rows
+        self._runner.resume(slot, text_ids, known, draft_rows, sequence.sampling, sequence.images)
+
+    def _release_rows(self, sequence: DecodingSequence) -> None:
+        kept, sequence.kept = sequence.kept, None
+        if kept is not None and self._keeper is not None:
+            self._keeper.release(kept)
+
+    def _leave(self, slot: int) -> None:
+        """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
+        sequence, runner = self.running[slot], self._runner
+        runner.stop(slot)
+        self._contents[slot].bind(sequence.adapter_digest)
+        rows = sequence.identities[: len(sequence.prompt_ids) + max(0, sequence.answer.token_count - 1)]
+        self._contents[slot].replace(rows, runner.draft_rows(slot))
+        self._contents[slot].conversation = sequence.conversation
+        last = len(self.running) - 1
+        if slot < last:
+            runner.move(last, slot)
+            self._exchange_contents(last, slot)
+            self.running[slot] = self.running[last]
+        self.running.pop()
+
+    def _bring_rows(self, slot: int, tokens: Sequence[TokenIdentity], sequence: DecodingSequence) -> KVContents:
+        """Let the next slot hold the rows that are best for a sequence's text, of all that idle slots hold, and be
+        bound to its adapter."""
+        shortened = sequence.conversation if sequence.dropped.turns else None
+        idle = range(slot, len(self._contents))
+        taken, copied = choose_slot(self._contents, idle, tokens, sequence.adapter_digest, shortened)
+        if taken != slot:
+            self._runner.swap_rows(taken, slot)
+            self._exchange_contents(taken, slot)
+        if copied is not None:
+            copied = taken if copied == slot else copied
+            self._runner.copy_rows(copied, slot)
+            self._contents[slot].copy_from(self._contents[copied])
+        self._contents[slot].bind(sequence.adapter_digest)
+        return self._contents[slot]
+
+    def _exchange_contents(self, first: int, second: int) -> None:
+        self._contents[first], self._contents[second] = self._contents[second], self._contents[first]

@@ -1,0 +1,132 @@
+"""Random schedules of requests with priorities: answers that gave way are what they are undisturbed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from priority_driver import SLOTS
+
+from edgellm import Request, SamplingParams, SpecDecodeRuntime
+from edgellm.drafting.config import DraftingConfig
+from edgellm.structure.description import Structure
+
+TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
+DRAFTINGS = {"plain": None, "tree": TREE, "chain": DraftingConfig(kind="chain", draft_steps=3), "suffix": "suffix"}
+#: Bytes: nothing is kept, one sequence or two are, all are.
+BUDGETS = {"none": 0, "tiny": 60_000, "all": 1 << 24}
+
+
+@pytest.fixture(scope="module", params=list(DRAFTINGS))
+def runtime(request: pytest.FixtureRequest, priority_engines: Path) -> Iterator[SpecDecodeRuntime]:
+    drafting = DRAFTINGS[request.param]
+    if drafting == "suffix":
+        drafting = DraftingConfig(kind="suffix")
+    with SpecDecodeRuntime(priority_engines, drafting=drafting, backend="numpy") as opened:
+        yield opened
+
+
+@pytest.fixture
+def schedules(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that serves random schedules."""
+    monkeypatch.syspath_prepend(str(repository))
+    from tools.bench import preemption_schedules
+
+    return preemption_schedules
+
+
+def pool_of(count: int, seed: int = 0) -> list[Request]:
+    """Requests of many kinds."""
+    chosen, found = random.Random(seed), []
+    for number in range(count):
+        structure = chosen.choice((None, None, Structure(regex="[a-z]{4,30}( [0-9]{2,9}){0,3}")))
+        params = SamplingParams(
+            temperature=chosen.choice((0.0, 0.8, 1.3)),
+            top_k=chosen.choice((0, 20)),
+            repetition_penalty=chosen.choice((1.0, 1.2)),
+            presence_penalty=chosen.choice((0.0, 0.4)),
+            seed=number,
+            max_tokens=chosen.choice((1, 4, 12, 30)),
+            stop=chosen.choice(((), ("e",), ("ab", "zz"))) if structure is None else (),
+            ignore_eos=structure is None and chosen.random() < 0.7,
+            logprobs=chosen.choice((None, None, 3)),
+            logit_bias=chosen.choice(({}, {}, {101: 1.5})),
+            structure=structure,
+        )
+        prompt = [chosen.randrange(250) for _ in range(chosen.choice((1, 3, 9, 17, 40)))]
+        found.append(Request(prompt, None, params, chosen.choice((None, None, "one", "two", "three"))))
+    return found
+
+
+def check(
+    schedules: Any, runtime: SpecDecodeRuntime, expected: Sequence[Any], pool: list[Request], seeds: range
+) -> int:
+    """Serve schedules, of which every answer must be right; how many gave way."""
+    gave_way = 0
+    for seed in seeds:
+        runtime._keeper.budget = list(BUDGETS.values())[seed % 3]
+        served = schedules.serve(runtime, pool, schedules.random_schedule(seed, len(pool), SLOTS), seed % 2 == 0)
+        for outcome in served.outcomes:
+            assert schedules.is_right(outcome, expected[outcome.arrival.number], "numpy"), (seed, outcome)
+            assert outcome.kept == 0 or seed % 3, "rows were kept without a budget"
+            assert outcome.recomputed == 0 or seed % 3 != 2, "rows were not kept though there was room"
+            gave_way += bool(outcome.kept or outcome.recomputed)
+        assert served.most_bytes <= runtime._keeper.budget
+    return gave_way
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_answers_that_gave_way_are_what_they_are_undisturbed(
+    schedules: Any,
+    runtime: SpecDecodeRuntime,
+    plain_runtime: SpecDecodeRuntime,
+    ahead: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With every kind of draft; kept, computed again, and both; with the next step under way, as on a GPU, too."""
+    pool = pool_of(30)
+    expected = list(schedules.alone(plain_runtime, pool))
+    monkeypatch.setattr(runtime._open_runner().backend, "steps_ahead", ahead)
+    assert check(schedules, runtime, expected, pool, range(9 * ahead, 9 * ahead + 9)) >= 5
+
+
+@pytest.mark.slow
+def test_200_schedules(schedules: Any, runtime: SpecDecodeRuntime, plain_runtime: SpecDecodeRuntime) -> None:
+    pool = pool_of(100, 1)
+    expected = list(schedules.alone(plain_runtime, pool))
+    assert check(schedules, runtime, expected, pool, range(100, 300)) > 150
+
+
+def test_the_shipped_model_with_images_and_adapters(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(repository))
+    from tools.bench import preemption_equality as equality
+
+    directory = equality.build(equality.SHIPPED_MODEL, tmp_path / "engines", "numpy")
+    ways = [("plain", "none"), ("chain", "all")]
+    found = equality.compare(directory, "numpy", range(4, 6), ways, 8, equality.SHIPPED_MODEL)
+    assert equality.is_fine(found, "numpy") and not any(each.differences for each in found)
+    assert found[0].counts["recomputed"].answers and found[1].counts["kept"].answers
+    assert "differ" in found[0].line()
+    found[1].counts["kept"].differ = 1
+    assert not equality.is_fine(found, "tensorrt")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
+def test_rows_that_were_kept_change_no_answer_on_a_gpu(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kv_cache: str
+) -> None:
+    """Those that are computed again may, where rounding decides."""
+    monkeypatch.syspath_prepend(str(repository))
+    from tools.bench import preemption_equality as equality
+
+    directory = equality.build(equality.SHIPPED_MODEL, tmp_path / "engines", "tensorrt", kv_cache)
+    ways = [("plain", "all"), ("chain", "all"), ("plain", "none")]
+    found = equality.compare(directory, "tensorrt", range(9), ways, 16, equality.SHIPPED_MODEL)
+    assert equality.is_fine(found, "tensorrt"), [each.differences for each in found]
+    assert all(each.counts["kept" if each.budget == "all" else "recomputed"].answers for each in found)
