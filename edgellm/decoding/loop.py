@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from edgellm.decoding.rules import StepMasks
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents, SnapshotSource
+from edgellm.drafting.choosers import PlanChooser
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.runners.prompt_images import PromptImages
@@ -35,34 +36,6 @@ logger = logging.getLogger("edgellm.serving")
 
 #: How quickly what the host takes follows what is seen.
 _PACE = 0.1
-
-
-class PlanChooser(Protocol):
-    """Picks the plan of each round. It sees finished rounds only, so that it cannot bias what they emit."""
-
-    #: What it picks of, where there is room.
-    plans: Sequence[DraftPlan]
-
-    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
-        """The plan for `batch` sequences that may emit at most `room` tokens each; None decodes one token plainly."""
-
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
-        """A round (None: a plain step) of `seconds` ended; each running sequence got `emitted` tokens by it."""
-
-
-class FixedDrafting:
-    """Always the same plan, shorter where there is less room."""
-
-    def __init__(self, plan: DraftPlan) -> None:
-        self.plan = plan
-        self.plans: Sequence[DraftPlan] = (plan,)
-
-    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
-        """See `PlanChooser`."""
-        return self.plan if self.plan.longest <= room else self.plan.fitting(room)
-
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
-        """Nothing is learned."""
 
 
 @dataclass

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from edgellm.decoding.loop import FixedDrafting, PlanChooser
 from edgellm.drafting.adaptive import adaptive_drafting
+from edgellm.drafting.choosers import FixedDrafting, PlanChooser
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import DraftingController, DraftingReport
 from edgellm.drafting.given import GivenDrafting

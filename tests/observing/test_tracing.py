@@ -15,10 +15,11 @@ from fixed_shape_backend import FixedShapeBackend
 
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import run
-from edgellm.decoding.loop import DecodingLoop, FixedDrafting
+from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
+from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.numpy_backend import NumpyEngine, NumpyTimestamp
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues

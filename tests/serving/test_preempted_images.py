@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, prompt_with_images, tiny_image
 
-from edgellm.decoding.loop import DecodingLoop, FixedDrafting
+from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
+from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.prompt_images import place_images

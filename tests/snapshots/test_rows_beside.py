@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.decoding.loop import DecodingLoop, FixedDrafting
+from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
+from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineShape

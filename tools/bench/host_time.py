@@ -152,7 +152,7 @@ class ImitatedRunner:
         return count
 
     def _emitted(self, done: float, count: int, plan: DraftPlan | None) -> Any:
-        tokens = [*self.answer[self._said : self._said + count], *[0] * (self._said + count - len(self.answer))]
+        tokens = [*self.answer[self._said : self._said + count], *[0] * count][:count]  # 0 behind the end
         self._said += count
 
         def wait() -> Any:

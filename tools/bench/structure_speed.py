@@ -35,10 +35,11 @@ from random_model import RandomDirectory, random_backend, random_directory, rand
 from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule
 
 from edgellm.decoding import loop as loop_module
-from edgellm.decoding.loop import DecodingLoop, FixedDrafting
+from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.rules import StepMasks
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
+from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig, EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from edgellm.decoding.loop import FixedDrafting
+from edgellm.drafting.choosers import FixedDrafting
 from edgellm.drafting.config import DraftingConfig, load_choices, named_choices
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineLimits

@@ -1,0 +1,36 @@
+"""What picks the plans of a draft model: the interface, and always the same plan (`controller` has adaptive ones)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from edgellm.engines.speculation.draft_plan import DraftPlan
+
+
+class PlanChooser(Protocol):
+    """Picks the plan of each round. It sees finished rounds only, so that it cannot bias what they emit."""
+
+    #: What it picks of, where there is room.
+    plans: Sequence[DraftPlan]
+
+    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
+        """The plan for `batch` sequences that may emit at most `room` tokens each; None decodes one token plainly."""
+
+    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
+        """A round (None: a plain step) of `seconds` ended; each running sequence got `emitted` tokens by it."""
+
+
+class FixedDrafting:
+    """Always the same plan, shorter where there is less room."""
+
+    def __init__(self, plan: DraftPlan) -> None:
+        self.plan = plan
+        self.plans: Sequence[DraftPlan] = (plan,)
+
+    def next_plan(self, room: int, batch: int) -> DraftPlan | None:
+        """See `PlanChooser`."""
+        return self.plan if self.plan.longest <= room else self.plan.fitting(room)
+
+    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
+        """Nothing is learned."""
