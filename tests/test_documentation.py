@@ -110,7 +110,7 @@ def test_python_examples_run(text: Path, workplace: Path) -> None:
                 continue
             if SERVER in block.content and address == SERVER:
                 serves = [words for _, words in command_lines(text) if words[:2] == ["edgellm", "serve"]]
-                    started = serves[0] if serves else ["edgellm", "serve"]
+                started = serves[0] if serves else ["edgellm", "serve"]
                 server = opened.enter_context(running(*started[2:]))
                 address = f"{server.host}:{server.port}"
             printed, program = io.StringIO(), block.content.replace(SERVER, address)
