@@ -29,10 +29,11 @@ def call_constraint(
     tool_format: ToolFormat,
     choice: ToolChoice,
     vocabulary: GrammarVocabulary,
-    special_ids: dict[str, int],
+    mark_ids: dict[str, int],
 ) -> TokenConstraint:
-    """The rules of an answer that calls one of the tools, or may; `special_ids` are those of the format's marks that
-    are special tokens. Raises RequestError for tools that cannot be enforced on this model."""
+    """The rules of an answer that calls one of the tools, or may; `mark_ids` are those of the format's marks that are
+    one token. Raises RequestError for tools that cannot be enforced on this model."""
+    special_ids = {mark: token for mark, token in mark_ids.items() if vocabulary.is_special(token)}
     grammar = call_grammar(tool_format, choice, special_ids)
     compiled = vocabulary.constraint_for(grammar, "the tools")
     if choice.mode == "required":
