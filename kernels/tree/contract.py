@@ -29,10 +29,11 @@ from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 
-#: The largest K, D, T and draft vocabulary that the kernels take.
+#: The largest K, D, T, G and draft vocabulary that the kernels take.
 MAXIMUM_TOP_K = 64
 MAXIMUM_STEPS = 32
 MAXIMUM_TREE_TOKENS = 1024
+MAXIMUM_GIVEN = 64
 MAXIMUM_DRAFT_VOCABULARY = 1 << 18
 
 
@@ -67,6 +68,16 @@ class Candidates(NamedTuple):
     parents: Annotated[OwnArray, "BC int32"]
     frontiers: Annotated[OwnArray, "BFK int32"]
     selected: Annotated[OwnArray, "BS int32"]
+
+
+class Given(NamedTuple):
+    """Candidates that no draft model proposed: tokens, and the parent of each, an earlier place, or -1 for the root.
+
+    A sequence has as many as lead its row: the first without a token (-1), or with a parent that is not before it, ends
+    them.
+    """
+
+    nodes: Annotated[OwnArray, "2BG int32"]
 
 
 class TreeNodes(NamedTuple):
@@ -139,6 +150,9 @@ def _check_verification(sizes: dict[str, Any]) -> str | None:
         return f"a tree of T = {sizes['T']} tokens; expected at most {MAXIMUM_TREE_TOKENS}"
     if sizes["S"] + 1 > sizes["T"]:
         return f"the root and {sizes['S']} selected nodes; expected at most T = {sizes['T']} tokens"
+    given = sizes.get("G", 0)
+    if given > min(MAXIMUM_GIVEN, sizes["T"] - 1):
+        return f"G = {given} given nodes; expected at most {MAXIMUM_GIVEN}, and fewer than T = {sizes['T']} tokens"
     return _check_level(sizes, MAXIMUM_STEPS, sizes["level.number"] - 1)
 
 
@@ -210,6 +224,7 @@ class TreeKernels(Protocol):
         tree: TreeNodes,
         inputs: StepInputs,
         expansion: Expansion | None,
+        given: Given | None = None,
     ) -> None:
         """Choose the tree to verify, lay it out as T tokens, and write everything that the base model reads.
 
@@ -222,6 +237,14 @@ class TreeKernels(Protocol):
         position positions[b] + depth; inputs are as in `prepare_proposal`, with rotary rows at kvcache_start_index +
         depth + position_offsets, and masks of keys j < kvcache_start_index and kvcache_start_index + ancestors.
 
-        Padding, T > S + 1 or a place without a candidate, one whose token is -1, or whose parent is not in the tree, is
-        token -1, parent -1, depth 0, its own only ancestor.
+        Of `given` nodes a sequence has g: they are tokens 1 to g, in their order, and token g + i + 1 is candidate
+        selected[b, i], as far as T reaches. A given node *is* a candidate where that says the same after the same: of
+        the level of the node's depth, the node's token, the parent -1 for a child of the root, else the candidate that
+        the node's parent is (the lowest index of several). Such a candidate has no place of its own: a dynamic tree
+        selects among the others, min(S, T - 1 - g) of them, the place of a static tree's is padding. What continues it
+        hangs below the given node, the first of several. So no node of the tree has a child of the draft's and a given
+        one with the same token, and a sequence without given nodes has the tree that it has without `given`.
+
+        Padding, a place without a candidate, one whose token is -1, or whose parent is not in the tree, is token -1,
+        parent -1, depth 0, its own only ancestor.
         """

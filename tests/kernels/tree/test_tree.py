@@ -69,14 +69,18 @@ def check_proposal(drafting, level: int, written) -> None:
             assert mask == reference.mask_row(drafting.keys, committed, rows)
 
 
-def check_verification(drafting, written) -> None:
+def check_verification(drafting, written, given=None, level: int | None = None) -> None:
     state, candidates, nodes, inputs = written
-    tables = drafting.tables
+    tables, steps = drafting.tables, level or drafting.steps
     for b in range(drafting.batch):
         committed = int(drafting.committed[b])
         chosen = candidates.selected[b].tolist()
         root, size = int(state.token_ids[b, 0]), nodes.tokens.shape[1]
-        expected = reference.tree(root, chosen, candidates.tokens[b], candidates.parents[b], size)
+        count = candidate_count(steps, drafting.top_k)
+        tokens, parents = candidates.tokens[b, :count], candidates.parents[b, :count]
+        known = [] if given is None else reference.given_of(given.nodes[:, b])
+        same = reference.same_candidates(known, tokens, parents, steps, drafting.top_k)
+        expected = reference.tree(root, chosen, tokens, parents, size, known, same)
         for i, (token, parent, depth, way) in enumerate(expected):
             assert (nodes.tokens[b, i], nodes.parents[b, i], nodes.depths[b, i]) == (token, parent, depth)
             assert np.flatnonzero(nodes.ancestors[b, i]).tolist() == sorted(way)
@@ -89,15 +93,17 @@ def check_verification(drafting, written) -> None:
             assert mask == reference.mask_row(drafting.keys, committed, way)
 
 
-def verify(drafting, rng, tree_size: int, tokens: int, level: int | None = None, static: np.ndarray | None = None):
+def verify(
+    drafting, rng, tree_size: int, tokens: int, level: int | None = None, static: np.ndarray | None = None, given=None
+):
     """The candidates and the nodes of a verification of the levels up to `level` (None: all)."""
     written = drafting.verification(rng, tree_size, tokens)
     state, candidates, nodes, inputs = written
     if static is not None:
         candidates.selected[...] = static
     own = drafting.level(level or drafting.steps, static is None)
-    KERNELS.prepare_verification(own, state, drafting.tables, candidates, nodes, inputs, None)
-    check_verification(drafting, written)
+    KERNELS.prepare_verification(own, state, drafting.tables, candidates, nodes, inputs, None, given)
+    check_verification(drafting, written, given, level)
     return candidates, nodes
 
 
@@ -179,6 +185,101 @@ def test_static_round_by_recursion(seed, batch, top_k, steps, kind):
         static[b, : chosen.size] = chosen
     candidates, _ = verify(drafting, rng, size + 1, size + 2, static=static)
     assert (candidates.selected == static).all()
+
+
+def drafted(rng, batch: int, top_k: int, steps: int, vocabulary: int, kind: str = "ordinary", width: int | None = None):
+    """A round of a dynamic tree, up to the candidates of the last level."""
+    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, width=width)
+    for level in range(1, steps + 1):
+        expand(drafting, level)
+        if level < steps:
+            propose(drafting, level)
+    return drafting
+
+
+def paths(nodes, b: int) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node of a sequence's tree."""
+    tokens, parents = nodes.tokens[b].tolist(), nodes.parents[b].tolist()
+    found = []
+    for place in range(1, len(tokens)):
+        way, at = [], place
+        while at > 0:
+            way.append(tokens[at])
+            at = parents[at]
+        if at == 0 and tokens[place] >= 0:
+            found.append(tuple(reversed(way)))
+    return found
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 5), steps=st.integers(1, 5), kind=KINDS)
+def test_given_nodes_and_the_drafts_best_in_one_tree(seed, batch, top_k, steps, kind):
+    """Of all paths that candidates and given nodes say: the given ones, and the best of the others that fit."""
+    rng = np.random.default_rng(seed)
+    vocabulary, width = int(rng.integers(1, 30)), int(rng.integers(1, top_k + 1))
+    drafting = drafted(rng, batch, top_k, steps, vocabulary, kind, width)
+    count, most = candidate_count(steps, top_k), int(rng.integers(1, 12))
+    tokens = most + 1 + int(rng.integers(0, 14))
+    tree_size = int(rng.integers(2, tokens + 1))
+    given = reference.random_given(rng, drafting.candidates, most, 2 * vocabulary, strange=True)
+    candidates, nodes = verify(drafting, rng, tree_size, tokens, given=given)
+    for b in range(batch):
+        known = reference.given_of(given.nodes[:, b])
+        said = paths(nodes, b)
+        assert nodes.tokens[b, 1 : 1 + len(known)].tolist() == [token for token, _ in known]
+        assert nodes.parents[b, 1 : 1 + len(known)].tolist() == [parent + 1 for _, parent in known]
+        all_tokens, all_parents = candidates.tokens[b, :count], candidates.parents[b, :count]
+        same = set(reference.same_candidates(known, all_tokens, all_parents, steps, top_k)) - {None}
+        others = [(float(candidates.scores[b, i]), i) for i in range(count) if i not in same]
+        best = sorted(reference.best(others, min(tree_size - 1, tokens - 1 - len(known))))
+        assert candidates.selected[b].tolist() == best + [-1] * (tree_size - 1 - len(best))
+        # All that was chosen is there; what both propose is there once, but for what was given twice.
+        assert len(said) == len(known) + len(best)
+        assert len({*said[len(known) :]} - {*said[: len(known)]}) == len(best)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 4), steps=st.integers(1, 5))
+def test_given_nodes_beside_a_static_tree(seed, batch, top_k, steps):
+    """What given nodes say, too, has no place of its own; what goes on from it hangs below them."""
+    rng = np.random.default_rng(seed)
+    drafting = drafted(rng, batch, top_k, steps, int(rng.integers(1, 30)))
+    count, most = candidate_count(steps, top_k), int(rng.integers(1, 9))
+    size = int(rng.integers(1, count + 1))
+    static = np.full((batch, size), -1, np.int32)
+    for b in range(batch):
+        chosen = np.sort(rng.permutation(count)[: rng.integers(0, size + 1)])
+        static[b, : chosen.size] = chosen
+    given = reference.random_given(rng, drafting.candidates, most, 40, strange=True)
+    tokens = max(size, most) + 1 + int(rng.integers(0, most + 1))
+    candidates, nodes = verify(drafting, rng, size + 1, tokens, static=static, given=given)
+    assert (candidates.selected == static).all()
+
+
+def test_without_given_nodes_the_tree_is_the_drafts_own():
+    rng = np.random.default_rng(12)
+    drafting = drafted(rng, 3, 4, 3, 40)
+    nothing = reference.random_given(rng, drafting.candidates, 5, 40)
+    nothing.nodes[...] = -1
+    found = [verify(drafting, np.random.default_rng(1), 12, 12, given=given)[1] for given in (None, nothing)]
+    for name, one, other in zip(found[0]._fields, *found, strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_a_given_chain_that_the_draft_proposes_carries_what_the_draft_proposes_behind_it():
+    """The draft's likeliest path is given: it stands once, and the freed places go to the next best."""
+    rng = np.random.default_rng(13)
+    drafting = drafted(rng, 1, 3, 4, 40)
+    alone = verify(drafting, np.random.default_rng(1), 9, 9)[1]
+    child = int(drafting.candidates.frontiers[0, 0, 0])
+    token = int(drafting.candidates.tokens[0, child])
+    given = reference.Given(np.array([[[token, 99]], [[-1, 0]]], np.int32))
+    joint = verify(drafting, np.random.default_rng(1), 9, 9, given=given)[1]
+    before, after = paths(alone, 0), paths(joint, 0)
+    assert after[:2] == [(token,), (token, 99)] and len(set(after)) == len(after) == 8
+    assert len({*before} & {*after}) == 7, "one place went to what the draft does not propose"
+    below = [path for path in after if path[0] == token and len(path) > 1]
+    assert len(below) > 1, "what the draft proposes behind its own token goes on behind the given one"
 
 
 @settings(max_examples=60, deadline=None)
@@ -304,6 +405,10 @@ def test_limits_are_refused_with_what_was_found_and_expected():
         verify(drafting, rng, 13, 1025, level=2)
     with pytest.raises(KernelError, match=r"root and 12 selected nodes; expected at most T = 8"):
         verify(drafting, rng, 13, 8, level=2)
+    for nodes, tokens in ((65, 100), (8, 8)):
+        given = reference.random_given(rng, drafting.candidates, nodes, 9)
+        with pytest.raises(KernelError, match=rf"G = {nodes} given nodes; expected at most 64, and fewer than T ="):
+            verify(drafting, rng, 5, tokens, level=2, given=given)
     for width in (0, 4):
         with pytest.raises(KernelError, match=rf"a tree of width {width}; expected 1 to K = 3"):
             drafting.width = width
