@@ -106,11 +106,11 @@ def random_trees(generator: np.random.Generator, likely: Sequence[Sequence[int]]
     """Trees of what follows each slot's last tokens in `likely`, of other tokens, and of what no rule allows."""
     trees = []
     for tokens in likely:
-        count = int(generator.integers(0, plan.top_k + 1))
+        count = int(generator.integers(0, plan.given_nodes + 1))
         chosen, parents, depths = [], [], []
         for node in range(count):
-            above = [-1, *(place for place in range(node) if depths[place] < plan.steps)]
-            goes_on = node and depths[-1] < plan.steps and generator.random() < 0.6
+            above = [-1, *(place for place in range(node) if depths[place] < plan.given_depth)]
+            goes_on = node and depths[-1] < plan.given_depth and generator.random() < 0.6
             parent = node - 1 if goes_on else int(generator.choice(above))
             depth = 0 if parent < 0 else depths[parent]
             follows = depth < len(tokens) and generator.random() < 0.8
@@ -147,7 +147,7 @@ def ruled_answers(
         )
         fitting = plan and plan.fitting(room)
         trees = None
-        if fitting is not None and fitting.is_given:
+        if fitting is not None and fitting.takes_given:
             trees = random_trees(
                 generator, [likely[len(tokens) :] for likely, tokens in zip(expected, found, strict=False)], fitting
             )
