@@ -80,7 +80,11 @@ class Round:
         backend = self._base.backend
         if self._given is not None:
             _, batch, nodes = self._given.nodes.shape
-            backend.upload(self._given.nodes, _padded(trees, batch, nodes))
+            padded = np.zeros((3, batch, nodes), np.int32)
+            padded[:2] = _padded(trees, batch, nodes)
+            for slot, tree in enumerate(trees):
+                padded[2, slot, : len(tree.tokens)] = tree.leads
+            backend.upload(self._given.nodes, padded)
             return
         batch, nodes = self._candidates.tokens.shape
         tokens, parents = _padded(trees, batch, nodes)
@@ -111,10 +115,15 @@ class Round:
 
 class GivenTree(NamedTuple):
     """Candidates for one slot: `tokens` [N], and the `parents` [N] int32 of each, an earlier place, -1 of those that
-    follow the sequence's last token."""
+    follow the sequence's last token.
+
+    A chain may lead a joint tree: the draft model goes on behind it, as far as it has levels, as if it were certain of
+    these tokens. Its other proposals stand beside it.
+    """
 
     tokens: Sequence[int] | np.ndarray
     parents: Sequence[int] | np.ndarray
+    leads: bool = False
 
 
 def padded_trees(trees: Sequence[GivenTree], batch: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:

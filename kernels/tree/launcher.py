@@ -102,10 +102,11 @@ class CudaTree(Launcher):
         hidden: HiddenRows,
         inputs: StepInputs,
         expansion: Expansion | None,
+        given: Given | None = None,
     ) -> None:
         """What the draft model reads in the propose step of a level; see the contract."""
         tables, embedding = split_tables(tables)
-        arguments = (level, committed, tables, candidates, hidden, inputs, expansion)
+        arguments = (level, committed, tables, candidates, hidden, inputs, expansion, given)
         sizes = self._check("prepare_proposal", *arguments)
         top_k, rows = sizes["K"], 1 if level.number == 1 else sizes["K"]
         mergers, list_bytes = _mergers("prepare_proposal", sizes, expansion)

@@ -88,10 +88,13 @@ class NumpyTree:
         hidden: HiddenRows,
         inputs: StepInputs,
         expansion: Expansion | None,
+        given: Given | None = None,
     ) -> None:
         """What the draft model reads in the propose step of a level; see the contract."""
-        sizes = _check("prepare_proposal", level, committed, tables, candidates, hidden, inputs, expansion)
+        sizes = _check("prepare_proposal", level, committed, tables, candidates, hidden, inputs, expansion, given)
         number = level.number
+        if given is not None and expansion is not None:
+            _lead(level, candidates, given)
         tokens = np.full(candidates.frontiers.shape[::2], -1, np.int32)
         for row, entries in enumerate(candidates.frontiers):
             if level.dynamic:
@@ -120,9 +123,11 @@ class NumpyTree:
         """The tree to verify and what the base model reads of it; see the contract."""
         sizes = _check("prepare_verification", level, state, tables, candidates, tree, inputs, expansion, given)
         count, start = candidate_count(level.number, sizes["K"]), state.kvcache_start_index
+        if given is not None and expansion is not None:
+            _lead(level, candidates, given)
         for row in range(sizes["B"]):
             own = rows_of(candidates, row)
-            known = [] if given is None else _given_nodes(*given.nodes[:, row].tolist())
+            known = [] if given is None else _given_nodes(*given.nodes[:2, row].tolist())
             same = _same_candidates(known, own, level.number) if known else []
             if level.dynamic:
                 _select_nodes(own.scores[:count], own.selected, same, sizes["T"] - 1 - len(known))
@@ -204,6 +209,25 @@ def _select_frontier(scores: np.ndarray, level: Level, frontier: np.ndarray) -> 
     places = _best_candidates(scores[start : level_start(level.number + 1, top_k)], level.width)
     frontier[: places.size] = places + start
     frontier[places.size :] = -1
+
+
+def _lead(level: Level, candidates: Candidates, given: Given) -> None:
+    """Let the given nodes that lead a level take their places among its candidates; see `Given`."""
+    number, (batch, _, top_k) = level.number, candidates.frontiers.shape
+    if number > given.nodes.shape[2]:
+        return
+    start, above = level_start(number, top_k), -1 if number == 1 else level_start(number - 1, top_k)
+    for row in range(batch):
+        token, parent, leads = given.nodes[:, row, number - 1].tolist()
+        if leads != 1 or token < 0 or parent != number - 2:
+            continue
+        if number > 1 and candidates.frontiers[row, number - 2, 0] != above:
+            continue
+        siblings = candidates.tokens[row, start : start + level.width]
+        places = np.flatnonzero(siblings == token)
+        moved = slice(start, start + 1 + int(places[0] if places.size else level.width - 1))
+        for array, first in ((candidates.tokens, token), (candidates.scores, 0.0), (candidates.parents, above)):
+            array[row, moved] = [first, *array[row, moved][:-1]]
 
 
 def _given_nodes(tokens: list[int], parents: list[int]) -> list[tuple[int, int]]:

@@ -268,16 +268,16 @@ __global__ void __launch_bounds__(TREE_THREADS) draft_verification(PrepareVerifi
         write_mask_row(mask_row, keys, (long long)length - 1, row_thread, MASK_THREADS);
     }
     if (chunks != 0) {
-        finish_children(merge, children, lists);
+        finish_children(merge, children, lists, leading_token(a.given, a.J, sequence, level));
         __syncthreads();
         map_tokens(merge, children, 0, place == 0 ? rows : 0, threadIdx.x, TREE_THREADS);
     }
     __syncthreads();
     view.keep(min(first_child, counted), counted, threadIdx.x, TREE_THREADS);
     __syncthreads();
-    if (a.G != 0) {
-        const int* nodes = a.given.nodes + sequence * a.G;
-        view.given.count = read_given(nodes, nodes + size_t(gridDim.y) * a.G, a.G, view.given);
+    if (a.J != 0) {
+        const int* nodes = a.given.nodes + sequence * a.J;
+        view.given.count = read_given(nodes, nodes + size_t(gridDim.y) * a.J, a.J, view.given);
         find_given(view);
     }
     unsigned number, given = view.given.count, room = min(selected_size, tokens - 1 - given);

@@ -123,9 +123,9 @@ def tree(
 
 
 def given_of(row: np.ndarray) -> list[tuple[int, int]]:
-    """Token and parent of the nodes that lead a row [2, G]."""
+    """Token and parent of the nodes that begin a row [3, J]."""
     nodes: list[tuple[int, int]] = []
-    for token, parent in row.T.tolist():
+    for token, parent, _ in row.T.tolist():
         if token < 0 or parent < -1 or parent >= len(nodes):
             break
         nodes.append((token, parent))
@@ -152,13 +152,34 @@ def same_candidates(
     return [find(node)[0] for node in range(len(given))]
 
 
+def led(children: list[tuple[int, float, int]], width: int, token: int, parent: int) -> list[tuple[int, float, int]]:
+    """(token, score, parent) of the children of slot 0 where a given token leads: it comes first, once."""
+    own, idle = children[:width], children[width:]
+    others = [child for child in own if child[0] != token]
+    return [(token, 0.0, parent), *others][:width] + idle
+
+
+def leading_chains(rng: np.random.Generator, batch: int, nodes: int, vocabulary: int, longest: int) -> Given:
+    """A chain for each sequence, the first tokens of which lead; behind it other nodes."""
+    given = np.full((3, batch, nodes), -1, np.int32)
+    for b in range(batch):
+        count = int(rng.integers(0, min(longest, nodes) + 1))
+        more = int(rng.integers(0, nodes - count + 1))
+        given[0, b, : count + more] = rng.integers(0, vocabulary, count + more)
+        given[1, b, :count] = range(-1, count - 1)
+        given[1, b, count : count + more] = [int(rng.integers(-1, node)) for node in range(count, count + more)]
+        given[2, b] = np.arange(nodes) < rng.integers(0, count + 1)
+    return Given(given)
+
+
 def random_given(
     rng: np.random.Generator, candidates: Candidates, nodes: int, vocabulary: int, strange: bool = False
 ) -> Given:
     """Up to `nodes` for each sequence, most of them tokens that candidates say there; with `strange` entries among
     them that end them."""
     batch = len(candidates.tokens)
-    given = np.full((2, batch, nodes), -1, np.int32)
+    given = np.full((3, batch, nodes), -1, np.int32)
+    given[2] = 0
     for b in range(batch):
         is_candidate: list[int | None] = []
         for node in range(int(rng.integers(0, nodes + 1))):
@@ -169,10 +190,10 @@ def random_given(
             chosen = int(rng.choice(children)) if children and rng.random() < 0.8 else None
             token = int(rng.integers(0, vocabulary)) if chosen is None else int(candidates.tokens[b, chosen])
             is_candidate.append(chosen)
-            given[:, b, node] = token, parent
+            given[:2, b, node] = token, parent
         if strange and nodes and rng.random() < 0.3:
             at = int(rng.integers(0, nodes))
-            given[:, b, at] = [(-1, -1), (3, at), (3, nodes + 5), (3, -2)][int(rng.integers(4))]
+            given[:2, b, at] = [(-1, -1), (3, at), (3, nodes + 5), (3, -2)][int(rng.integers(4))]
     return Given(given)
 
 

@@ -152,6 +152,31 @@ def test_slots_without_a_proposal_get_their_own_token(runner: DecodingRunner) ->
         assert answers(runner, samplings, lambda number, said: (plan, [NOTHING] * 4))[0] == expected, plan.name
 
 
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_the_draft_goes_on_behind_a_chain_that_leads(runner: DecodingRunner, name: str) -> None:
+    """The same tokens, whether the chain is right or not; and more of them a round than of the chain alone."""
+    if runner.draft is None:
+        pytest.skip("there is no draft model")
+    expected = plain(runner, [SAMPLINGS[name]] * 2)
+    rng = np.random.default_rng(6)
+    taken = {}
+    for plan in JOINT[:3]:
+        for right in (1.0, 0.6):
+            for leads in (False, True):
+
+                def chains(number: int, said: list[list[int]], right: float = right, leads: bool = leads) -> tuple:
+                    trees = []
+                    for slot in range(2):
+                        following = expected[slot][len(said[slot]) : len(said[slot]) + 2]
+                        wrong = [token if rng.random() < right else 3 for token in following]
+                        trees.append(GivenTree(wrong, range(-1, len(wrong) - 1), leads))
+                    return plan, trees
+
+                found, taken[right, leads] = answers(runner, [SAMPLINGS[name]] * 2, chains)
+                assert found == expected, plan.name
+        assert taken[1.0, True] <= taken[1.0, False]
+
+
 def test_a_joint_tree_without_given_nodes_is_the_drafts_own(runner: DecodingRunner) -> None:
     if runner.draft is None:
         pytest.skip("there is no draft model")

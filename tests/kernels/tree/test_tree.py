@@ -23,10 +23,11 @@ def expand(drafting, level: int, dynamic: bool = True) -> None:
     KERNELS.expand_frontier(drafting.level(level, dynamic), logits, drafting.candidates, drafting.expansion)
 
 
-def propose(drafting, level: int, dynamic: bool = True):
+def propose(drafting, level: int, dynamic: bool = True, given=None):
     hidden, inputs = drafting.proposal(level)
-    own = drafting.level(level, dynamic)
-    KERNELS.prepare_proposal(own, drafting.committed, drafting.tables, drafting.candidates, hidden, inputs, None)
+    own, expansion = drafting.level(level, dynamic), None if given is None else drafting.expansion
+    arrays = drafting.committed, drafting.tables, drafting.candidates, hidden, inputs
+    KERNELS.prepare_proposal(own, *arrays, expansion, given)
     return hidden, inputs
 
 
@@ -94,15 +95,24 @@ def check_verification(drafting, written, given=None, level: int | None = None) 
 
 
 def verify(
-    drafting, rng, tree_size: int, tokens: int, level: int | None = None, static: np.ndarray | None = None, given=None
+    drafting,
+    rng,
+    tree_size: int,
+    tokens: int,
+    level: int | None = None,
+    static: np.ndarray | None = None,
+    given=None,
+    expanded: bool = False,
 ):
-    """The candidates and the nodes of a verification of the levels up to `level` (None: all)."""
+    """The candidates and the nodes of a verification of the levels up to `level` (None: all), the last of which was just
+    `expanded` or is there."""
     written = drafting.verification(rng, tree_size, tokens)
     state, candidates, nodes, inputs = written
     if static is not None:
         candidates.selected[...] = static
     own = drafting.level(level or drafting.steps, static is None)
-    KERNELS.prepare_verification(own, state, drafting.tables, candidates, nodes, inputs, None, given)
+    expansion = drafting.expansion if expanded else None
+    KERNELS.prepare_verification(own, state, drafting.tables, candidates, nodes, inputs, expansion, given)
     check_verification(drafting, written, given, level)
     return candidates, nodes
 
@@ -256,11 +266,86 @@ def test_given_nodes_beside_a_static_tree(seed, batch, top_k, steps):
     assert (candidates.selected == static).all()
 
 
+def children_of_slot_0(drafting, level: int, b: int) -> list[tuple[int, float, int]]:
+    start = level_start(level, drafting.top_k)
+    entries = slice(start, start + drafting.top_k)
+    arrays = drafting.candidates
+    return [*zip(*(a[b, entries].tolist() for a in (arrays.tokens, arrays.scores, arrays.parents)), strict=True)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 5), steps=st.integers(1, 5), kind=KINDS)
+def test_the_draft_goes_on_behind_a_given_chain_that_leads(seed, batch, top_k, steps, kind):
+    """Each of its levels has the given token first; the draft model is fed with it, and its continuations come behind."""
+    rng = np.random.default_rng(seed)
+    vocabulary, width, dynamic = int(rng.integers(1, 30)), int(rng.integers(1, top_k + 1)), bool(seed % 2)
+    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, width=width)
+    if not dynamic:  # the first child of each first child goes on, as a chain's
+        firsts = [level_start(level, top_k) for level in range(1, steps)]
+        drafting.candidates.frontiers[:, : len(firsts), 0] = firsts
+    nodes = int(rng.integers(1, 9))
+    given = reference.leading_chains(rng, batch, nodes, 2 * vocabulary, steps + 2)
+    leading = [int(given.nodes[2, b].sum()) for b in range(batch)]
+
+    def check(level: int, before: list) -> None:
+        for b in range(batch):
+            expected = before[b]
+            if level <= leading[b]:
+                parent = -1 if level == 1 else level_start(level - 1, top_k)
+                expected = reference.led(expected, width, int(given.nodes[0, b, level - 1]), parent)
+            assert children_of_slot_0(drafting, level, b) == expected
+
+    for level in range(1, steps + 1):
+        expand(drafting, level, dynamic)
+        check_expansion(drafting, level, dynamic)
+        before = [children_of_slot_0(drafting, level, b) for b in range(batch)]
+        if level < steps:
+            written = propose(drafting, level, dynamic, given)
+            check(level, before)
+            check_proposal(drafting, level, written)
+            for b in range(batch):
+                if level <= leading[b]:
+                    assert drafting.candidates.frontiers[b, level - 1, 0] == level_start(level, top_k)
+    size = candidate_count(steps, top_k) + 1
+    static = None if dynamic else np.tile(np.arange(size - 1, dtype=np.int32), (batch, 1))
+    found = verify(drafting, rng, size, size + nodes, static=static, given=given, expanded=True)[1]
+    check(steps, before)
+    for b in range(batch):
+        said, chain = paths(found, b), tuple(given.nodes[0, b, : min(leading[b], steps)].tolist())
+        assert all(chain[:count] in said for count in range(1, len(chain) + 1))
+        if len(chain) < steps and kind == "ordinary":
+            assert sum(path[:-1] == chain for path in said) >= min(width, vocabulary), "the draft goes on behind it"
+
+
+def test_what_leads_ends_where_the_rest_of_the_chain_is_not_in_its_place():
+    """A node with the 1 that follows another than the one before it, no token, or a level that was not just expanded."""
+    rng = np.random.default_rng(14)
+    for nodes in (
+        [[7, 9], [-1, -1], [1, 1]],
+        [[7, -1], [-1, 0], [1, 1]],
+        [[7, 9], [-1, 0], [1, 0]],
+        [[7, 9], [-1, 0], [0, 1]],
+    ):
+        drafting = reference.random_drafting(rng, 1, 3, 2, 40)
+        given = reference.Given(np.array(nodes, np.int32)[:, None])
+        expand(drafting, 1)
+        drafting.candidates.tokens[0, :3] = 50, 51, 52
+        propose(drafting, 1, given=given)
+        assert (drafting.candidates.tokens[0, 0] == 7) == (nodes[2][0] == 1)
+        expand(drafting, 2)
+        before = drafting.candidates.tokens.copy()
+        verify(drafting, rng, 5, 8, given=given, expanded=True)
+        is_led = nodes[2] == [0, 1] and drafting.candidates.frontiers[0, 0, 0] == 0
+        assert (drafting.candidates.tokens == before).all() != is_led
+        verify(drafting, rng, 5, 8, given=reference.Given(np.array([[[7]], [[-1]], [[1]]], np.int32)))
+        assert (drafting.candidates.tokens == before).all() != is_led
+
+
 def test_without_given_nodes_the_tree_is_the_drafts_own():
     rng = np.random.default_rng(12)
     drafting = drafted(rng, 3, 4, 3, 40)
     nothing = reference.random_given(rng, drafting.candidates, 5, 40)
-    nothing.nodes[...] = -1
+    nothing.nodes[...] = [[[-1]], [[-1]], [[0]]]
     found = [verify(drafting, np.random.default_rng(1), 12, 12, given=given)[1] for given in (None, nothing)]
     for name, one, other in zip(found[0]._fields, *found, strict=True):
         np.testing.assert_array_equal(one, other, err_msg=name)
@@ -273,7 +358,7 @@ def test_a_given_chain_that_the_draft_proposes_carries_what_the_draft_proposes_b
     alone = verify(drafting, np.random.default_rng(1), 9, 9)[1]
     child = int(drafting.candidates.frontiers[0, 0, 0])
     token = int(drafting.candidates.tokens[0, child])
-    given = reference.Given(np.array([[[token, 99]], [[-1, 0]]], np.int32))
+    given = reference.Given(np.array([[[token, 99]], [[-1, 0]], [[0, 0]]], np.int32))
     joint = verify(drafting, np.random.default_rng(1), 9, 9, given=given)[1]
     before, after = paths(alone, 0), paths(joint, 0)
     assert after[:2] == [(token,), (token, 99)] and len(set(after)) == len(after) == 8
@@ -407,7 +492,7 @@ def test_limits_are_refused_with_what_was_found_and_expected():
         verify(drafting, rng, 13, 8, level=2)
     for nodes, tokens in ((65, 100), (8, 8)):
         given = reference.random_given(rng, drafting.candidates, nodes, 9)
-        with pytest.raises(KernelError, match=rf"G = {nodes} given nodes; expected at most 64, and fewer than T ="):
+        with pytest.raises(KernelError, match=rf"J = {nodes} given nodes; expected at most 64, and fewer than T ="):
             verify(drafting, rng, 5, tokens, level=2, given=given)
     for width in (0, 4):
         with pytest.raises(KernelError, match=rf"a tree of width {width}; expected 1 to K = 3"):

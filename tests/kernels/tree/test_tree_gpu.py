@@ -82,6 +82,7 @@ class Twins:
             HiddenRows(arrays[f"hidden {level}"], arrays["fed"]),
             arrays["proposal"],
             arrays["expansion"] if expanded else None,
+            arrays["given"],
         )
 
     def verify(self, dynamic: bool = True, level: int | None = None, expanded: bool = True) -> None:
@@ -214,6 +215,40 @@ def test_given_nodes_in_the_trees(gpu, sizes, kind):
             twins.expand(steps)
             twins.verify()
             twins.verify(expanded=False)
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "ties", "equal", "awkward"])
+@pytest.mark.parametrize("sizes", ROUNDS, ids=list(ROUNDS))
+def test_the_draft_goes_on_behind_given_chains(gpu, sizes, kind):
+    """Chains of the draft's tokens and of others, in dynamic trees and in static ones."""
+    batch, top_k, steps, tree_size, tokens, vocabulary, keys = ROUNDS[sizes]
+    rng = np.random.default_rng(15)
+    drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, keys)
+    twins = Twins(gpu, drafting, tree_size, tokens)
+    for most in (1, min(7, tokens - 1), min(40, tokens - 1)):
+        twins.give(reference.leading_chains(rng, batch, most, 2 * vocabulary, steps + 2))
+        twins.round()
+    candidates = twins.host["candidates"]
+    candidates.selected[...] = np.sort(rng.permutation(candidate_count(steps, top_k))[: tree_size - 1])
+    candidates.frontiers[:, :, 0] = [level_start(level, top_k) for level in range(1, candidates.frontiers.shape[1] + 1)]
+    for name in ("selected", "frontiers"):
+        gpu.upload(getattr(twins.device["candidates"], name), getattr(candidates, name))
+    twins.round(dynamic=False)
+
+
+@pytest.mark.parametrize("width", [1, 2, 33, 64])
+def test_given_chains_in_trees_of_every_width(gpu, width):
+    """A warp moves what stood before; the token is the draft's own last, first, or none of its."""
+    rng = np.random.default_rng(width)
+    drafting = reference.random_drafting(rng, 2, 64, 3, 5000, keys=200, width=width)
+    twins = Twins(gpu, drafting, 40, 64)
+    for rank in (0, width // 2, width - 1, None):
+        given = reference.leading_chains(rng, 2, 3, 10_000, 3)
+        if rank is not None:
+            order = np.argsort(-drafting.logits[0][:, 0], axis=1)[:, rank]
+            given.nodes[:, :, 0] = drafting.expansion.draft_to_target[order], [-1] * 2, [1] * 2
+        twins.give(given)
+        twins.round()
 
 
 @pytest.mark.parametrize("seed", range(8))
