@@ -265,7 +265,7 @@ class GivenDrafting:
     def _expected(plan: DraftPlan, found: Sequence[Proposed], rates: Rates) -> float:
         """The tokens that a round of the plan should give all sequences."""
         if plan.is_joint:
-            return rates.joined(found, plan.given_nodes)
+            return rates.joined(plan, found)
         return len(found) + sum([each.expected(plan.given_nodes) for each in found])
 
     def _proposed(self, sequence: Drafted, most: int) -> Proposed:
@@ -280,7 +280,7 @@ class GivenDrafting:
             except ConstraintError:
                 return _NOTHING  # whoever asks for the mask hears of it
         if forced:
-            return Proposed.of(_chain(forced), [FORCED_CHANCE**depth for depth in range(len(forced))])
+            return Proposed.of(_chain(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
             return _NOTHING
         if said.proposed is None:
@@ -328,8 +328,8 @@ class Said:
         self.patience = self.quiet = 0
 
 
-def _chain(tokens: Sequence[int]) -> GivenTree:
-    return GivenTree(tokens, range(-1, len(tokens) - 1))
+def _chain(tokens: Sequence[int], leads: bool = False) -> GivenTree:
+    return GivenTree(tokens, range(-1, len(tokens) - 1), leads)
 
 
 _NOTHING = Proposed.of(_chain([]), [])
@@ -337,7 +337,7 @@ _NOTHING = Proposed.of(_chain([]), [])
 
 def _cut(tree: GivenTree, plan: DraftPlan) -> GivenTree:
     """The first candidates of a tree, as far as a plan has places for them: it has the levels then, too."""
-    return GivenTree(tree.tokens[: plan.given_nodes], tree.parents[: plan.given_nodes])
+    return GivenTree(tree.tokens[: plan.given_nodes], tree.parents[: plan.given_nodes], tree.leads)
 
 
 def _allowed(constraint: TokenConstraint, found: Proposal) -> Proposal:

@@ -22,8 +22,9 @@ OFTEN, SELDOM = 16, 8
 WAITED = "waited"
 #: How quickly the tokens of other steps follow what is seen.
 _PACE = 0.15
-#: What joint rounds give at first over what they promise, for how many tokens this first guess counts, and what was seen
-#: at most. Both drafts are often right at the same places, so it is less than two that know nothing of each other give.
+#: What joint rounds give at first over what they promise, for how many tokens this first guess counts, and what was
+#: seen at most. Both drafts are often right at the same places, so it is less than two that know nothing of each other
+#: give.
 JOINT_FIRST, JOINT_EVIDENCE, JOINT_MEMORY = 0.95, 16.0, 160.0
 
 
@@ -58,9 +59,15 @@ class Proposed(NamedTuple):
         """How many of the first `count` candidates should come."""
         return self.sums[min(count, len(self.chances))]
 
-    def expected_beside(self, count: int, reach: Sequence[float]) -> float:
-        """How many of the first `count` should come where another draft's token does not: that comes to depth d + 1 with
-        probability `reach[d]`, whatever comes of these."""
+    def expected_beside(self, plan: DraftPlan, reach: Sequence[float]) -> float:
+        """How many more tokens than its draft model's a joint plan should give with these candidates: where these come
+        and that one's do not, which come to depth d + 1 with probability `reach[d]`, whatever comes of the others; and
+        those that come behind a chain that leads."""
+        count = plan.given_nodes
+        if self.tree.leads:
+            chances = self.chances[:count]
+            behind = chances[-1] * sum(reach[: max(0, plan.steps - len(chances))]) if chances else 0.0
+            return max(0.0, sum(chances) + behind - sum(reach))
         depths: list[int] = []
         found = 0.0
         for parent, chance in zip(self.tree.parents[:count], self.chances, strict=False):
@@ -174,10 +181,10 @@ class Rates:
             reached = sum([count > depth + 1 for count in emitted]) / len(emitted)
             reach[depth] += _PACE * (reached - reach[depth])
 
-    def joined(self, proposals: Sequence[Proposed], count: int) -> float:
-        """The tokens that a joint round should give of the first `count` candidates of each sequence: those of the draft
-        model's rounds, and the others' where these do not come; as far as earlier joint rounds gave what that says."""
-        extra = sum([each.expected_beside(count, self._reach) for each in proposals])
+    def joined(self, plan: DraftPlan, proposals: Sequence[Proposed]) -> float:
+        """The tokens that a joint round should give: those of the draft model's rounds, and what is proposed for each
+        sequence beside; as far as earlier joint rounds gave what that says."""
+        extra = sum([each.expected_beside(plan, self._reach) for each in proposals])
         return (self.tokens + extra) * self._came / self._promised
 
     def promise(self, tokens: float) -> None:

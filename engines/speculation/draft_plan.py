@@ -41,8 +41,8 @@ class DraftPlan:
     `choices` are the nodes of a static tree, every parent before its children. `sampled` chains are
     drawn from the draft's own distribution. `acceptance` "typical" is lossy, with the posterior threshold epsilon and
     the posterior alpha delta of `AcceptanceKernels.typical_accept`. Up to `given_nodes` candidates, up to `given_depth`
-    deep, come with each round: of the kind `GIVEN` all of them, for no draft model proposes; in a joint tree the draft's
-    fill the rest. Build one with `tree`, `chain`, `choices_plan` or `given`, and a joint one with `joined`.
+    deep, come with each round: of the kind `GIVEN` all of them, for no draft model proposes; in a joint tree the
+    draft's fill the rest. Build one with `tree`, `chain`, `choices_plan` or `given`, and a joint one with `joined`.
     """
 
     kind: str
@@ -187,8 +187,8 @@ class DraftPlan:
         return replace(self, steps=min(self.steps, steps), tree_size=size, choices=choices, given_depth=depth)
 
     def joined(self, nodes: int, depth: int, most: int) -> DraftPlan:
-        """The joint plan of this one and up to `nodes` given candidates, up to `depth` one after the other, in a tree of
-        at most `most` nodes, the root included: where that is short the draft's give way."""
+        """The joint plan of this one and up to `nodes` given candidates, up to `depth` one after the other, in a tree
+        of at most `most` nodes, the root included: where that is short the draft's give way."""
         size = min(self.tree_size + nodes, most)
         return replace(self, tree_size=size, given_nodes=min(nodes, size - 1), given_depth=depth)
 

@@ -92,8 +92,8 @@ class Round:
         backend.upload(self._candidates.parents, parents)
 
     def nodes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and parents [B, T] int32 of the trees of a constrained round in which a draft model proposes, as soon as
-        they are laid out; while the base computes what follows them."""
+        """Tokens and parents [B, T] int32 of the trees of a constrained round in which a draft model proposes, as soon
+        as they are laid out; while the base computes what follows them."""
         assert self._laid_out is not None
         return self._laid_out.wait()
 

@@ -241,10 +241,8 @@ class DecodingRunner:
             stages = dict(current.stages)
             accept = {ACCEPTANCE: stages.pop(ACCEPTANCE)}
             self._steps.run((current.key, BASE_VERIFY), stages)
-            if plan.is_given and trees is not None:
-                shown = padded_trees(trees, *current.shape)
-            else:
-                shown = current.nodes()
+            known = trees if plan.is_given else None  # of a joint tree the draft model's part comes with the tree
+            shown = current.nodes() if known is None else padded_trees(known, *current.shape)
             self.base.sampling.fill_masks(rules, shown[0].size, shown)
             self._steps.run((current.key, ACCEPTANCE), accept)
         self._latest_round = current

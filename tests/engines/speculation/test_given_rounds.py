@@ -4,6 +4,7 @@ whatever is given, with a draft or none."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import pytest
@@ -126,13 +127,13 @@ def test_chains_and_trees_give_the_tokens_of_plain_decoding(runner: DecodingRunn
 def test_right_candidates_are_accepted_whole(runner: DecodingRunner) -> None:
     (expected,) = plain(runner, [SAMPLINGS["sampled"]], 1 + 5 * 5)
 
-    def right(number: int, said: list[list[int]]) -> tuple[DraftPlan, list[GivenTree]]:
+    def right(plan: DraftPlan, said: list[list[int]]) -> tuple[DraftPlan, list[GivenTree]]:
         following = expected[len(said[0]) : len(said[0]) + 4]
         return plan, [GivenTree(following, range(-1, len(following) - 1))]
 
     for plan in (given(4, 4), *([] if runner.draft is None else JOINT[:3])):
-        found, steps = answers(runner, [SAMPLINGS["sampled"]], right, 1 + 5 * 5)
-        assert (found, steps) == ([expected], 5), plan.name
+        step = lambda number, said, plan=plan: right(plan, said)  # noqa: E731
+        assert answers(runner, [SAMPLINGS["sampled"]], step, 1 + 5 * 5) == ([expected], 5), plan.name
 
 
 def test_slots_without_a_proposal_get_their_own_token(runner: DecodingRunner) -> None:
@@ -140,7 +141,7 @@ def test_slots_without_a_proposal_get_their_own_token(runner: DecodingRunner) ->
     expected = plain(runner, samplings)
     rng = np.random.default_rng(3)
 
-    def some(number: int, said: list[list[int]]) -> tuple[DraftPlan, list[GivenTree]]:
+    def some(plan: DraftPlan, number: int, said: list[list[int]]) -> tuple[DraftPlan, list[GivenTree]]:
         trees = [
             NOTHING if (slot + number) % 3 == 0 else guesses(expected[slot], len(said[slot]), plan, rng)
             for slot in range(4)
@@ -148,8 +149,9 @@ def test_slots_without_a_proposal_get_their_own_token(runner: DecodingRunner) ->
         return plan, trees
 
     for plan in (GIVEN[2], *([] if runner.draft is None else JOINT)):
-        assert answers(runner, samplings, some)[0] == expected, plan.name
-        assert answers(runner, samplings, lambda number, said: (plan, [NOTHING] * 4))[0] == expected, plan.name
+        assert answers(runner, samplings, partial(some, plan))[0] == expected, plan.name
+        nothing = plan, [NOTHING] * 4
+        assert answers(runner, samplings, lambda *_, nothing=nothing: nothing)[0] == expected, plan.name
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -164,7 +166,13 @@ def test_the_draft_goes_on_behind_a_chain_that_leads(runner: DecodingRunner, nam
         for right in (1.0, 0.6):
             for leads in (False, True):
 
-                def chains(number: int, said: list[list[int]], right: float = right, leads: bool = leads) -> tuple:
+                def chains(
+                    number: int,
+                    said: list[list[int]],
+                    plan: DraftPlan = plan,
+                    right: float = right,
+                    leads: bool = leads,
+                ) -> tuple:
                     trees = []
                     for slot in range(2):
                         following = expected[slot][len(said[slot]) : len(said[slot]) + 2]

@@ -104,8 +104,8 @@ def verify(
     given=None,
     expanded: bool = False,
 ):
-    """The candidates and the nodes of a verification of the levels up to `level` (None: all), the last of which was just
-    `expanded` or is there."""
+    """The candidates and the nodes of a verification of the levels up to `level` (None: all), the last of which was
+    just `expanded` or is there."""
     written = drafting.verification(rng, tree_size, tokens)
     state, candidates, nodes, inputs = written
     if static is not None:
@@ -262,7 +262,7 @@ def test_given_nodes_beside_a_static_tree(seed, batch, top_k, steps):
         static[b, : chosen.size] = chosen
     given = reference.random_given(rng, drafting.candidates, most, 40, strange=True)
     tokens = max(size, most) + 1 + int(rng.integers(0, most + 1))
-    candidates, nodes = verify(drafting, rng, size + 1, tokens, static=static, given=given)
+    candidates, _ = verify(drafting, rng, size + 1, tokens, static=static, given=given)
     assert (candidates.selected == static).all()
 
 
@@ -276,7 +276,7 @@ def children_of_slot_0(drafting, level: int, b: int) -> list[tuple[int, float, i
 @settings(max_examples=100, deadline=None)
 @given(seed=SEEDS, batch=st.integers(1, 3), top_k=st.integers(1, 5), steps=st.integers(1, 5), kind=KINDS)
 def test_the_draft_goes_on_behind_a_given_chain_that_leads(seed, batch, top_k, steps, kind):
-    """Each of its levels has the given token first; the draft model is fed with it, and its continuations come behind."""
+    """Each of its levels has the given token first; the draft model is fed with it, and its continuations follow."""
     rng = np.random.default_rng(seed)
     vocabulary, width, dynamic = int(rng.integers(1, 30)), int(rng.integers(1, top_k + 1)), bool(seed % 2)
     drafting = reference.random_drafting(rng, batch, top_k, steps, vocabulary, kind, width=width)
@@ -318,7 +318,7 @@ def test_the_draft_goes_on_behind_a_given_chain_that_leads(seed, batch, top_k, s
 
 
 def test_what_leads_ends_where_the_rest_of_the_chain_is_not_in_its_place():
-    """A node with the 1 that follows another than the one before it, no token, or a level that was not just expanded."""
+    """A node with the 1 that does not follow the one before it, no token, or a level that was not just expanded."""
     rng = np.random.default_rng(14)
     for nodes in (
         [[7, 9], [-1, -1], [1, 1]],
