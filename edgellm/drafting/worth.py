@@ -159,7 +159,7 @@ class Rates:
         """A step has ended, of a plan that took given candidates or (None) another one."""
         name, tokens = (WAITED if waited else PLAIN) if plan is None else rate_name(plan), sum(emitted)
         self.rounds = 0 if plan is None else self.rounds + 1
-        if plan is not None and plan.is_joint:
+        if plan is not None and plan.is_joint and self._promise:
             fading = min(1.0, JOINT_MEMORY / self._promised)
             self._promised = fading * self._promised + self._promise
             self._came = fading * self._came + tokens
