@@ -161,6 +161,10 @@ class DraftingController:
         """What `next_plan` would give now, tries aside; nothing is noted."""
         return self._best(room, batch)[1].plan
 
+    def plain_seconds(self, batch: int) -> float | None:
+        """What a plain step should take."""
+        return self._costs.seconds(PLAIN, batch)
+
     def _best(self, room: int, batch: int) -> tuple[list[Candidate], Candidate]:
         """The candidates for which there is room, and what looks best of them."""
         if batch != self._batch or not self._outlook:

@@ -307,10 +307,12 @@ class GivenDrafting:
             said.news = []
 
     def _guesses(self, batch: int, seconds: float) -> Mapping[str, float]:
-        """Seconds of the steps of a batch, before rounds were timed."""
+        """Seconds of the steps of a batch, one of which took `seconds`, before rounds were timed: those of given
+        candidates alone need no draft model, and cost what plain steps do."""
         once, each = self._first_cost
+        plain = (None if self._chooser is None else self._chooser.plain_seconds(batch)) or seconds
         guessed = {PLAIN: seconds, WAITED: seconds}
-        guessed |= {rate_name(plan): seconds * (once + each * batch * plan.tree_size) for plan in self.plans}
+        guessed |= {rate_name(plan): plain * (once + each * batch * plan.tree_size) for plan in self.plans}
         return guessed | {
             rate_name(plan): seconds * (1.0 + self._joint_cost * batch * plan.given_nodes) for plan in self.joint_plans
         }

@@ -103,7 +103,8 @@ def rules(seed: int = 0) -> TokenConstraint:
 
 
 def random_trees(generator: np.random.Generator, likely: Sequence[Sequence[int]], plan: DraftPlan) -> list[GivenTree]:
-    """Trees of what follows each slot's last tokens in `likely`, of other tokens, and of what no rule allows."""
+    """Trees of what follows each slot's last tokens in `likely`, of other tokens, and of what no rule allows; those
+    with an even number of nodes lead where a draft model proposes, too."""
     trees = []
     for tokens in likely:
         count = int(generator.integers(0, plan.given_nodes + 1))
@@ -119,7 +120,7 @@ def random_trees(generator: np.random.Generator, likely: Sequence[Sequence[int]]
             chosen.append(token if token not in siblings else min({*range(VOCABULARY)} - siblings))
             parents.append(parent)
             depths.append(depth + 1)
-        trees.append(GivenTree(chosen, parents))
+        trees.append(GivenTree(chosen, parents, len(chosen) % 2 == 0))
     return trees
 
 
