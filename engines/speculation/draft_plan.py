@@ -188,9 +188,10 @@ class DraftPlan:
 
     def joined(self, nodes: int, depth: int, most: int) -> DraftPlan:
         """The joint plan of this one and up to `nodes` given candidates, up to `depth` one after the other, in a tree
-        of at most `most` nodes, the root included: where that is short the draft's give way."""
-        size = min(self.tree_size + nodes, most)
-        return replace(self, tree_size=size, given_nodes=min(nodes, size - 1), given_depth=depth)
+        of at most `most` nodes, the root included: where that is short up to half of them are given ones, for which the
+        draft's give way."""
+        nodes = min(nodes, max(most - self.tree_size, most // 2))
+        return replace(self, tree_size=min(self.tree_size + nodes, most), given_nodes=nodes, given_depth=depth)
 
     def fitting(self, room: int) -> DraftPlan | None:
         """The longest such plan that cannot emit more than `room` tokens; None where only plain decoding is left."""
