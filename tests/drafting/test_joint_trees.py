@@ -308,7 +308,8 @@ def test_lossy_kinds_take_no_given_nodes() -> None:
     for nodes, depth in ((4, 0), (0, 2), (-1, -1)):
         with pytest.raises(EngineError, match=f"{nodes} given nodes, up to {depth} deep, in a tree of"):
             OWN.joined(nodes, depth, 64)
-    assert OWN.joined(7, 4, 16).tree_size == 16 and OWN.joined(40, 4, 16).given_nodes == 8 == chain(5).joined(9, 5, 14).given_nodes
+    assert (OWN.joined(7, 4, 16).tree_size, OWN.joined(40, 4, 16).given_nodes) == (16, 8)
+    assert chain(5).joined(9, 5, 14).given_nodes == 8
 
 
 @pytest.mark.parametrize("plan", [OWN.joined(7, 4, 64), chain(3).joined(7, 6, 64), chain(5).joined(3, 2, 64)])
