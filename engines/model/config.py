@@ -28,6 +28,10 @@ DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_siz
 KV_CACHES = ("compute", "int8")
 #: What a model's head may be: as it was published, or packed when the engine directory was built.
 HEADS = ("as-published", "int8", "int4")
+#: What mixes the tokens of a layer, as `DecoderConfig.layer_kinds` has it.
+LAYER_KINDS = ("attention", "window", "convolution", "delta")
+#: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
+NAMINGS = ("llama", "lfm2", "qwen3_5")
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 #: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
@@ -61,6 +65,12 @@ class DecoderConfig:
     `qkv_proj`, gate and up as `gate_up_proj`. Layers may look back on `sliding_window` tokens alone, their own included
     (None: on all); a directory is built for no longer context. A packed `head`, one of `HEADS`, is a weight of its own;
     with `embeds_by_head` tokens are looked up there.
+
+    `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
+    attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule
+    behind such a convolution, whose `delta_heads` are the numbers of key and value heads and their sizes. With
+    `attention_gate` each query head of the q projection is followed by a gate for what it attends to. `naming` is what
+    the checkpoint calls the parts of a layer, one of `NAMINGS`.
     """
 
     family: str
@@ -101,6 +111,12 @@ class DecoderConfig:
     sliding_window: int | None = field(default=None, metadata=ADDED_LATER)
     head: str = field(default=HEADS[0], metadata=ADDED_LATER)
     embeds_by_head: bool = field(default=False, metadata=ADDED_LATER)
+    layer_kinds: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    conv_width: int = field(default=0, metadata=ADDED_LATER)
+    conv_bias: bool = field(default=False, metadata=ADDED_LATER)
+    delta_heads: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    attention_gate: bool = field(default=False, metadata=ADDED_LATER)
+    naming: str = field(default="llama", metadata=ADDED_LATER)
 
     @property
     def query_size(self) -> int:

@@ -1,8 +1,13 @@
 """What layers keep of the tokens before: the state of each, as engines take it, memory holds it and snapshots save it.
 
-A kind of state says which tensors it has (`tensors`), what of them a snapshot holds (`saved`) and to which earlier
-place it can be cut (`cut`); `ModelStates` of the runners does the same with each kind. Nobody else builds the names of
-these tensors.
+A kind of state (`LayerState`) says which tensors it has (`tensors`), what of them a snapshot holds (`saved`), which
+inputs of a step a later commit asks for (`kept`) and to which earlier place it can be cut (`cut`); `ModelStates` of the
+runners does the same with each kind. Nobody else builds the names of these tensors.
+
+KV rows are written by the step itself, behind those that count. Columns of a convolution and recurrent matrices are
+not: a step reads them, keeps its inputs, and a commit then takes those of the accepted tokens into the state. So a step
+whose tokens are not known yet, or may be refused, changes nothing. A chunk of a prompt, all of whose tokens count,
+commits itself, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.kernels.arrays import ITEM_SIZES
@@ -21,7 +27,31 @@ Edge = dict[str, tuple[tuple[int, ...], str]]
 
 #: What begins the name of the output by which an engine says that it changed a state in its own memory.
 PRESENT = "present_"
-_NAME = re.compile(r"[kv]_(cache|scale)_(?:0|[1-9][0-9]{0,3})")
+_NAME = re.compile(r"(?:[kv]_(cache|scale)|(conv_columns|delta_matrix))_(?:0|[1-9][0-9]{0,3})")
+
+
+class LayerState(Protocol):
+    """What layer `index` keeps of the tokens before. B slots, T tokens of a step, C rows of memory."""
+
+    @property
+    def index(self) -> int:
+        """The layer's number."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its tensors."""
+
+    def tensors(self, slots: int, rows: int) -> Edge:
+        """In memory, for so many slots, and so many rows where it has rows at all."""
+
+    def saved(self, tokens: int) -> Edge:
+        """What a snapshot holds of one sequence of so many tokens."""
+
+    def kept(self, slots: int, tokens: int) -> Edge:
+        """The inputs that a step of so many tokens keeps for the commit of those that are accepted."""
+
+    def cut(self, held: int, wanted: int) -> int:
+        """Which place, at most `wanted`, a state of `held` tokens can be cut to (0: it begins anew)."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +83,94 @@ class KVRows:
             name: ((self.heads, tokens, width), dtype) for name, (width, dtype) in zip(self.names, kinds, strict=False)
         }
 
+    def kept(self, slots: int, tokens: int) -> Edge:
+        """Nothing: the rows themselves are there."""
+        return {}
+
     def cut(self, held: int, wanted: int) -> int:
         """Which place, at most `wanted`, a state of `held` tokens can be cut to: any, by dropping rows."""
         return min(held, wanted)
 
 
-def decoder_states(config: DecoderConfig, kv_cache: str = "compute") -> list[KVRows]:
-    """The states of a decoder's layers, in their order."""
+@dataclass(frozen=True)
+class ConvColumns:
+    """The last `width` - 1 inputs of layer `index`'s short convolution over `channels`, the latest last, float32.
+
+    A sequence of fewer tokens has zeros before its first, as the convolution asks for.
+    """
+
+    index: int
+    channels: int
+    width: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns."""
+        return (f"conv_columns_{self.index}",)
+
+    def tensors(self, slots: int, rows: int) -> Edge:
+        """[B, channels, width - 1] float32."""
+        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved(rows).items()}
+
+    def saved(self, tokens: int) -> Edge:
+        """The columns, whatever the tokens are."""
+        return dict.fromkeys(self.names, ((self.channels, self.width - 1), "float32"))
+
+    def kept(self, slots: int, tokens: int) -> Edge:
+        """What is convolved: [B, T, channels] float32."""
+        return {f"conv_inputs_{self.index}": ((slots, tokens, self.channels), "float32")}
+
+    def cut(self, held: int, wanted: int) -> int:
+        """The place where it is, or the beginning."""
+        return held if wanted >= held else 0
+
+
+@dataclass(frozen=True)
+class DeltaMatrix:
+    """The recurrent matrix S of each value head of layer `index`'s gated delta rule, float32.
+
+    `heads` are the numbers of key and of value heads, `sizes` those of a key (Dk) and of a value (Dv). It is held
+    turned, [value heads, Dv, Dk], since the elements of a value are independent of each other.
+    """
+
+    index: int
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The matrices."""
+        return (f"delta_matrix_{self.index}",)
+
+    def tensors(self, slots: int, rows: int) -> Edge:
+        """[B, value heads, Dv, Dk] float32."""
+        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved(rows).items()}
+
+    def saved(self, tokens: int) -> Edge:
+        """The matrices, whatever the tokens are."""
+        return dict.fromkeys(self.names, ((self.heads[1], self.sizes[1], self.sizes[0]), "float32"))
+
+    def kept(self, slots: int, tokens: int) -> Edge:
+        """Queries, keys and values behind the convolution, [B, T, 2 * key heads * Dk + value heads * Dv], and the
+        logarithm of each value head's decay, then the weight of each one's new value, [B, T, 2 * value heads]; all
+        float32."""
+        width = 2 * self.heads[0] * self.sizes[0] + self.heads[1] * self.sizes[1]
+        return {
+            f"delta_rows_{self.index}": ((slots, tokens, width), "float32"),
+            f"delta_gates_{self.index}": ((slots, tokens, 2 * self.heads[1]), "float32"),
+        }
+
+    def cut(self, held: int, wanted: int) -> int:
+        """The place where it is, or the beginning."""
+        return held if wanted >= held else 0
+
+
+def decoder_states(config: DecoderConfig, kv_cache: str = "compute") -> list[LayerState]:
+    """The states of a decoder's layers, in their order; a layer may have several."""
     return [KVRows(index, config.num_kv_heads, config.head_dim, kv_cache) for index in range(config.num_layers)]
 
 
-def state_edge(states: Iterable[KVRows], slots: int, rows: int) -> Edge:
+def state_edge(states: Iterable[LayerState], slots: int, rows: int) -> Edge:
     """The tensors of several layers' states, layer by layer."""
     return {name: kind for state in states for name, kind in state.tensors(slots, rows).items()}
 
@@ -74,6 +181,11 @@ def saved_dtype(name: str, kv_cache: str) -> str | None:
     if match is None or (match[1] == "scale" and kv_cache == "compute"):
         return None
     return kv_cache if match[1] == "cache" else "float32"
+
+
+def kept_edge(states: Iterable[LayerState], slots: int, tokens: int) -> Edge:
+    """What a step of so many tokens keeps for its commit, layer by layer."""
+    return {name: kind for state in states for name, kind in state.kept(slots, tokens).items()}
 
 
 def state_bytes(edge: Edge, compute_dtype: str) -> int:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from edgellm.engines.backends.base import Backend
-from edgellm.engines.model.states import PRESENT, Edge, KVRows, exchange_sizes, state_edge
+from edgellm.engines.model.states import PRESENT, Edge, LayerState, exchange_sizes, state_edge
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.arrays import Array, leading
 
@@ -27,7 +27,7 @@ class ModelStates:
     a step of the slots before it never writes over what an idle one holds.
     """
 
-    def __init__(self, backend: Backend, layers: Sequence[KVRows], slots: int, rows: int, starts: Array) -> None:
+    def __init__(self, backend: Backend, layers: Sequence[LayerState], slots: int, rows: int, starts: Array) -> None:
         self._backend, self._layers, self._starts = backend, tuple(layers), starts
         edge = state_edge(layers, slots, rows)
         self.tensors = backend.zeros_side_by_side(edge)
