@@ -87,7 +87,7 @@ class NumpyRecurrent:
             output[...] = 0
             for slot, tokens in enumerate(_chain(rows.shape[1], state_tokens)):
                 results = delta_walk(rows[slot], made[slot], matrix[slot], tokens)
-                output[slot, tokens] = results.reshape(len(tokens), -1)
+                output[slot, tokens] = results.reshape(len(tokens), output.shape[-1])
 
         return NumpyLaunch(compute)
 
