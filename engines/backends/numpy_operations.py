@@ -11,6 +11,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import numpy as np
 
+from edgellm.engines.backends import numpy_recurrent as recurrent
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
 from edgellm.kernels.quantization.rows import write_rows
@@ -45,6 +46,7 @@ class NumpyOperations(Operations[np.ndarray]):
 
     # NumPy's own functions, whose types say more than the operations'. All is float32: asarray gives back what it gets.
     add = staticmethod(np.add)  # type: ignore[assignment]
+    multiply = staticmethod(np.multiply)  # type: ignore[assignment]
     concatenate = staticmethod(np.concatenate)  # type: ignore[assignment]
     to_float32 = to_compute = staticmethod(np.asarray)  # type: ignore[assignment]
 
@@ -230,6 +232,37 @@ class NumpyOperations(Operations[np.ndarray]):
                     context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens)
         return context.reshape(batch, heads, tokens, size)
 
+    def short_convolution(
+        self,
+        inputs: np.ndarray,
+        columns: np.ndarray,
+        weight: np.ndarray,
+        bias: np.ndarray | None,
+        activation: str | None,
+        parents: np.ndarray | None,
+        tokens: np.ndarray | None,
+    ) -> np.ndarray:
+        inputs = np.asarray(inputs, np.float32)
+        result = recurrent.short_convolution(inputs, columns, weight, bias, parents)
+        if tokens is not None:
+            recurrent.commit_columns(columns, inputs, recurrent.leading_rows(inputs), tokens)
+        return result if activation is None else ACTIVATIONS[activation](result)
+
+    def delta_gates(self, b: np.ndarray, a: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray) -> np.ndarray:
+        return recurrent.delta_gates(np.asarray(b, np.float32), np.asarray(a, np.float32), a_log, dt_bias)
+
+    def gated_delta(
+        self,
+        rows: np.ndarray,
+        gates: np.ndarray,
+        matrices: np.ndarray,
+        heads: tuple[int, int],
+        epsilon: float,
+        parents: np.ndarray | None,
+        tokens: np.ndarray | None,
+    ) -> np.ndarray:
+        return recurrent.gated_delta(rows, gates, matrices, heads, epsilon, parents, tokens)
+
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2
         result = ACTIVATIONS[kind](gate_up[..., :half])
@@ -394,4 +427,10 @@ def _quick_gelu(x: np.ndarray) -> np.ndarray:
 
 
 #: The functions of `Operations.activation` by their names.
-ACTIVATIONS = {"silu": silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}
+ACTIVATIONS = {
+    "silu": silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "sigmoid": recurrent.sigmoid,
+}

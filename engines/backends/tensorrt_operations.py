@@ -105,6 +105,8 @@ class TensorRTOperations(Operations[Any]):
         functions = self.trt.ActivationType
         if kind == "silu":
             return self._elementwise(x, self._activation(x, functions.SIGMOID), "PROD")
+        if kind == "sigmoid":
+            return self._activation(x, functions.SIGMOID)
         if kind == "quick_gelu":
             slope = self._constant(1.702, len(x.shape), self.compute)
             return self._elementwise(
@@ -114,6 +116,9 @@ class TensorRTOperations(Operations[Any]):
 
     def add(self, a: Any, b: Any) -> Any:
         return self._elementwise(a, b, "SUM")
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        return self._elementwise(a, b, "PROD")
 
     def split(self, x: Any, sizes: Sequence[int], axis: int) -> list[Any]:
         parts, offset = [], 0
@@ -203,6 +208,15 @@ class TensorRTOperations(Operations[Any]):
         context = self._product(weights, values, operation.NONE, self.wide_attention)
         return self._reshape(context, (batch, heads, tokens, size))
 
+    def short_convolution(self, *args: Any) -> Any:
+        raise _without_layer("a short convolution")
+
+    def delta_gates(self, *args: Any) -> Any:
+        raise _without_layer("the gated delta rule")
+
+    def gated_delta(self, *args: Any) -> Any:
+        raise _without_layer("the gated delta rule")
+
     def gated(self, gate_up: Any, kind: str) -> Any:
         half = gate_up.shape[-1] // 2
         gate, up = self.split(gate_up, (half, half), axis=len(gate_up.shape) - 1)
@@ -284,6 +298,13 @@ class TensorRTOperations(Operations[Any]):
 
     def _last_axis(self, size: int, like: Any) -> tuple[int, ...]:
         return (1,) * (len(like.shape) - 1) + (size,)
+
+
+def _without_layer(what: str) -> EngineError:
+    return EngineError(
+        f"TensorRT has no layer for {what}: kernels run it between engines of what stands around it, on GPUs of sm_80 "
+        "and newer in float16 or bfloat16. Elsewhere take --backend numpy"
+    )
 
 
 def build_plan(

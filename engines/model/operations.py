@@ -57,11 +57,16 @@ class Operations(ABC, Generic[Tensor]):
     @abstractmethod
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """One of these functions of each element: "silu" x sigmoid(x); "gelu" x Phi(x), with the normal distribution;
-        "gelu_tanh" its approximation by tanh, and "quick_gelu" that by sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
+        "gelu_tanh" its approximation by tanh, and "quick_gelu" that by sigmoid(1.702 x) (Hendrycks and Gimpel 2016);
+        "sigmoid"."""
 
     @abstractmethod
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """The sum of two tensors of one shape."""
+
+    @abstractmethod
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """The product, element by element, of two tensors of one shape."""
 
     @abstractmethod
     def split(self, x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
@@ -112,6 +117,47 @@ class Operations(ABC, Generic[Tensor]):
         `mask` [B, 1, T, L], or [B, 1, 1, L] for all T alike, is True where a key is visible; None shows every row. The
         softmax is computed in float32. Keys and values of int8 have scales [B, nkv, C, 1], which multiply scores and
         weights. Query head h uses key-value head h // (nq / nkv).
+        """
+
+    @abstractmethod
+    def short_convolution(
+        self,
+        inputs: Tensor,
+        columns: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None,
+        parents: Tensor | None,
+        tokens: Tensor | None,
+    ) -> Tensor:
+        """A causal convolution of each channel of `inputs` [B, T, C] by `weight` [C, W], in float32; see
+        `ShortConvolution`.
+
+        `columns` [B, C, W - 1] float32 are the inputs before, the latest last. Each row follows the one before it or,
+        with `parents` [B, T], the row of that number; -1 follows the columns. With `tokens` [B] the columns become, in
+        place, those behind so many rows.
+        """
+
+    @abstractmethod
+    def delta_gates(self, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
+        """g = -exp(a_log) softplus(a + dt_bias), then beta = sigmoid(b), of [B, T, Hv] each: [B, T, 2 Hv] float32."""
+
+    @abstractmethod
+    def gated_delta(
+        self,
+        rows: Tensor,
+        gates: Tensor,
+        matrices: Tensor,
+        heads: tuple[int, int],
+        epsilon: float,
+        parents: Tensor | None,
+        tokens: Tensor | None,
+    ) -> Tensor:
+        """The gated delta rule; see `GatedDelta`: [B, T, Hv Dv] float32.
+
+        `rows` [B, T, 2 Hk Dk + Hv Dv] hold queries, keys and values, `gates` are those of `delta_gates`, `matrices`
+        [B, Hv, Dv, Dk] float32 the turned matrices of the tokens before. `parents` and `tokens` are those of
+        `short_convolution`, of the matrices.
         """
 
     @abstractmethod
