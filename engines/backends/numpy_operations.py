@@ -14,6 +14,7 @@ import numpy as np
 from edgellm.engines.backends import numpy_recurrent as recurrent
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
+from edgellm.engines.model.program import GatedDelta, ShortConvolution
 from edgellm.kernels.quantization.rows import write_rows
 
 _DTYPES = {
@@ -234,34 +235,40 @@ class NumpyOperations(Operations[np.ndarray]):
 
     def short_convolution(
         self,
-        inputs: np.ndarray,
+        step: ShortConvolution,
+        value: np.ndarray,
         columns: np.ndarray,
         weight: np.ndarray,
         bias: np.ndarray | None,
-        activation: str | None,
         parents: np.ndarray | None,
         tokens: np.ndarray | None,
-    ) -> np.ndarray:
-        inputs = np.asarray(inputs, np.float32)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        channels, value = step.channels, np.asarray(value, np.float32)
+        inputs = value[..., :channels]
+        if step.gated:
+            inputs = inputs * value[..., 2 * channels :]
         result = recurrent.short_convolution(inputs, columns, weight, bias, parents)
+        if step.activation is not None:
+            result = ACTIVATIONS[step.activation](result)
         if tokens is not None:
             recurrent.commit_columns(columns, inputs, recurrent.leading_rows(inputs), tokens)
-        return result if activation is None else ACTIVATIONS[activation](result)
-
-    def delta_gates(self, b: np.ndarray, a: np.ndarray, a_log: np.ndarray, dt_bias: np.ndarray) -> np.ndarray:
-        return recurrent.delta_gates(np.asarray(b, np.float32), np.asarray(a, np.float32), a_log, dt_bias)
+        return (value[..., channels : 2 * channels] * result if step.gated else result), inputs
 
     def gated_delta(
         self,
+        step: GatedDelta,
         rows: np.ndarray,
-        gates: np.ndarray,
+        projected: np.ndarray,
         matrices: np.ndarray,
-        heads: tuple[int, int],
-        epsilon: float,
+        a_log: np.ndarray,
+        dt_bias: np.ndarray,
         parents: np.ndarray | None,
         tokens: np.ndarray | None,
-    ) -> np.ndarray:
-        return recurrent.gated_delta(rows, gates, matrices, heads, epsilon, parents, tokens)
+    ) -> tuple[np.ndarray, np.ndarray]:
+        first, heads = step.first, step.heads[1]
+        b, a = (np.asarray(projected[..., start : start + heads], np.float32) for start in (first, first + heads))
+        gates = recurrent.delta_gates(b, a, a_log, dt_bias)
+        return recurrent.gated_delta(rows, gates, matrices, step.heads, step.epsilon, parents, tokens), gates
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2

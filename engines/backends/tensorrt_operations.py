@@ -12,6 +12,7 @@ from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.operations import Operations
+from edgellm.engines.model.program import GatedDelta, ShortConvolution
 from edgellm.engines.model.programs import ModelConfig, model_program
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
@@ -208,14 +209,11 @@ class TensorRTOperations(Operations[Any]):
         context = self._product(weights, values, operation.NONE, self.wide_attention)
         return self._reshape(context, (batch, heads, tokens, size))
 
-    def short_convolution(self, *args: Any) -> Any:
-        raise _without_layer("a short convolution")
+    def short_convolution(self, step: ShortConvolution, *tensors: Any) -> Any:
+        raise _without_layer("a short convolution", step.index)
 
-    def delta_gates(self, *args: Any) -> Any:
-        raise _without_layer("the gated delta rule")
-
-    def gated_delta(self, *args: Any) -> Any:
-        raise _without_layer("the gated delta rule")
+    def gated_delta(self, step: GatedDelta, *tensors: Any) -> Any:
+        raise _without_layer("the gated delta rule", step.index)
 
     def gated(self, gate_up: Any, kind: str) -> Any:
         half = gate_up.shape[-1] // 2
@@ -300,9 +298,9 @@ class TensorRTOperations(Operations[Any]):
         return (1,) * (len(like.shape) - 1) + (size,)
 
 
-def _without_layer(what: str) -> EngineError:
+def _without_layer(what: str, index: int) -> EngineError:
     return EngineError(
-        f"TensorRT has no layer for {what}: kernels run it between engines of what stands around it, on GPUs of sm_80 "
+        f"TensorRT has nothing for {what}, as layer {index} has it: kernels run it between engines of what stands around it, on GPUs of sm_80 "
         "and newer in float16 or bfloat16. Elsewhere take --backend numpy"
     )
 

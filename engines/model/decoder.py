@@ -151,7 +151,7 @@ class LayerWeights:
                 self.weight("linear_attn.dt_bias", heads, dtype="float32"),
                 _DELTA_EPSILON,
             ),
-            GatedNorm("recalled", "delta", "projected", channels, heads, self.norm("linear_attn.norm", size, offset=0.0)),
+            GatedNorm("recalled", "delta", "projected", channels, heads, self.norm("linear_attn.norm", size, 0.0)),
         ]
         return steps, self.linear("linear_attn.out_proj", {"out_proj": config.hidden_size}, heads * size, False)
 

@@ -185,40 +185,27 @@ class ProgramGraph(Generic[Tensor]):
         given[step.output] = operations.merge_heads(context)
 
     def _short_convolution(self, step: ShortConvolution) -> None:
-        operations, given, channels = self._operations, self._values, step.channels
-        if step.gated:
-            wide = operations.to_float32(given[step.value])
-            before, after, x = operations.split(wide, (channels,) * 3, axis=2)
-            inputs = operations.multiply(before, x)
-        else:
-            inputs = operations.to_float32(operations.split(given[step.value], (channels,), axis=2)[0])
-        (columns,) = self._state_names(step)
-        weight = self._weights[step.weight.name]
-        bias = None if step.bias is None else self._weights[step.bias.name]
-        y = operations.short_convolution(
-            inputs, given[columns], weight, bias, step.activation, given.get("node_parents"), given.get("state_tokens")
-        )
+        given, (columns,) = self._values, self._state_names(step)
+        weight, bias = self._weights[step.weight.name], None if step.bias is None else self._weights[step.bias.name]
         (kept,) = step.state(self._program.shape).kept_names
-        given[kept] = inputs
+        given[step.output], given[kept] = self._operations.short_convolution(
+            step, given[step.value], given[columns], weight, bias, given.get("node_parents"), given.get("state_tokens")
+        )
         self._say_committed(step)
-        given[step.output] = operations.to_compute(operations.multiply(after, y)) if step.gated else y
 
     def _gated_delta(self, step: GatedDelta) -> None:
-        operations, given, heads = self._operations, self._values, step.heads[1]
-        _, b, a = operations.split(operations.to_float32(given[step.gates]), (step.first, heads, heads), axis=2)
-        gates = operations.delta_gates(b, a, self._weights[step.a_log.name], self._weights[step.dt_bias.name])
-        rows, (matrices,) = given[step.value], self._state_names(step)
-        given[step.output] = operations.gated_delta(
-            rows,
-            gates,
+        given, weights, (matrices,) = self._values, self._weights, self._state_names(step)
+        _, kept = step.state(self._program.shape).kept_names  # the rows are kept under their own name
+        given[step.output], given[kept] = self._operations.gated_delta(
+            step,
+            given[step.value],
+            given[step.gates],
             given[matrices],
-            step.heads,
-            step.epsilon,
+            weights[step.a_log.name],
+            weights[step.dt_bias.name],
             given.get("node_parents"),
             given.get("state_tokens"),
         )
-        kept_rows, kept_gates = step.state(self._program.shape).kept_names
-        given[kept_rows], given[kept_gates] = rows, gates
         self._say_committed(step)
 
     def _gated_norm(self, step: GatedNorm) -> None:

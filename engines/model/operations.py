@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from edgellm.engines.model.program import GatedDelta, ShortConvolution
+
 Tensor = TypeVar("Tensor")
 
 
@@ -122,42 +124,38 @@ class Operations(ABC, Generic[Tensor]):
     @abstractmethod
     def short_convolution(
         self,
-        inputs: Tensor,
+        step: ShortConvolution,
+        value: Tensor,
         columns: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        activation: str | None,
         parents: Tensor | None,
         tokens: Tensor | None,
-    ) -> Tensor:
-        """A causal convolution of each channel of `inputs` [B, T, C] by `weight` [C, W], in float32; see
-        `ShortConvolution`.
+    ) -> tuple[Tensor, Tensor]:
+        """What the step computes of `value` [B, T, ..]: the output [B, T, C], and what is convolved, [B, T, C] float32.
 
-        `columns` [B, C, W - 1] float32 are the inputs before, the latest last. Each row follows the one before it or,
-        with `parents` [B, T], the row of that number; -1 follows the columns. With `tokens` [B] the columns become, in
-        place, those behind so many rows.
+        `columns` [B, C, W - 1] float32 are the inputs before, the latest last; `weight` is [C, W], `bias` [C]. Each row
+        follows the one before it or, with `parents` [B, T], the row of that number; -1 follows the columns. With
+        `tokens` [B] the columns become, in place, those behind so many rows; what rows behind these get is no matter.
         """
-
-    @abstractmethod
-    def delta_gates(self, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-        """g = -exp(a_log) softplus(a + dt_bias), then beta = sigmoid(b), of [B, T, Hv] each: [B, T, 2 Hv] float32."""
 
     @abstractmethod
     def gated_delta(
         self,
+        step: GatedDelta,
         rows: Tensor,
-        gates: Tensor,
+        projected: Tensor,
         matrices: Tensor,
-        heads: tuple[int, int],
-        epsilon: float,
+        a_log: Tensor,
+        dt_bias: Tensor,
         parents: Tensor | None,
         tokens: Tensor | None,
-    ) -> Tensor:
-        """The gated delta rule; see `GatedDelta`: [B, T, Hv Dv] float32.
+    ) -> tuple[Tensor, Tensor]:
+        """What the step computes of `rows` [B, T, 2 Hk Dk + Hv Dv]: the output [B, T, Hv Dv], and g, then beta, of each
+        value head, [B, T, 2 Hv]; both float32.
 
-        `rows` [B, T, 2 Hk Dk + Hv Dv] hold queries, keys and values, `gates` are those of `delta_gates`, `matrices`
-        [B, Hv, Dv, Dk] float32 the turned matrices of the tokens before. `parents` and `tokens` are those of
-        `short_convolution`, of the matrices.
+        b and a stand in `projected` [B, T, ..]. `matrices` [B, Hv, Dv, Dk] float32 are the turned ones of the tokens
+        before; `parents` and `tokens` are those of `short_convolution`, of the matrices.
         """
 
     @abstractmethod
