@@ -50,8 +50,8 @@ _PUBLISHED = {
     },
     "qwen3_5": {},
 }
-#: By the same, what begins the names of tensors that belong to a draft head, not to the decoder.
-UNREAD: Mapping[str, tuple[str, ...]] = {"qwen3_5": ("mtp.",)}
+#: By the same, what begins the names of tensors beside the decoder's: of a draft head.
+_UNREAD = {"qwen3_5": ("mtp.",)}
 #: Of the squares of queries and keys of the delta rule; no family writes another down.
 _DELTA_EPSILON = 1e-6
 
@@ -252,6 +252,11 @@ def decoder_weights(config: DecoderConfig) -> list[WeightSpec]:
     table = single_weight(embedding_name(config), config.vocab_size, config.hidden_size)
     program = decoder_program(config, EngineShape("decode", 1, 1, 1, 1))
     return list(({table.name: table} | program.weights).values())
+
+
+def unread_tensors(config: DecoderConfig) -> tuple[str, ...]:
+    """What begins the names of tensors that a checkpoint may have beside the decoder's."""
+    return _UNREAD.get(config.naming, ())
 
 
 def head_format(head: str, columns: int, dtype: str) -> WeightFormat | None:
