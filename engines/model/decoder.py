@@ -52,8 +52,8 @@ _PUBLISHED = {
 }
 #: By the same, what begins the names of tensors beside the decoder's: of a draft head.
 _UNREAD = {"qwen3_5": ("mtp.",)}
-#: Of the squares of queries and keys of the delta rule; no family writes another down.
-_DELTA_EPSILON = 1e-6
+#: Of the weights of convolutions and decays: they are small, and a decay counts once for each token behind it.
+_SMALL = "float32"
 
 
 class LayerWeights:
@@ -122,8 +122,8 @@ class LayerWeights:
         """LFM2's gated short convolution, to "convolved", and what that goes through."""
         hidden, width, bias = self._config.hidden_size, self._config.conv_width, self._config.conv_bias
         project = self.linear("conv.in_proj", {"in_proj": 3 * hidden}, hidden, bias)
-        weight = self.weight("conv.conv.weight", hidden, width, dtype="float32", part=(hidden, 1, width))
-        offset = self.weight("conv.conv.bias", hidden, dtype="float32") if bias else None
+        weight = self.weight("conv.conv.weight", hidden, width, dtype=_SMALL, part=(hidden, 1, width))
+        offset = self.weight("conv.conv.bias", hidden, dtype=_SMALL) if bias else None
         convolve = ShortConvolution("convolved", "projected", index, hidden, width, weight, offset, gated=True)
         output = self.linear("conv.out_proj", {"out_proj": hidden}, hidden, bias)
         return [NormLinear("projected", (normed,), project), convolve], output
@@ -134,7 +134,7 @@ class LayerWeights:
         config, channels, width = self._config, self._config.delta_channels, self._config.conv_width
         key_heads, heads, key_size, size = config.delta_heads
         parts = {"in_proj_qkv": channels, "in_proj_z": heads * size, "in_proj_b": heads, "in_proj_a": heads}
-        weight = self.weight("linear_attn.conv1d.weight", channels, width, dtype="float32", part=(channels, 1, width))
+        weight = self.weight("linear_attn.conv1d.weight", channels, width, dtype=_SMALL, part=(channels, 1, width))
         rows, _ = DeltaMatrix(index, (key_heads, heads), (key_size, size)).kept_names
         steps = [
             NormLinear("projected", (normed,), self.linear("linear_attn.in_proj", parts, config.hidden_size, False)),
@@ -147,9 +147,8 @@ class LayerWeights:
                 (key_heads, heads),
                 (key_size, size),
                 channels + heads * size,
-                self.weight("linear_attn.A_log", heads, dtype="float32"),
-                self.weight("linear_attn.dt_bias", heads, dtype="float32"),
-                _DELTA_EPSILON,
+                self.weight("linear_attn.A_log", heads, dtype=_SMALL),
+                self.weight("linear_attn.dt_bias", heads, dtype=_SMALL),
             ),
             GatedNorm("recalled", "delta", "projected", channels, heads, self.norm("linear_attn.norm", size, 0.0)),
         ]

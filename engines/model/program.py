@@ -204,8 +204,8 @@ class GatedDelta(Step):
 
     `value` [.., 2 Hk Dk + Hv Dv] holds queries, keys and values behind their convolution; `heads` are Hk and Hv,
     `sizes` Dk and Dv, and value head h has the query and key of head h // (Hv / Hk). In `gates` stand b and a, [Hv]
-    each, from column `first` on. Queries and keys are divided by sqrt(sum of squares + epsilon), queries by sqrt(Dk),
-    too. A head's matrix S [Dk, Dv] becomes exp(g) S + k (beta (v - exp(g) S^T k))^T with g = -exp(a_log) softplus(a +
+    each, from column `first` on. Queries and keys are divided by sqrt(sum of squares + 1e-6), queries by sqrt(Dk), too.
+    A head's matrix S [Dk, Dv] becomes exp(g) S + k (beta (v - exp(g) S^T k))^T with g = -exp(a_log) softplus(a +
     dt_bias) and beta = sigmoid(b); its output [Dv] is then S^T q, in float32.
     """
 
@@ -217,7 +217,6 @@ class GatedDelta(Step):
     first: int
     a_log: WeightSpec
     dt_bias: WeightSpec
-    epsilon: float
 
     def state(self, shape: EngineShape) -> DeltaMatrix:
         """The layer's state of this step in an engine of a shape."""
