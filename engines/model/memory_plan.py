@@ -55,7 +55,7 @@ def plan_memory(
     what a vision encoder takes, and `known` what the engines share, and what is known better: packed weights.
     """
     item = ITEM_SIZES[dtype]
-    weights = sum(math.prod(spec.shape) for spec in specs) * item
+    weights = sum(weight_bytes(spec, dtype) for spec in specs)
     states = state_edge(decoder_states(config, limits.kv_cache), limits.max_batch, limits.kv_rows)
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_dim) * item + ITEM_SIZES["int32"])
@@ -79,6 +79,11 @@ def plan_memory(
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
     return MemoryPlan(items | dict(vision_memory or {}) | dict(known or {}))
+
+
+def weight_bytes(spec: WeightSpec, dtype: str) -> int:
+    """What a weight that is not packed takes where the model computes in `dtype`."""
+    return math.prod(spec.shape) * ITEM_SIZES[dtype if spec.dtype == "compute" else spec.dtype]
 
 
 def mask_rows(limits: EngineLimits) -> int:
