@@ -46,7 +46,7 @@ class Convolution(NamedTuple):
     Else its first C columns are convolved, and `silu`: SiLU is applied to the result.
     """
 
-    weight: Annotated[OwnArray, "CW compute"]
+    weight: Annotated[OwnArray, "CW float32"]
     silu: bool
     gated: bool
 
@@ -57,8 +57,8 @@ class DeltaGates(NamedTuple):
     The logarithm of the decay is -exp(a_log) softplus(a + dt_bias), the weight of the new value sigmoid(b).
     """
 
-    a_log: Annotated[OwnArray, "G compute"]
-    dt_bias: Annotated[OwnArray, "G compute"]
+    a_log: Annotated[OwnArray, "G float32"]
+    dt_bias: Annotated[OwnArray, "G float32"]
     first: int
 
 
@@ -218,7 +218,7 @@ class RecurrentArrays(Protocol):
         self,
         value: Annotated[OwnArray, "BTV mixed"],
         convolution: Convolution,
-        bias: Annotated[OwnArray, "C compute"] | None,
+        bias: Annotated[OwnArray, "C float32"] | None,
         columns: Annotated[OwnArray, "BCK float32"],
         output: Annotated[OwnArray, "BTC mixed"],
         parents: Annotated[OwnArray, "BT int32"] | None,
