@@ -15,6 +15,14 @@ _BOUND = "\0bound"
 _uses = count(1)
 
 
+def common_beginning(first: Sequence[TokenIdentity], second: Sequence[TokenIdentity]) -> int:
+    """How many tokens two texts begin with alike."""
+    longest = min(len(first), len(second))
+    if list(first[:longest]) == list(second[:longest]):  # the usual case is decided at once
+        return longest
+    return next(i for i in range(longest) if first[i] != second[i])
+
+
 class KVContents:
     """Which tokens the KV rows of a slot belong to, so that the next request can reuse the prefix they share.
 
@@ -64,10 +72,7 @@ class KVContents:
         """How many rows hold a prompt's first tokens, computed with an adapter."""
         if adapter not in (_BOUND, self._adapter):
             return 0
-        longest = min(len(self._ids), len(prompt_ids))
-        if self._ids[:longest] == list(prompt_ids[:longest]):  # the usual case is decided at once
-            return longest
-        return next(i for i in range(longest) if self._ids[i] != prompt_ids[i])
+        return common_beginning(self._ids, prompt_ids)
 
     def replace(self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None, place: int = 0) -> None:
         """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft), and

@@ -110,7 +110,8 @@ def padded_bytes(held: SlotRows) -> int:
 
 
 def copies_in(held: Iterable[SlotRows], memory: np.ndarray) -> Iterator[RowCopy]:
-    """Copies between what slots hold and its place in `memory`, one by one, so that the first is on its way while the others are being made."""
+    """Copies between what slots hold and its place in `memory`; one by one, so that the first is on its way while the
+    others are being made."""
     place = 0
     for each in held:
         groups, _, size = each.memory.shape

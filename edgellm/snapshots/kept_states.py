@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -169,7 +169,7 @@ def chosen_places(
     return sorted(found)
 
 
-def _prefix_digests(tokens: Sequence[TokenIdentity], places: Iterable[int]) -> Iterable[bytes]:
+def _prefix_digests(tokens: Sequence[TokenIdentity], places: Iterable[int]) -> Iterator[bytes]:
     """The SHA-256 of the tokens before each of the places, which ascend."""
     digest, done = hashlib.sha256(), 0
     for place in places:

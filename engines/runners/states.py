@@ -160,10 +160,10 @@ class ModelStates:
         return run
 
     def saved(self, tokens: int) -> Edge:
-        """What a snapshot holds of a slot of so many tokens."""
+        """What a snapshot holds of a slot of so many tokens: tensors [groups, rows, size]."""
         compute = self._backend.compute_dtype
         return {
-            name: (shape, compute if dtype == "compute" else dtype)
+            name: (shape if len(shape) == 3 else (1, *shape), compute if dtype == "compute" else dtype)
             for layer in self._layers
             for name, (shape, dtype) in layer.saved(tokens).items()
         }
