@@ -30,6 +30,10 @@ KV_CACHES = ("compute", "int8")
 HEADS = ("as-published", "int8", "int4")
 #: What mixes the tokens of a layer, as `DecoderConfig.layer_kinds` has it.
 LAYER_KINDS = ("attention", "window", "convolution", "delta")
+#: Those of them whose state follows from the whole text before, and cannot be cut.
+RECURRENT_KINDS = ("convolution", "delta")
+#: How many tokens a short convolution may reach over, its own included; published models have 3, 4 and 7.
+CONV_WIDTHS = (2, 8)
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
 NAMINGS = ("llama", "lfm2", "qwen3_5")
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
@@ -128,17 +132,34 @@ class DecoderConfig:
         """Width of all key heads (or of all value heads) together."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def delta_channels(self) -> int:
+        """Width of the delta rule's queries, keys and values together, which are convolved."""
+        key_heads, value_heads, key_size, value_size = self.delta_heads
+        return 2 * key_heads * key_size + value_heads * value_size
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether there are layers whose state is more than KV rows."""
+        return any(kind in RECURRENT_KINDS for kind in self.layer_kinds)
+
+    def layer_kind(self, index: int) -> str:
+        """What mixes the tokens of a layer, one of `LAYER_KINDS`."""
+        return self.layer_kinds[index] if self.layer_kinds else LAYER_KINDS[0]
+
 
 @dataclass(frozen=True)
 class WeightSpec:
     """One weight as an engine takes it: a buffer that one or several checkpoint tensors fill, one behind the other.
 
-    `shape` is the whole; `parts` are (checkpoint tensor name, shape), joined along the first axis.
+    `shape` is the whole; `parts` are (checkpoint tensor name, shape), joined along the first axis. `dtype` is "compute"
+    or "float32", which it then has on every backend.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
+    dtype: str = field(default="compute", repr=False)
 
 
 @dataclass(frozen=True)

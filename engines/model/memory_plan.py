@@ -63,7 +63,7 @@ def plan_memory(
     what a vision encoder takes, and `known` what the engines share, and what is known better: packed weights.
     """
     item = ITEM_SIZES[dtype]
-    weights = sum(math.prod(spec.shape) for spec in specs) * item
+    weights = sum(weight_bytes(spec, dtype) for spec in specs)
     layers = decoder_states(config, limits.kv_cache)
     states, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_states(layers)
     tokens = max(limits.max_batch, limits.prefill_chunk)
@@ -95,6 +95,11 @@ def plan_memory(
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
     return MemoryPlan(items | dict(vision_memory or {}) | dict(known or {}))
+
+
+def weight_bytes(spec: WeightSpec, dtype: str) -> int:
+    """What a weight that is not packed takes where the model computes in `dtype`."""
+    return math.prod(spec.shape) * ITEM_SIZES[dtype if spec.dtype == "compute" else spec.dtype]
 
 
 def mask_rows(limits: EngineLimits) -> int:

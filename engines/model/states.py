@@ -116,9 +116,14 @@ class ConvColumns:
         """The columns, whatever the tokens are."""
         return dict.fromkeys(self.names, ((self.channels, self.width - 1), "float32"))
 
+    @property
+    def kept_names(self) -> tuple[str]:
+        """Of what is convolved."""
+        return (f"conv_inputs_{self.index}",)
+
     def kept(self, slots: int, tokens: int) -> Edge:
         """What is convolved: [B, T, channels] float32."""
-        return {f"conv_inputs_{self.index}": ((slots, tokens, self.channels), "float32")}
+        return dict.fromkeys(self.kept_names, ((slots, tokens, self.channels), "float32"))
 
     def cut(self, held: int, wanted: int) -> int:
         """The place where it is, or the beginning."""
@@ -150,14 +155,20 @@ class DeltaMatrix:
         """The matrices, whatever the tokens are."""
         return dict.fromkeys(self.names, ((self.heads[1], self.sizes[1], self.sizes[0]), "float32"))
 
+    @property
+    def kept_names(self) -> tuple[str, str]:
+        """Of queries, keys and values; of decays and weights."""
+        return f"delta_rows_{self.index}", f"delta_gates_{self.index}"
+
     def kept(self, slots: int, tokens: int) -> Edge:
         """Queries, keys and values behind the convolution, [B, T, 2 * key heads * Dk + value heads * Dv], and the
         logarithm of each value head's decay, then the weight of each one's new value, [B, T, 2 * value heads]; all
         float32."""
+        rows, gates = self.kept_names
         width = 2 * self.heads[0] * self.sizes[0] + self.heads[1] * self.sizes[1]
         return {
-            f"delta_rows_{self.index}": ((slots, tokens, width), "float32"),
-            f"delta_gates_{self.index}": ((slots, tokens, 2 * self.heads[1]), "float32"),
+            rows: ((slots, tokens, width), "float32"),
+            gates: ((slots, tokens, 2 * self.heads[1]), "float32"),
         }
 
     def cut(self, held: int, wanted: int) -> int:
@@ -167,7 +178,18 @@ class DeltaMatrix:
 
 def decoder_states(config: DecoderConfig, kv_cache: str = "compute") -> list[LayerState]:
     """The states of a decoder's layers, in their order; a layer may have several."""
-    return [KVRows(index, config.num_kv_heads, config.head_dim, kv_cache) for index in range(config.num_layers)]
+    return [state for index in range(config.num_layers) for state in _layer_states(config, index, kv_cache)]
+
+
+def _layer_states(config: DecoderConfig, index: int, kv_cache: str) -> list[LayerState]:
+    kind = config.layer_kind(index)
+    if kind == "convolution":
+        return [ConvColumns(index, config.hidden_size, config.conv_width)]
+    if kind == "delta":
+        key_heads, value_heads, key_size, value_size = config.delta_heads
+        matrix = DeltaMatrix(index, (key_heads, value_heads), (key_size, value_size))
+        return [ConvColumns(index, config.delta_channels, config.conv_width), matrix]
+    return [KVRows(index, config.num_kv_heads, config.head_dim, kv_cache)]
 
 
 def state_edge(states: Iterable[LayerState], slots: int, rows: int) -> Edge:

@@ -27,7 +27,7 @@ from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
@@ -111,7 +111,7 @@ def quantize_checkpoint(
             return replace(report, seconds=time.perf_counter() - started)
         _check_options(options, texts)
         config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
-        checkpoint.check(decoder_weights(config))
+        checkpoint.check(decoder_weights(config), unread_tensors(config))
         _check_groups(config, options)
         longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
         texts = [text[:longest] for text in texts if len(text) > 0]

@@ -13,32 +13,29 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
+from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights, unread_tensors
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.model.states import decoder_states, state_edge
 
 
 class Sequences:
-    """B sequences and their KV caches, run chunk by chunk; positions and masks are written out one by one."""
+    """B sequences and their states, run chunk by chunk; positions and masks are written out one by one."""
 
-    def __init__(self, directory: Path, batch: int = 1, rows: int = 40) -> None:
+    def __init__(self, directory: Path, batch: int = 1, rows: int = 40, wide: bool = False) -> None:
         with Checkpoint.open(directory) as checkpoint:
             self.config = decoder_config(checkpoint.config, checkpoint.generation_config)
             specs = decoder_weights(self.config)
-            checkpoint.check(specs)
+            checkpoint.check(specs, unread_tensors(self.config))
             self.weights = load_numpy_weights(checkpoint, specs)
-        self.batch, self.rows = batch, rows
+        self.batch, self.rows, self.wide = batch, rows, wide
         with safe_open(directory / "expected.safetensors", "np") as file:
             self.token_ids, self.expected = file.get_tensor("token_ids"), file.get_tensor("logits")
             self.metadata = file.metadata()
             assert {"torch", "transformers"} <= set(self.metadata)
         self.table = rotary_table(self.config, rows, context=self.token_ids.shape[1])
-        shape = (batch, self.config.num_kv_heads, rows, self.config.head_dim)
-        self.caches = {
-            f"{kind}_cache_{layer}": np.zeros(shape, np.float32)
-            for layer in range(self.config.num_layers)
-            for kind in "kv"
-        }
+        states = state_edge(decoder_states(self.config), batch, rows)
+        self.caches = {name: np.zeros(shape, np.float32) for name, (shape, _) in states.items()}
 
     def run(
         self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None, feature_layers: tuple = ()
@@ -63,11 +60,13 @@ class Sequences:
             "kvcache_start_index": np.asarray(starts, np.int32),
             **self.caches,
         }
+        if self.config.is_recurrent:
+            bindings["state_tokens"] = (token_ids >= 0).sum(axis=1, dtype=np.int32)
         for layer in range(self.config.deepstack_layers):  # without images
             bindings[f"deepstack_features_{layer}"] = np.zeros_like(bindings["inputs_embeds"])
         shape = EngineShape("prefill", batch, tokens, key_range, self.rows, selected=tokens)
         config = replace(self.config, feature_layers=feature_layers)
-        ProgramGraph(NumpyOperations(bindings, self.weights), decoder_program(config, shape)).run()
+        ProgramGraph(NumpyOperations(bindings, self.weights, self.wide), decoder_program(config, shape)).run()
         return bindings
 
     def logits(self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None) -> np.ndarray:

@@ -1,0 +1,67 @@
+"""Programs print as they always did: a plan is built anew where the text that it was built from is another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from edgellm.engines.families import decoder_config
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.decoder import decoder_program
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+SHAPES = (
+    EngineShape("decode", 2, 1, 64, 80),
+    EngineShape("verify", 1, 8, 64, 80, 8, kv_cache="int8"),
+    EngineShape("prefill", 1, 16, 64, 80),
+    EngineShape("prefill", 1, 16, 64, 80, lora_slots=2, lora_rank=8),
+)
+#: The digests of programs that plans of earlier releases were built from.
+TEXTS = {
+    "cwm": "9cacdc9190900737",
+    "gemma": "e70c7554139c147c",
+    "gemma_multi_head_biases": "845f1593219dfb06",
+    "granite_biases": "f742e61f3f90364d",
+    "granite_tied": "b65f1a54806ad92f",
+    "llama_biases_head_dim_10": "76bbae8a30fbfcef",
+    "llama_dynamic": "d85e90c5f848f16b",
+    "llama_linear": "d85e90c5f848f16b",
+    "llama_llama3": "d85e90c5f848f16b",
+    "llama_longrope_long": "d85e90c5f848f16b",
+    "llama_longrope_short": "d85e90c5f848f16b",
+    "llama_multi_head_old_layout": "561127f5b602b04f",
+    "llama_tied_sharded": "1dc2e02aa3916ea8",
+    "llama_untied": "9cacdc9190900737",
+    "ministral3": "9731548c2681f159",
+    "mistral": "b91c2035c94d3238",
+    "mistral3_ministral3": "d85e90c5f848f16b",
+    "mistral_window": "d85e90c5f848f16b",
+    "phi3": "9cacdc9190900737",
+    "phi3_partial_tied": "99b966273c9b798f",
+    "qwen2": "95f041f98af6c700",
+    "qwen2_float16": "3ed0cbe06219490d",
+    "qwen2_yarn": "225278ac40ca065d",
+    "qwen3": "4bf36503f8e2991a",
+    "qwen3_biases_bfloat16": "18cf163127cd265a",
+    "seed_oss": "ec451b6ee569eb7f",
+    "seed_oss_biases": "22a2999d46df4129",
+    "smollm3_interval": "5942f5381f1df6b2",
+    "smollm3_list_tied": "922c01dbf384e875",
+}
+
+
+def text_digest(name: str) -> str:
+    """Of the programs of one golden model, with features and without."""
+    config = decoder_config(json.loads((GOLDENS / name / "config.json").read_text()))
+    configs = (config, replace(config, feature_layers=(0, config.num_layers)))
+    texts = [str(decoder_program(each, shape)) for each in configs for shape in SHAPES]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_programs_of_a_family_print_as_in_earlier_releases(name: str) -> None:
+    assert text_digest(name) == TEXTS[name]
