@@ -175,10 +175,7 @@ class DecodingLoop:
                 keep_rows = False
         self._begun = None
         while self.running:
-            slot = len(self.running) - 1
-            self.places.release(slot)
-            if not keep_rows:
-                self.places.forget_rows(slot)
+            self.places.release(len(self.running) - 1, keep_rows)
 
     def _admit_from(self, waiting: deque[DecodingSequence]) -> None:
         """Admit those that have a place, in order; a failure is theirs alone."""

@@ -105,10 +105,14 @@ class Places:
             sequence.kept = self._keeper.keep(slot, rows, self._runner.draft_rows(slot))
         self._leave(slot)
 
-    def release(self, slot: int) -> None:
-        """Leave a slot whose sequence has ended."""
-        sequence = self.running[slot]
+    def release(self, slot: int, keep_rows: bool = True) -> None:
+        """Leave a slot whose sequence has ended, to reuse what it holds (`keep_rows`) or nothing of it."""
+        sequence, last = self.running[slot], len(self.running) - 1
+        if keep_rows and self._states is not None and self._runner.draft is not None:
+            self._runner.complete_draft(slot, len(self.running))  # a next turn goes on where the states are, or not at all
         self._leave(slot)
+        if not keep_rows:
+            self.forget_rows(last)
         self.forget(sequence)
 
     def forget(self, sequence: DecodingSequence) -> None:
@@ -165,9 +169,12 @@ class Places:
         runner.stop(slot)
         self._contents[slot].bind(sequence.adapter_digest)
         rows = sequence.identities[: len(sequence.prompt_ids) + max(0, sequence.answer.token_count - 1)]
-        if self._states is not None:  # they have taken every token but the last drawn, the answer's or not
-            rows = [*sequence.identities[: len(sequence.prompt_ids)], *sequence.drawn[:-1]]
-        self._contents[slot].replace(rows, runner.draft_rows(slot), len(rows))
+        place = 0
+        if self._states is not None and sequence.drawn:  # states have taken all but the last drawn, wanted or not
+            rows = [*sequence.identities[: len(sequence.prompt_ids)], *sequence.drawn]
+            place = len(rows) - 1
+            rows = rows if runner.draft is not None else rows[:-1]  # a draft's row has the token after it, too
+        self._contents[slot].replace(rows, runner.draft_rows(slot), place)
         self._contents[slot].conversation = sequence.conversation
         last = len(self.running) - 1
         if slot < last:

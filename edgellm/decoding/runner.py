@@ -91,6 +91,9 @@ class Runner(Protocol):
     def draft_rows(self, slot: int) -> int | None:
         """Committed rows of the draft, None without one."""
 
+    def complete_draft(self, slot: int, batch: int) -> None:
+        """Let the draft model's rows of one of the leading slots reach as far as the base's."""
+
     def stop(self, slot: int) -> None:
         """Leave a slot idle."""
 
