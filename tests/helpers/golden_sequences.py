@@ -15,27 +15,32 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights, unread_tensors
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states, state_edge
 
 
 class Sequences:
-    """B sequences and their states, run chunk by chunk; positions and masks are written out one by one."""
+    """B sequences and their states, run chunk by chunk; positions and masks are written out one by one.
 
-    def __init__(self, directory: Path, batch: int = 1, rows: int = 40, wide: bool = False) -> None:
+    With KV rows of int8 they compute in float64, as the NumPy backend does.
+    """
+
+    def __init__(self, directory: Path, batch: int = 1, rows: int = 40, kv_cache: str = "compute") -> None:
         with Checkpoint.open(directory) as checkpoint:
             self.config = decoder_config(checkpoint.config, checkpoint.generation_config)
             specs = decoder_weights(self.config)
             checkpoint.check(specs, unread_tensors(self.config))
             self.weights = load_numpy_weights(checkpoint, specs)
-        self.batch, self.rows, self.wide = batch, rows, wide
+        self.batch, self.rows, self.kv_cache = batch, rows, kv_cache
         with safe_open(directory / "expected.safetensors", "np") as file:
             self.token_ids, self.expected = file.get_tensor("token_ids"), file.get_tensor("logits")
             self.metadata = file.metadata()
             assert {"torch", "transformers"} <= set(self.metadata)
         self.table = rotary_table(self.config, rows, context=self.token_ids.shape[1])
-        states = state_edge(decoder_states(self.config), batch, rows)
-        self.caches = {name: np.zeros(shape, np.float32) for name, (shape, _) in states.items()}
+        states = state_edge(decoder_states(self.config, kv_cache), batch, rows)
+        dtypes = {"compute": np.float32, "float32": np.float32, "int8": np.int8}
+        self.caches = {name: np.zeros(shape, dtypes[dtype]) for name, (shape, dtype) in states.items()}
 
     def run(
         self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None, feature_layers: tuple = ()
@@ -64,10 +69,18 @@ class Sequences:
             bindings["state_tokens"] = (token_ids >= 0).sum(axis=1, dtype=np.int32)
         for layer in range(self.config.deepstack_layers):  # without images
             bindings[f"deepstack_features_{layer}"] = np.zeros_like(bindings["inputs_embeds"])
-        shape = EngineShape("prefill", batch, tokens, key_range, self.rows, selected=tokens)
+        shape = self.shape("prefill", batch, tokens, key_range)
         config = replace(self.config, feature_layers=feature_layers)
-        ProgramGraph(NumpyOperations(bindings, self.weights, self.wide), decoder_program(config, shape)).run()
+        self.compute(decoder_program(config, shape), bindings)
         return bindings
+
+    def shape(self, phase: str, batch: int, tokens: int, key_range: int) -> EngineShape:
+        """An engine that gives logits of every token."""
+        return EngineShape(phase, batch, tokens, key_range, self.rows, selected=tokens, kv_cache=self.kv_cache)
+
+    def compute(self, program: Program, bindings: dict[str, np.ndarray]) -> None:
+        """Run a program on what is bound."""
+        ProgramGraph(NumpyOperations(bindings, self.weights, self.kv_cache == "int8"), program).run()
 
     def logits(self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None) -> np.ndarray:
         """Logits [B, T, V] of every token."""
