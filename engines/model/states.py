@@ -205,6 +205,12 @@ def saved_dtype(name: str, kv_cache: str) -> str | None:
     return kv_cache if match[1] == "cache" else "float32"
 
 
+def is_recurrent(name: str) -> bool:
+    """Whether a tensor of this name is a recurrent state."""
+    match = _NAME.fullmatch(name)
+    return match is not None and match[2] is not None
+
+
 def kept_edge(states: Iterable[LayerState], slots: int, tokens: int) -> Edge:
     """What a step of so many tokens keeps for its commit, layer by layer."""
     return {name: kind for state in states for name, kind in state.kept(slots, tokens).items()}
@@ -213,6 +219,11 @@ def kept_edge(states: Iterable[LayerState], slots: int, tokens: int) -> Edge:
 def state_bytes(edge: Edge, compute_dtype: str) -> int:
     """The bytes of tensors."""
     return sum(math.prod(shape) * _item_size(dtype, compute_dtype) for shape, dtype in edge.values())
+
+
+def recurrent_states(states: Iterable[LayerState]) -> list[LayerState]:
+    """Those of them that a step only reads, and a commit changes: they are of one place in a text, and of no other."""
+    return [state for state in states if state.kept(1, 1)]
 
 
 def exchange_sizes(edge: Edge) -> dict[str, int]:
