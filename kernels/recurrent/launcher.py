@@ -30,6 +30,7 @@ from edgellm.kernels.recurrent.contract import (
     check_step,
     delta_refusal,
     key_heads,
+    norm_refusal,
 )
 
 _CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS, _LANES = 128, 32, 128, 16
@@ -190,10 +191,9 @@ class CudaRecurrent:
         """RMS norms of heads, times SiLU of their gates; see the contract."""
         arguments = (value, gate, norm, output)
         sizes = self._check("gated_norm", *arguments)
-        if sizes["E"] > MAX_DELTA_SIZE or sizes["E"] % 8:
-            raise KernelError(
-                f"gated_norm: heads of {sizes['E']}; expected up to {MAX_DELTA_SIZE} elements, a multiple of 8"
-            )
+        refusal = norm_refusal(sizes["E"])
+        if refusal is not None:
+            raise KernelError(f"gated_norm: {refusal}")
         groups = _GATES_THREADS // _LANES
         grid = (-(-sizes["O"] // (sizes["E"] * groups)), sizes["T"], sizes["B"])
         kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)

@@ -48,6 +48,29 @@ SCALED = {
 }
 
 
+#: Layers with a state of their own.
+RECURRENT = {
+    "short_convolutions": replace(
+        LLAMA, naming="lfm2", num_layers=4, layer_kinds=("convolution", "attention", *["convolution"] * 2), conv_width=3
+    ),
+    "wide_convolutions": replace(
+        LLAMA, naming="lfm2", num_layers=2, layer_kinds=("attention", "convolution"), conv_width=7, conv_bias=True
+    ),
+    "gated_delta_nets": replace(
+        LLAMA,
+        naming="qwen3_5",
+        num_layers=7,
+        layer_kinds=("delta", "delta", "attention", "delta", "delta", "attention", "delta"),
+        conv_width=4,
+        delta_heads=(2, 4, 24, 16),
+        attention_gate=True,
+        norm_offset=1.0,
+        qk_norm=True,
+        rotary_dim=4,
+    ),
+}
+
+
 #: parent of each node of a verified tree (None: the root); siblings, a gap between parent and child, depth up to 4
 CHAIN = (None, 0, 1, 2, 3, 4, 5, 6)
 
