@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,9 @@ def test_chosen_places() -> None:
     assert chosen_places(30, 0, (), 9) == []  # shorter than what a copy is worth
     assert chosen_places(300, 0, (), 9) == [284]
     assert chosen_places(300, 240, (), 9) == []
-    assert chosen_places(300, 0, (100, 60, 290, 300), 9) == [100, 284]
+    assert chosen_places(300, 0, (100, 60, 290, 300), 9) == [100, 284]  # what is more certain comes first
+    assert chosen_places(300, 0, (60, 100), 9) == [100, 284] and chosen_places(300, 0, (70, 100), 9) == [70, 284]
+    assert chosen_places(300, 0, (250,), 9) == [250]
     assert chosen_places(5000, 0, (), 9) == [1024, 2048, 3072, 4096, 4984]
     assert chosen_places(5000, 1500, (1530,), 9) == [2048, 3072, 4096, 4984]
     assert chosen_places(5000, 0, (), 2) == [2048, 4096, 4984]  # farther apart where there is little room
@@ -33,7 +36,7 @@ def test_chosen_places() -> None:
     assert chosen_places(100, 10, (15, 50, 53), 9, NEAR) == [24, 50, 72, 96]
     for places in (chosen_places(4000, 100, range(0, 4000, 37), 9), chosen_places(99, 3, (20, 40), 9, NEAR)):
         least = 6 if places[-1] < 100 else 64
-        assert places == sorted(places) and all(b - a >= least for a, b in zip(places, places[1:], strict=False))
+        assert places == sorted(places) and all(b - a >= least for a, b in pairwise(places))
 
 
 @pytest.fixture(scope="module")
@@ -175,5 +178,5 @@ def test_which_slot_is_taken() -> None:
 
 @pytest.mark.parametrize("budget", [-1, 1.5, True, "1", None])
 def test_wrong_budgets(runtime: SpecDecodeRuntime, budget: object) -> None:
-    with pytest.raises(RequestError, match="state_budget is .*: expected a whole number of bytes, 0 or more"):
+    with pytest.raises(RequestError, match=r"state_budget is .*: expected a whole number of bytes, 0 or more"):
         SpecDecodeRuntime(runtime.directory.path, backend="numpy", state_budget=budget)  # type: ignore[arg-type]

@@ -178,7 +178,7 @@ def test_two_processes_share_a_file(directories: dict[str, Path], tmp_path: Path
         path = tmp_path / name
         with LLM(directory, backend="numpy", drafting=None) as llm:
             expected = llm.chat(messages, params)
-            cached = llm.cache_system_prompt(messages[0]["content"], path=path)
+            cached = llm.cache_system_prompt(messages[0]["content"], save=path)
         with LLM(directory, backend="numpy", drafting=None, snapshots=[path]) as llm:
             found = llm.chat(messages, params)
             assert found.token_ids == expected.token_ids
