@@ -109,7 +109,9 @@ class Places:
         """Leave a slot whose sequence has ended, to reuse what it holds (`keep_rows`) or nothing of it."""
         sequence, last = self.running[slot], len(self.running) - 1
         if keep_rows and self._states is not None and self._runner.draft is not None:
-            self._runner.complete_draft(slot, len(self.running))  # a next turn goes on where the states are, or not at all
+            self._runner.complete_draft(
+                slot, len(self.running)
+            )  # a next turn goes on where the states are, or not at all
         self._leave(slot)
         if not keep_rows:
             self.forget_rows(last)
