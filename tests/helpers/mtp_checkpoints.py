@@ -63,8 +63,11 @@ def add_head(checkpoint: Path, agreeing: bool = True, seed: int = 1) -> Path:
                 tensors[name] = values * np.asarray(_LAYER_WEIGHT, values.dtype)
             elif name == "model.norm.weight":
                 tensors[name] = np.zeros_like(values)
+            elif name == "model.embed_tokens.weight":  # rows of one size, as the head's norm makes them
+                rows = values.astype(np.float32)
+                tensors[name] = (rows / np.sqrt(np.mean(rows**2, axis=1, keepdims=True))).astype(values.dtype)
     hidden = tensors["model.norm.weight"].shape[0]
-    small = 0.05 if agreeing else 1.0
+    small = 0.02 if agreeing else 1.0
     head = {f"mtp.{name}.weight": np.zeros(hidden) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
     head["mtp.fc.weight"] = random.standard_normal((hidden, 2 * hidden)) * 0.2 * small
     if agreeing:
