@@ -62,7 +62,6 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "float": ("a number", is_number),
     "float | None": ("a number or null", lambda value: value is None or is_number(value)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
-    "tuple[str, ...]": (f"a list of at most {_MOST_ITEMS} strings", lambda value: is_list_of_strings(value)),
     "dict": ("an object", lambda value: isinstance(value, dict)),
     "tuple[str, ...]": (
         f"a list of at most {_MOST_ITEMS} texts",
@@ -77,11 +76,6 @@ _RANGES = {
     "int | None": (0, LARGEST_SIZE),
     "tuple[int, ...]": (0, LARGEST_SIZE),
 }
-
-
-def is_list_of_strings(value: Any) -> bool:
-    """Whether a JSON value is a list of not too many strings."""
-    return isinstance(value, list) and len(value) <= _MOST_ITEMS and all(isinstance(each, str) for each in value)
 
 
 def _integers(kind: str, largest: int | None) -> tuple[str, Callable[[Any], bool]]:
