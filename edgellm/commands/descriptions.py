@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.model.config import MTP, EngineLimits, EngineShape
 from edgellm.kernels.user_paths import user_path
 
 
@@ -68,6 +68,8 @@ def draft_in_words(config: dict[str, Any]) -> str:
     layer, kind = config["decoder"], f"EAGLE-{config['generation']}"
     if config["generation"] == "1":  # one kind of head: they differ in the tree
         kind, features = "EAGLE-1/2", "the last hidden state"
+    elif config["generation"] == MTP:
+        kind, features = "the model's own head for multi-token prediction", "the last hidden state"
     else:
         features = f"the hidden states entering layers {', '.join(map(str, config['feature_layers']))}"
     shared = [name for name in ("embedding", "head") if not config[f"has_{name}"]]

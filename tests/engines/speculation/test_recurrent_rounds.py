@@ -32,12 +32,15 @@ PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, l
 COUNT = 40
 
 
-@pytest.fixture(scope="module", params=["lfm2", "lfm2_biases", "qwen3_5"])
+@pytest.fixture(scope="module", params=["lfm2", "lfm2_biases", "qwen3_5", "mtp"])
 def directory(
     request: pytest.FixtureRequest,
     make_tiny_pair: Callable[..., tuple],
+    make_engines: Callable[..., EngineDirectory],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineDirectory:
+    if request.param == "mtp":  # the head that ships with the model drafts
+        return make_engines("mtp", True, LIMITS)
     base, head = make_tiny_pair(1, **RECURRENT[request.param] | {"tie_word_embeddings": False})
     target = tmp_path_factory.mktemp("recurrent") / "engines"
     build_engine_directory(base, target, LIMITS, [], draft=head)
