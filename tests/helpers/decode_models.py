@@ -22,6 +22,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 LLAMA = DecoderConfig("llama", 97, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
 
@@ -254,7 +255,10 @@ def gpu():
 def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernels:
     """The kernels for a compute dtype and heads of a size, loaded once."""
     return StepKernels(
-        CudaDecodeKernels(module, dtype, head_size), CudaTiledKernels(module, dtype), capacity_of(module)
+        CudaDecodeKernels(module, dtype, head_size),
+        CudaTiledKernels(module, dtype),
+        capacity_of(module),
+        CudaRecurrent(module),
     )
 
 
