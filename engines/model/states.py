@@ -215,6 +215,11 @@ def state_bytes(edge: Edge, compute_dtype: str) -> int:
     return sum(math.prod(shape) * _item_size(dtype, compute_dtype) for shape, dtype in edge.values())
 
 
+def recurrent_states(states: Iterable[LayerState]) -> list[LayerState]:
+    """Those of them that a step only reads, and a commit changes: they are of one place in a text, and of no other."""
+    return [state for state in states if state.kept(1, 1)]
+
+
 def exchange_sizes(edge: Edge) -> dict[str, int]:
     """Of each dtype the most elements of a sequence that a tensor has: what an exchange of two sequences needs."""
     sizes: dict[str, int] = {}

@@ -24,6 +24,7 @@ from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
+from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
@@ -141,11 +142,12 @@ class DecodingRunner:
         images: PromptImages | None = None,
         rules: StepRules | None = None,
         generated: int = 0,
+        stops: Stops | None = None,
     ) -> Readback:
         """As `BaseEngineRunner.start`; the first `reused` rows must be there in the base and in the draft."""
         if self.draft is not None:
             self.backend.upload(self.draft.pending.counts[slot : slot + 1], np.zeros(1, np.int32))
-        first = self.base.start(slot, prompt_ids, reused, sampling, images, rules, generated)
+        first = self.base.start(slot, prompt_ids, reused, sampling, images, rules, generated, stops)
         self._latest_round = None
         self._progress.start(slot, len(prompt_ids))
         return first
@@ -346,7 +348,7 @@ class DecodingRunner:
         return None if self.draft is None else self._progress.draft_rows[slot]
 
     def stop(self, slot: int) -> None:
-        """Leave `slot` idle; its KV rows stay."""
+        """Leave `slot` idle; its states stay."""
         self.base.stop(slot)
         self._progress.stop(slot)
 
@@ -366,12 +368,12 @@ class DecodingRunner:
         self.stop(source)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Exchange the KV rows of two idle slots."""
+        """Exchange what two idle slots hold."""
         for model in self._models():
             model.states.swap(first, second)
 
     def copy_rows(self, source: int, target: int) -> None:
-        """Let the idle slot `target` hold the KV rows of the idle slot `source`, too."""
+        """Let the idle slot `target` hold what the idle slot `source` holds."""
         for model in self._models():
             model.states.copy(source, target)
 
