@@ -198,7 +198,7 @@ def _plans(directory: EngineDirectory) -> str:
 def _kv_cache(directory: EngineDirectory) -> str:
     """The dtype of the model's KV rows on a GPU, and the memory that they take."""
     limits = directory.limits
-    edge = state_edge(decoder_states(directory.config, limits.kv_cache), limits.max_batch, limits.kv_rows)
+    edge = state_edge(decoder_states(directory.config, limits.kv_cache, limits), limits.max_batch, limits.kv_rows)
     dtype = directory.dtype if limits.kv_cache == "compute" else limits.kv_cache
     size = state_bytes(edge, directory.dtype) / MEBIBYTE
     return f"{dtype}, {size:,.1f} MiB on a GPU for {limits.kv_capacity:,} tokens in each of {limits.max_batch} slots"

@@ -21,24 +21,29 @@ from edgellm.engines.model.rotary import rotary_table
 class Sequences:
     """B sequences and their KV caches, run chunk by chunk; positions and masks are written out one by one."""
 
-    def __init__(self, directory: Path, batch: int = 1, rows: int = 40) -> None:
+    def __init__(self, directory: Path, batch: int = 1, rows: int | None = None, window_rows: int | None = None) -> None:
+        """`rows` of context; `window_rows` of a window's ring: none more than a prompt of all tokens needs."""
         with Checkpoint.open(directory) as checkpoint:
             self.config = decoder_config(checkpoint.config, checkpoint.generation_config)
             specs = decoder_weights(self.config)
             checkpoint.check(specs)
             self.weights = load_numpy_weights(checkpoint, specs)
-        self.batch, self.rows = batch, rows
+        self.batch = batch
         with safe_open(directory / "expected.safetensors", "np") as file:
             self.token_ids, self.expected = file.get_tensor("token_ids"), file.get_tensor("logits")
             self.metadata = file.metadata()
             assert {"torch", "transformers"} <= set(self.metadata)
-        self.table = rotary_table(self.config, rows, context=self.token_ids.shape[1])
-        shape = (batch, self.config.num_kv_heads, rows, self.config.head_dim)
-        self.caches = {
-            f"{kind}_cache_{layer}": np.zeros(shape, np.float32)
-            for layer in range(self.config.num_layers)
-            for kind in "kv"
-        }
+        length, window = self.token_ids.shape[1], self.config.window
+        self.rows = length + 16 if rows is None else rows
+        self.window_rows = 0
+        if window is not None and window < length:
+            self.window_rows = window + length - 1 if window_rows is None else window_rows
+        self.table = rotary_table(self.config, self.rows, context=length)
+        states = decoder_program(self.config, self._shape(batch, 1, self.rows)).states
+        self.caches = {name: np.zeros(shape, np.float32) for name, (shape, _) in states.items()}
+
+    def _shape(self, batch: int, tokens: int, key_range: int) -> EngineShape:
+        return EngineShape("prefill", batch, tokens, key_range, self.rows, tokens, window_rows=self.window_rows)
 
     def run(
         self, token_ids: np.ndarray, starts: list[int], key_range: int | None = None, feature_layers: tuple = ()
@@ -48,7 +53,7 @@ class Sequences:
         key_range = key_range or self.rows
         embeds = self.weights[EMBEDDING][np.maximum(token_ids, 0)]
         embeds[token_ids < 0] = 0
-        cos_sin = np.zeros((batch, tokens, self.config.rotary_dim), np.float32)
+        cos_sin = np.zeros((batch, tokens, self.config.rotary_columns), np.float32)
         mask = np.zeros((batch, 1, tokens, key_range), bool)
         for b in range(batch):
             for t in range(tokens):
@@ -65,7 +70,7 @@ class Sequences:
         }
         for layer in range(self.config.deepstack_layers):  # without images
             bindings[f"deepstack_features_{layer}"] = np.zeros_like(bindings["inputs_embeds"])
-        shape = EngineShape("prefill", batch, tokens, key_range, self.rows, selected=tokens)
+        shape = self._shape(batch, tokens, key_range)
         config = replace(self.config, feature_layers=feature_layers)
         ProgramGraph(NumpyOperations(bindings, self.weights), decoder_program(config, shape)).run()
         return bindings

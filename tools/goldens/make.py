@@ -5,6 +5,7 @@
 Needs torch and transformers (any release with `rope_parameters`, 5.0 or later). Each folder is a checkpoint as
 `save_pretrained` writes it, with random weights, and `expected.safetensors`: `token_ids` [2, T] int64 and the float32
 `logits` [2, T, V] that transformers computes in float32 from the stored weights after it has read the folder again.
+Where a variation asks for it, `greedy` [N] int64 are the tokens that the first 12 of the first sequence go on with.
 `rotary.safetensors` holds, for each case of `rotary.json`, the frequencies and a few rows of cosines and sines.
 """
 
@@ -20,7 +21,7 @@ import transformers
 from golden_folders import VERSIONS, randomize_vectors, write_folders
 from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from variations import ROTARY_CASES, SEQUENCE_LENGTH, VARIATIONS, VOCABULARY
+from variations import ROTARY_CASES, VARIATIONS, VOCABULARY
 
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -35,7 +36,9 @@ _CLASSES = {
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
 }
+_GREEDY_PROMPT = 12
 _ROTARY_HEAD_DIM = 32
 
 
@@ -50,26 +53,42 @@ def make_model(name: str, directory: Path) -> None:
     model.save_pretrained(directory, **({"max_shard_size": "20KB"} if variation.shards else {}))
     if variation.layout == "old":
         rewrite_as_old_layout(directory / "config.json")
-    token_ids = torch.randint(0, VOCABULARY, (2, SEQUENCE_LENGTH))
+    token_ids = torch.randint(0, VOCABULARY, (2, variation.length))
     again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits = again(token_ids).logits
     expected = {"token_ids": token_ids, "logits": logits.float().contiguous()}
+    if variation.greedy:
+        expected["greedy"] = greedy_tokens(again, token_ids[:1, :_GREEDY_PROMPT], variation.greedy)
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
     print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")
 
 
+def greedy_tokens(model: Any, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    """The tokens [count] of the largest logits, each computed over the whole text before it, without a cache."""
+    first = token_ids.shape[1]
+    with torch.no_grad():
+        for _ in range(count):
+            last = model(token_ids, use_cache=False).logits[:, -1].argmax(dim=-1, keepdim=True)
+            token_ids = torch.cat((token_ids, last), dim=1)
+    return token_ids[0, first:].contiguous()
+
+
 def rewrite_as_old_layout(path: Path) -> None:
-    """`rope_parameters` and `dtype` as transformers 4 wrote them."""
+    """`rope_parameters` and `dtype` as transformers 4 wrote them, and Gemma 3's layers."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope, types = rope["full_attention"], config.pop("layer_types")
+        config["sliding_window_pattern"] = types.index("full_attention") + 1
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     share = rope.pop("partial_rotary_factor", 1.0)
     if share != 1:
         config["partial_rotary_factor"] = share
-    # Llama 3 was published with the new name of the key, everything before it with the old one.
-    key = "rope_type" if kind == "llama3" else "type"
+    # Llama 3 and Gemma 3 were published with the new name of the key, everything before it with the old one.
+    key = "rope_type" if kind == "llama3" or "rope_local_base_freq" in config else "type"
     config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     config["transformers_version"] = "4.41.0"

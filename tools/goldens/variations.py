@@ -42,7 +42,8 @@ _PIXTRAL = {
 class Variation:
     """One golden model. `layout` "old" writes `config.json` as transformers 4 did; `shards` splits the weights.
 
-    A multimodal `family` has a language model of the family `inside`, which alone is run.
+    A multimodal `family` has a language model of the family `inside`, which alone is run. Sequences have `length`
+    tokens; `greedy` ids are what the first 12 of the first one go on with.
     """
 
     family: str
@@ -52,6 +53,8 @@ class Variation:
     layout: str = "new"
     shards: bool = False
     inside: str = ""
+    length: int = SEQUENCE_LENGTH
+    greedy: int = 0
 
     @property
     def config(self) -> dict[str, Any]:
@@ -97,6 +100,12 @@ _GEMMA = {
     "num_key_value_heads": 1,
     "tie_word_embeddings": True,
 }
+
+#: Of windows: sequences that are several times as long.
+_LONG: dict[str, Any] = {"length": 60, "greedy": 64}
+_WINDOWED = {"max_position_embeddings": 128}
+_GEMMA3 = {**_WINDOWED, "sliding_window_pattern": 2, "sliding_window": 5, "tie_word_embeddings": True}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}
 
 VARIATIONS = {
     "llama_untied": Variation("llama", dtype="float32"),
@@ -186,6 +195,27 @@ VARIATIONS = {
         "gemma", {**_GEMMA, **_ONE_LAYER, "num_key_value_heads": 2, "attention_bias": True}, layout="old"
     ),
     "mistral3_ministral3": Variation("mistral3", {**_ONE_LAYER, "head_dim": 8}, _FAR_YARN, inside="ministral3"),
+    "mistral_window_5": Variation("mistral", {**_WINDOWED, "sliding_window": 5}, **_LONG),
+    "qwen2_window_7": Variation(
+        "qwen2", {**_WINDOWED, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}, **_LONG
+    ),
+    "cwm_window_5": Variation("cwm", {**_WINDOWED, "head_dim": 8, "sliding_window": 5}, **_LONG),
+    "phi3_window_7": Variation("phi3", {**_WINDOWED, **_ONE_LAYER, "sliding_window": 7}, **_LONG),
+    "gemma3": Variation(
+        "gemma3_text",
+        {**_GEMMA3, "num_hidden_layers": 3, "head_dim": 16, "num_key_value_heads": 2, "query_pre_attn_scalar": 24},
+        {"full_attention": _LINEAR_ROPE, "sliding_attention": _DEFAULT_ROPE},
+        dtype="bfloat16",
+        **_LONG,
+    ),
+    "gemma3_old_layout": Variation(
+        "gemma3_text",
+        {**_GEMMA3, **_GEMMA, "num_hidden_layers": 2, "sliding_window": 7, "query_pre_attn_scalar": 256},
+        {"full_attention": _LINEAR_ROPE, "sliding_attention": {**_DEFAULT_ROPE, "rope_theta": 500.0}},
+        dtype="bfloat16",
+        layout="old",
+        **_LONG,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}
