@@ -248,8 +248,10 @@ def decoder_layer(
         steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
         return steps + layer.residual(value, selects, keep, steps[-1].output, output)
     rotary = 0 if index in config.nope_layers else config.rotary_dim
-    steps = layer.attention(index, (normed,), rotary, windows=windows)
-    return steps + layer.residual(value, selects, keep)
+    # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
+    early, late = (keep, None) if config.post_norms else (None, keep)
+    steps = layer.attention(index, (normed,), rotary, keep=early, windows=windows)
+    return steps + layer.residual(value, selects, late)
 
 
 def _tap(taps: tuple[int, ...], layer: int, raw: bool = False) -> Keep | None:
