@@ -99,7 +99,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     // Rows before `start` are committed. Spans have 2^least to 2^most tiles, as a token's keys are many. `active`: blocks
     // that have spans; 2^owner_bits of them merge spans, each of `own_rows` rows at most, which lie as far apart.
     int start, longest, least, most, active, owner_bits, own_rows;
-    int shift;  // the position from which on positions are counted; 0 unless WINDOW
+    int shift, low;  // the position from which on positions are counted, and the first of these in a window: 0 unless WINDOW
     CacheElement<T>*cached_keys, *cached_values;
     float *cached_key_scales, *cached_value_scales;
 
@@ -150,10 +150,10 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         if constexpr (WINDOW) {
             const int position = max(__ldcg(start_index + sequence), 0), first = max(position + 1 - window, 0);
             shift = first & -(KEY_TILE << window_bits);
-            start = position - shift, longest = start + tokens;
+            low = first - shift, start = position - shift, longest = start + tokens;
             least = most = window_bits;
         } else {
-            shift = 0;
+            shift = low = 0;
             start = min(__ldcg(start_index + sequence), kv_rows - tokens), longest = start + tokens;
             least = tile_bits_of(masks_all ? longest : start + 1, span_bits), most = tile_bits_of(longest, span_bits);
         }

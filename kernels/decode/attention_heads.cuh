@@ -12,7 +12,7 @@ template <typename T, int STEPS>
 __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int tile, int stage) {
     constexpr int COPIES = 2 * STEPS;  // of 16 bytes a lane, of keys and of values
     const int lane = threadIdx.x % 32, first = tile * KEY_TILE, exist = block.start - first;
-    const int place = (stage * block.slots + block.slot) * KEY_TILE;
+    const int place = (stage * block.slots + block.slot) * KEY_TILE, before = WINDOW ? block.low - first : 0;
     const int cached = block.row_of(first);
     const signed char* keys = block.cached_keys + static_cast<size_t>(cached) * block.PADDED + 16 * lane;
     const signed char* values = block.cached_values + static_cast<size_t>(cached) * block.PADDED + 16 * lane;
@@ -21,8 +21,9 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
         const int row = 32 % STEPS == 0 ? lane / STEPS + 32 / STEPS * i : (lane + 32 * i) / STEPS;
         const int chunk = 32 % STEPS == 0 ? lane % STEPS : lane + 32 * i - STEPS * row;
         const unsigned target = targets + block.bytes(row) + 16 * chunk;
-        copy_async_16(target, keys + 512 * i, row < exist);
-        copy_async_16(target + block.bytes(block.ring), values + 512 * i, row < exist);
+        const bool exists = row < exist && row >= before;
+        copy_async_16(target, keys + 512 * i, exists);
+        copy_async_16(target + block.bytes(block.ring), values + 512 * i, exists);
     };
     if (block.row_tiles == 1) {
 #pragma unroll
@@ -36,14 +37,15 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
 #pragma unroll
     for (int i = 0; i < KEY_TILE / 32; ++i) {
         const int row = lane + 32 * i;
-        copy_async_4(scales + 128 * i, block.cached_key_scales + cached + row, row < exist);
-        copy_async_4(scales + 128 * i + 4 * block.ring, block.cached_value_scales + cached + row, row < exist);
+        const bool exists = row < exist && row >= before;
+        copy_async_4(scales + 128 * i, block.cached_key_scales + cached + row, exists);
+        copy_async_4(scales + 128 * i + 4 * block.ring, block.cached_value_scales + cached + row, exists);
     }
 }
 
 // Begins to copy the tiles of a round to the ring. Rows before `start` were written in earlier steps, so they may be read
-// before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
-// stands.
+// before the previous kernel is done. Behind them, and before the window, stand zeros: a weight of 0 must meet the same value
+// wherever a token stands, and no value of another sequence.
 template <typename T, int STEPS>
 __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
     constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
@@ -60,11 +62,12 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
         if (tile < 0) continue;
         const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
         const int place = (stage * block.slots + slot) * KEY_TILE + first;
+        const int before = WINDOW ? block.low - tile * KEY_TILE : 0;
         unsigned target = shared_address(block.keys + place * block.STRIDE + column);
         int source = (block.row_of(tile * KEY_TILE) + first) * block.size + column;
 #pragma unroll 4
         for (int row = first; row < KEY_TILE; row += rows_at_once) {
-            const bool exists = row < exist;
+            const bool exists = row < exist && row >= before;
             copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
             copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
             source += rows_at_once * block.size, target += block.bytes(rows_at_once);

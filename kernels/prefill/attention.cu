@@ -41,16 +41,17 @@ template <int SIZE> __device__ __forceinline__ unsigned offset_of(int row, int c
     return 2 * SIZE * row + 16 * (chunk ^ (row & 7));
 }
 
-// Begins to copy ROWS rows of `size` elements, `stride` apart; zeros stand behind `size`, and from row `exist` on.
+// Begins to copy ROWS rows of `size` elements, `stride` apart; zeros stand behind `size`, from row `exist` on, and before row
+// `begin`.
 template <typename T, int SIZE, int ROWS>
-__device__ __forceinline__ void load_rows(unsigned target, const T* source, size_t stride, int exist, int size) {
+__device__ __forceinline__ void load_rows(unsigned target, const T* source, size_t stride, int exist, int size, int begin) {
     constexpr int CHUNKS = SIZE / 8, AT_ONCE = THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
     const T* own = source + first * stride + 8 * chunk;
 #pragma unroll
     for (int i = 0; i < ROWS / AT_ONCE; ++i) {
         const int row = first + AT_ONCE * i;
-        const bool exists = row < exist && 8 * chunk < size;
+        const bool exists = row < exist && 8 * chunk < size && (!WINDOW || row >= begin);
         decode::copy_async_16(target + offset_of<SIZE>(row, chunk), exists ? own : source, exists);
         own += AT_ONCE * stride;
     }
@@ -59,12 +60,12 @@ __device__ __forceinline__ void load_rows(unsigned target, const T* source, size
 // The same of rows of int8, `size` apart: each to the second half of its place, from where the same threads' `expand_rows`
 // takes it.
 template <int SIZE, int ROWS>
-__device__ __forceinline__ void load_integers(unsigned target, const char* source, int exist, int size) {
+__device__ __forceinline__ void load_integers(unsigned target, const char* source, int exist, int size, int begin) {
     constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS;
 #pragma unroll
     for (int row = threadIdx.x / CHUNKS; row < ROWS; row += AT_ONCE) {
-        const bool exists = row < exist && 16 * chunk < size;
+        const bool exists = row < exist && 16 * chunk < size && (!WINDOW || row >= begin);
         const char* own = source + static_cast<size_t>(row) * size + 16 * chunk;
         decode::copy_async_16(target + 2 * SIZE * row + SIZE + 16 * chunk, exists ? own : source, exists);
     }
@@ -295,25 +296,26 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     auto load_tile = [&](int tile) {
         const unsigned target = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
         const size_t first = row_of_tile(tile);
-        const int exist = end - tile * Its::KEYS;
+        const int exist = end - tile * Its::KEYS, begin = start + first_token + 1 - window - tile * Its::KEYS;
         if constexpr (INT8) {
             const size_t row = own_rows + first;
-            load_integers<SIZE, Its::KEYS>(target, arguments.rows.k_cache + row * size, exist, size);
+            load_integers<SIZE, Its::KEYS>(target, arguments.rows.k_cache + row * size, exist, size, begin);
             load_integers<SIZE, Its::KEYS>(
-                target + Its::BYTES * Its::KEYS, arguments.rows.v_cache + row * size, exist, size);
+                target + Its::BYTES * Its::KEYS, arguments.rows.v_cache + row * size, exist, size, begin);
             const int key = threadIdx.x % Its::KEYS;
             const float* scales = threadIdx.x < Its::KEYS ? arguments.row_scales.key : arguments.row_scales.value;
+            const bool exists = key < exist && (!WINDOW || key >= begin);
             if (threadIdx.x < 2 * Its::KEYS)
                 decode::copy_async_4(shared + SCALES + 4 * (tile % STAGES * 2 * Its::KEYS + threadIdx.x),
-                                     scales + row + (key < exist ? key : 0), key < exist);
+                                     scales + row + (exists ? key : 0), exists);
             decode::commit_copies();
             return;
         }
-        load_rows<T, SIZE, Its::KEYS>(target, cached_keys + first * size, size, exist, size);
-        load_rows<T, SIZE, Its::KEYS>(target + Its::BYTES * Its::KEYS, cached_values + first * size, size, exist, size);
+        load_rows<T, SIZE, Its::KEYS>(target, cached_keys + first * size, size, exist, size, begin);
+        load_rows<T, SIZE, Its::KEYS>(target + Its::BYTES * Its::KEYS, cached_values + first * size, size, exist, size, begin);
         decode::commit_copies();
     };
-    load_rows<T, SIZE, Its::ROWS>(shared, source, arguments.W, tokens - first_token, size);
+    load_rows<T, SIZE, Its::ROWS>(shared, source, arguments.W, tokens - first_token, size, 0);
     load_tile(first_tile);
 
     const int warp_row = threadIdx.x / 32 * 16 * Its::TILES;  // its first query's, in the block
