@@ -144,7 +144,7 @@ class KernelEngine:
 
     def _prepare(self) -> list[Any]:
         """The launches of all passes, any of which may start while the one before still runs."""
-        check_bound(self, self._tensors, self._bound, self._program.states, self._scratch)
+        check_bound(self, self._tensors, self._bound, self._program.changed, self._scratch)
         launches: list[Any] = []
         lows = self._lows()
         for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):

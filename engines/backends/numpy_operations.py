@@ -11,11 +11,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import numpy as np
 
-from edgellm.engines.backends import numpy_recurrent as recurrent
+from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.program import GatedDelta, ShortConvolution
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
+from edgellm.kernels.recurrent.contract import Convolution, DeltaGates
+from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, take_columns
 
 _DTYPES = {
     "compute": np.dtype(np.float32),
@@ -251,16 +253,11 @@ class NumpyOperations(Operations[np.ndarray]):
         parents: np.ndarray | None,
         tokens: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        channels, value = step.channels, np.asarray(value, np.float32)
-        inputs = value[..., :channels]
-        if step.gated:
-            inputs = inputs * value[..., 2 * channels :]
-        result = recurrent.short_convolution(inputs, columns, weight, bias, parents)
-        if step.activation is not None:
-            result = ACTIVATIONS[step.activation](result)
+        convolution = Convolution(weight, step.activation == "silu", step.gated)
+        output, inputs = convolved(value, convolution, bias, columns, parents)
         if tokens is not None:
-            recurrent.commit_columns(columns, inputs, recurrent.leading_rows(inputs), tokens)
-        return (value[..., channels : 2 * channels] * result if step.gated else result), inputs
+            take_columns(columns, inputs, [np.arange(count) for count in tokens.tolist()])
+        return output, inputs
 
     def gated_delta(
         self,
@@ -273,10 +270,13 @@ class NumpyOperations(Operations[np.ndarray]):
         parents: np.ndarray | None,
         tokens: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        first, heads = step.first, step.heads[1]
-        b, a = (np.asarray(projected[..., start : start + heads], np.float32) for start in (first, first + heads))
-        gates = recurrent.delta_gates(b, a, a_log, dt_bias)
-        return recurrent.gated_delta(rows, gates, matrices, step.heads, step.epsilon, parents, tokens), gates
+        gates = delta_gates(projected, DeltaGates(a_log, dt_bias, step.first))
+        if tokens is None:
+            return delta_nodes(rows, gates, matrices, parents), gates
+        output = np.zeros((*rows.shape[:2], *matrices.shape[1:3]), np.float32)
+        for slot, count in enumerate(tokens.tolist()):
+            output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count))
+        return output.reshape(*rows.shape[:2], -1), gates
 
     def window_attention(
         self,
@@ -429,65 +429,3 @@ def _attend(
     context = np.matmul(scores, values)
     context /= total
     return context
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    """x / (1 + exp(-x))."""
-    result = np.negative(x)
-    with np.errstate(over="ignore"):  # exp of a very negative number: infinity, and silu is 0
-        np.exp(result, out=result)
-    result += _ONE
-    np.divide(x, result, out=result)
-    return result
-
-
-def _gelu(x: np.ndarray) -> np.ndarray:
-    """x (1 + erf(x / sqrt(2))) / 2."""
-    result = _erf(x * np.float32(math.sqrt(0.5)))
-    result += _ONE
-    result *= x
-    result *= np.float32(0.5)
-    return result
-
-
-def _erf(x: np.ndarray) -> np.ndarray:
-    """The error function to 5e-7: formula 7.1.26 of Abramowitz and Stegun, whose own error is 1.5e-7."""
-    size = np.abs(x)
-    t = _ONE / (_ONE + np.float32(0.3275911) * size)
-    result = np.zeros_like(x)
-    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        result += np.float32(coefficient)
-        result *= t
-    result *= np.exp(-size * size)
-    np.subtract(_ONE, result, out=result)
-    return np.copysign(result, x, out=result)
-
-
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
-    result = x * x
-    result *= np.float32(0.044715)
-    result += _ONE
-    result *= x
-    result *= np.float32(math.sqrt(2 / math.pi))
-    np.tanh(result, out=result)
-    result += _ONE
-    result *= x
-    result *= np.float32(0.5)
-    return result
-
-
-def _quick_gelu(x: np.ndarray) -> np.ndarray:
-    """x sigmoid(1.702 x)."""
-    slope = np.float32(1.702)
-    return silu(x * slope) / slope
-
-
-#: The functions of `Operations.activation` by their names.
-ACTIVATIONS = {
-    "silu": silu,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "sigmoid": recurrent.sigmoid,
-}

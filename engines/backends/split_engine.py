@@ -187,7 +187,7 @@ class SplitEngine:
                 launch()
 
     def _prepare(self) -> list[_Step]:
-        check_bound(self, self._tensors, self._bound, self._program.states, self._scratch)
+        check_bound(self, self._tensors, self._bound, self._program.changed, self._scratch)
         arrays, steps = self._bound | self._scratch, []
         for segment, wiring in zip(self._segments, self._wiring, strict=True):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}

@@ -40,6 +40,7 @@ from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.sampling.launcher import CudaSampling
+from edgellm.kernels.sampling.twin import first_not_finite
 from edgellm.kernels.tree.launcher import CudaTree
 
 logger = logging.getLogger("edgellm.tensorrt")
@@ -121,7 +122,7 @@ class TensorRTBackend(CudaDevice):
         dense = [spec for spec in specs if spec.name not in layouts]
         memory = self.zeros_side_by_side(
             {
-                spec.name: (layouts[spec.name].shape, "uint8") if spec.name in layouts else (spec.shape, "compute")
+                spec.name: (layouts[spec.name].shape, "uint8") if spec.name in layouts else (spec.shape, spec.dtype)
                 for spec in specs
             }
         )
@@ -144,9 +145,14 @@ class TensorRTBackend(CudaDevice):
         due = {
             name: weights[spec.name].reshape(-1)[place]
             for spec, name, place in part_places(dense)
-            if check.is_due(name)
+            if check.is_due(name) and spec.dtype == "compute"
         }
-        check.conclude(self._first_not_finite(due))
+        small = {  # the kernel looks at weights of one dtype
+            name: first_not_finite(checkpoint.raw(name).reshape(-1))
+            for spec, name, _ in part_places(dense)
+            if check.is_due(name) and spec.dtype != "compute"
+        }
+        check.conclude(self._first_not_finite(due) | small)
         found: dict[str, DeviceArray | PackedMatrix] = {**weights}
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
         if packed:

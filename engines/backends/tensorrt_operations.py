@@ -307,8 +307,8 @@ class TensorRTOperations(Operations[Any]):
 
 def _without_layer(what: str, index: int) -> EngineError:
     return EngineError(
-        f"TensorRT has nothing for {what}, as layer {index} has it: kernels run it between engines of what stands around it, on GPUs of sm_80 "
-        "and newer in float16 or bfloat16. Elsewhere take --backend numpy"
+        f"TensorRT has nothing for {what}, which layer {index} is: kernels compute it, in float16 or bfloat16, on GPUs "
+        "that they are made for. Elsewhere take --backend numpy"
     )
 
 

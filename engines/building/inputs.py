@@ -32,7 +32,7 @@ from edgellm.engines.families.eagle import read_draft
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name
+from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, unread_tensors
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE
@@ -174,7 +174,7 @@ def read_inputs(
     draft, weights, packed = None, dict[str, Path](), dict[str, Quantization | None]()
     published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
-        checkpoint.check(decoder_weights(config))
+        checkpoint.check(decoder_weights(config), unread_tensors(config))
         packed["base"] = checkpoint.quantization
         weights |= _weight_files(checkpoint, "", published)
         check_tokenizer(source, config.vocab_size)

@@ -207,9 +207,9 @@ class Checkpoint:
         except CheckpointError as error:
             raise CheckpointError(f"{self.path}: {error}") from None
 
-    def check(self, specs: Sequence[WeightSpec]) -> None:
+    def check(self, specs: Sequence[WeightSpec], unread: tuple[str, ...] = ()) -> None:
         """One CheckpointError that lists all `problems`."""
-        problems = self.problems(specs)
+        problems = self.problems(specs, unread=unread)
         if problems:
             listed = "\n".join(f"  {problem}" for problem in problems)
             said = "" if self.quantization is None else f", weights packed with {self.quantization.method}"

@@ -13,11 +13,13 @@ from edgellm.engines.directories.digests import FileDigest
 from edgellm.engines.directories.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.model.config import (
+    CONV_WIDTHS,
     FEATURE_NORMS,
     GATE_ACTIVATIONS,
     GENERATIONS,
     HEADS,
     LAYER_KINDS,
+    NAMINGS,
     DecoderConfig,
     DraftConfig,
 )
@@ -220,6 +222,7 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     if config.hidden_act not in GATE_ACTIVATIONS:
         expected = ", ".join(GATE_ACTIVATIONS)
         raise values.error(f"'hidden_act' is {config.hidden_act!r:.80}, expected one of {expected}")
+    _check_mixers(values, config)
     _check_layers(values, "feature_layers", config.feature_layers, config.num_layers)
     _check_layers(values, "nope_layers", config.nope_layers, config.num_layers - 1)
     kinds = config.layer_kinds
@@ -235,6 +238,27 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]
     if beyond:
         raise values.error(f"'eos_token_ids' has {beyond[0]}, the model has {config.vocab_size} tokens")
+
+
+def _check_mixers(values: JSONObject, config: DecoderConfig) -> None:
+    """What mixes the tokens of the layers, and what the checkpoint calls their parts."""
+    kinds = config.layer_kinds
+    if kinds and (len(kinds) != config.num_layers or not set(kinds) <= set(LAYER_KINDS)):
+        found, expected = ", ".join(kinds), ", ".join(LAYER_KINDS)
+        raise values.error(
+            f"'layer_kinds' is {found:.80}, expected for each of {config.num_layers} layers one of {expected}"
+        )
+    if config.naming not in NAMINGS:
+        raise values.error(f"'naming' is {config.naming!r:.80}, expected one of {', '.join(NAMINGS)}")
+    least, most = CONV_WIDTHS
+    if config.is_recurrent and not least <= config.conv_width <= most:
+        raise values.error(f"'conv_width' is {config.conv_width}, expected {least} to {most}")
+    heads = config.delta_heads
+    if "delta" in kinds and (len(heads) != 4 or min(heads) < 1 or heads[1] % heads[0]):
+        raise values.error(
+            f"'delta_heads' is {list(heads)}, expected the numbers of key heads, of value heads, a multiple of that, "
+            "and their sizes"
+        )
 
 
 def _check_layers(values: JSONObject, key: str, layers: tuple[int, ...], count: int) -> None:

@@ -64,10 +64,8 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "dict": ("an object", lambda value: isinstance(value, dict)),
     "tuple[str, ...]": (
-        f"a list of at most {_MOST_ITEMS} non-empty strings",
-        lambda value: isinstance(value, list)
-        and len(value) <= _MOST_ITEMS
-        and all(isinstance(item, str) and item for item in value),
+        f"a list of at most {_MOST_ITEMS} texts",
+        lambda value: isinstance(value, list) and len(value) <= _MOST_ITEMS and all(isinstance(v, str) for v in value),
     ),
     "dict[str, Any] | None": ("an object or null", lambda value: value is None or isinstance(value, dict)),
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from edgellm.engines.directories.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.model.config import LAYER_KINDS
+from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH, LAYER_KINDS
 from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
 
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
@@ -140,6 +140,33 @@ class ConfigFields:
             return None, ()
         return window, tuple(LAYER_KINDS[is_window] for is_window in in_window)
 
+    def layer_kinds(self, kinds: Mapping[str, str], default: Sequence[str]) -> tuple[str, ...]:
+        """What `layer_types` says of each layer, in the words that `kinds` has for its own; `default` are those of a
+        file without it. The field is then read."""
+        given = self.values.get("layer_types")
+        self.values = {key: value for key, value in self.values.items() if key != "layer_types"}
+        types, count = list(default) if given is None else given, layer_count(self)
+        if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
+            self.wrong.append(f"layer_types is {as_json(types)}, expected a list of {' and '.join(kinds)}")
+            return ()
+        unknown = sorted(set(types) - set(kinds))
+        if unknown:
+            listed = ", ".join(unknown)
+            self.unsupported.append(f"layer_types has {listed}, supported are {' and '.join(kinds)}")
+        elif len(types) != count:
+            self.wrong.append(f"layer_types has {len(types)} layers, but num_hidden_layers is {count}")
+        return tuple(kinds.get(each, "") for each in types)
+
+    def layers(self, key: str, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
+        """A list of some of the layers, which are numbered from 0; `default` stands for absence and null."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, list) and all(is_integer(each) and 0 <= each < count for each in value):
+            return tuple(value)
+        self._note(key, f"a list of layers from 0 to {count - 1}")
+        return ()
+
     def dtype(self, fallback: str | None) -> str:
         """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `fallback`."""
         key = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
@@ -205,6 +232,20 @@ class ConfigFields:
     def _note(self, key: str, expected: str) -> None:
         found = f"is {as_json(self.values[key])}" if key in self.values else "is missing"
         self.wrong.append(f"{key} {found}, expected {expected}")
+
+
+def layer_count(fields: ConfigFields) -> int:
+    """`num_hidden_layers`, or 0 where that is wrong, which is noted where it is read."""
+    layers = fields.values.get("num_hidden_layers")
+    return layers if is_integer(layers) and 0 <= layers <= LARGEST_DEPTH else 0
+
+
+def read_conv_width(fields: ConfigFields, key: str) -> int:
+    """How many tokens a short convolution reaches over; problems are noted in `fields`."""
+    width, (least, most) = fields.size(key), CONV_WIDTHS
+    if width and not least <= width <= most:
+        fields.unsupported.append(f"{key} is {width}, supported are short convolutions of {least} to {most} tokens")
+    return width
 
 
 #: The base of the original rotary embedding; Llama's first releases do not write it down.

@@ -50,10 +50,10 @@ _PUBLISHED = {
     },
     "qwen3_5": {},
 }
-#: By the same, what begins the names of tensors that belong to a draft head, not to the decoder.
-UNREAD: Mapping[str, tuple[str, ...]] = {"qwen3_5": ("mtp.",)}
-#: Of the squares of queries and keys of the delta rule; no family writes another down.
-_DELTA_EPSILON = 1e-6
+#: By the same, what begins the names of tensors beside the decoder's: of a draft head.
+_UNREAD = {"qwen3_5": ("mtp.",)}
+#: Of the weights of convolutions and decays: they are small, and a decay counts once for each token behind it.
+_SMALL = "float32"
 
 
 class LayerWeights:
@@ -131,8 +131,8 @@ class LayerWeights:
         """LFM2's gated short convolution, to "convolved", and what that goes through."""
         hidden, width, bias = self._config.hidden_size, self._config.conv_width, self._config.conv_bias
         project = self.linear("conv.in_proj", {"in_proj": 3 * hidden}, hidden, bias)
-        weight = self.weight("conv.conv.weight", hidden, width, dtype="float32", part=(hidden, 1, width))
-        offset = self.weight("conv.conv.bias", hidden, dtype="float32") if bias else None
+        weight = self.weight("conv.conv.weight", hidden, width, dtype=_SMALL, part=(hidden, 1, width))
+        offset = self.weight("conv.conv.bias", hidden, dtype=_SMALL) if bias else None
         convolve = ShortConvolution("convolved", "projected", index, hidden, width, weight, offset, gated=True)
         output = self.linear("conv.out_proj", {"out_proj": hidden}, hidden, bias)
         return [NormLinear("projected", (normed,), project), convolve], output
@@ -143,7 +143,7 @@ class LayerWeights:
         config, channels, width = self._config, self._config.delta_channels, self._config.conv_width
         key_heads, heads, key_size, size = config.delta_heads
         parts = {"in_proj_qkv": channels, "in_proj_z": heads * size, "in_proj_b": heads, "in_proj_a": heads}
-        weight = self.weight("linear_attn.conv1d.weight", channels, width, dtype="float32", part=(channels, 1, width))
+        weight = self.weight("linear_attn.conv1d.weight", channels, width, dtype=_SMALL, part=(channels, 1, width))
         rows, _ = DeltaMatrix(index, (key_heads, heads), (key_size, size)).kept_names
         steps = [
             NormLinear("projected", (normed,), self.linear("linear_attn.in_proj", parts, config.hidden_size, False)),
@@ -156,9 +156,8 @@ class LayerWeights:
                 (key_heads, heads),
                 (key_size, size),
                 channels + heads * size,
-                self.weight("linear_attn.A_log", heads, dtype="float32"),
-                self.weight("linear_attn.dt_bias", heads, dtype="float32"),
-                _DELTA_EPSILON,
+                self.weight("linear_attn.A_log", heads, dtype=_SMALL),
+                self.weight("linear_attn.dt_bias", heads, dtype=_SMALL),
             ),
             GatedNorm("recalled", "delta", "projected", channels, heads, self.norm("linear_attn.norm", size, 0.0)),
         ]
@@ -275,6 +274,11 @@ def decoder_weights(config: DecoderConfig) -> list[WeightSpec]:
     table = single_weight(embedding_name(config), config.vocab_size, config.hidden_size)
     program = decoder_program(config, EngineShape("decode", 1, 1, 1, 1))
     return list(({table.name: table} | program.weights).values())
+
+
+def unread_tensors(config: DecoderConfig) -> tuple[str, ...]:
+    """What begins the names of tensors that a checkpoint may have beside the decoder's."""
+    return _UNREAD.get(config.naming, ())
 
 
 def head_format(head: str, columns: int, dtype: str) -> WeightFormat | None:

@@ -23,6 +23,7 @@ from edgellm.engines.model.states import (
     Edge,
     KVRows,
     WindowRows,
+    is_recurrent,
     kept_edge,
     state_edge,
 )
@@ -221,8 +222,8 @@ class GatedDelta(Step):
 
     `value` [.., 2 Hk Dk + Hv Dv] holds queries, keys and values behind their convolution; `heads` are Hk and Hv,
     `sizes` Dk and Dv, and value head h has the query and key of head h // (Hv / Hk). In `gates` stand b and a, [Hv]
-    each, from column `first` on. Queries and keys are divided by sqrt(sum of squares + epsilon), queries by sqrt(Dk),
-    too. A head's matrix S [Dk, Dv] becomes exp(g) S + k (beta (v - exp(g) S^T k))^T with g = -exp(a_log) softplus(a +
+    each, from column `first` on. Queries and keys are divided by sqrt(sum of squares + 1e-6), queries by sqrt(Dk), too.
+    A head's matrix S [Dk, Dv] becomes exp(g) S + k (beta (v - exp(g) S^T k))^T with g = -exp(a_log) softplus(a +
     dt_bias) and beta = sigmoid(b); its output [Dv] is then S^T q, in float32.
     """
 
@@ -234,7 +235,6 @@ class GatedDelta(Step):
     first: int
     a_log: WeightSpec
     dt_bias: WeightSpec
-    epsilon: float
 
     def state(self, shape: EngineShape) -> DeltaMatrix:
         """The layer's state of this step in an engine of a shape."""
@@ -376,9 +376,14 @@ class Program:
 
     @cached_property
     def states(self) -> Edge:
-        """The tensors of the layers' states, which an engine changes where they are, if it does."""
+        """The tensors of the layers' states."""
         shape = self.shape
         return state_edge((step.state(shape) for step in self.stateful), shape.batch, shape.kv_rows)
+
+    @cached_property
+    def changed(self) -> Edge:
+        """Those of `states` that the engine changes where they are: not what a later commit changes."""
+        return {name: kind for name, kind in self.states.items() if not (self.kept and is_recurrent(name))}
 
     @cached_property
     def kept(self) -> Edge:
@@ -411,7 +416,7 @@ class Program:
         """Every tensor that an engine of this program is bound to."""
         matrices: Edge = {name: (size, "compute") for name, size in self.matrices.items()}
         matrices |= {name: (spec.shape, spec.dtype) for name, spec in self.weights.items()}
-        present = {PRESENT + name: kind for name, kind in self.states.items()}
+        present = {PRESENT + name: kind for name, kind in self.changed.items()}
         return self.values | matrices | present | self.outputs
 
 

@@ -268,6 +268,12 @@ def saved_dtype(name: str, kv_cache: str) -> str | None:
     return kv_cache if match[1] == "cache" else "float32"
 
 
+def is_recurrent(name: str) -> bool:
+    """Whether a tensor of this name is a recurrent state."""
+    match = _NAME.fullmatch(name)
+    return match is not None and match[2] is not None
+
+
 def kept_edge(states: Iterable[LayerState], slots: int, tokens: int) -> Edge:
     """What a step of so many tokens keeps for its commit, layer by layer."""
     return {name: kind for state in states for name, kind in state.kept(slots, tokens).items()}

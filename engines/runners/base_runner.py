@@ -32,9 +32,9 @@ from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import StepBuffers, bound_inputs
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues, StepRules
 from edgellm.engines.runners.states import ModelStates
-from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.arrays import Array
 from edgellm.kernels.contracts import rows_of
-from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState
 
 _PHASES = ("prefill", "decode")
 #: Of a decode step: sequences, KV rows, whether all draw by argmax, have adapters, are under masks or biases.

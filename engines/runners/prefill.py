@@ -1,8 +1,8 @@
-"""The prompts of a runner's slots: cut into chunks, brought to the engines of phase "prefill", with what is restored."""
+"""The prompts of a runner's slots: cut into chunks, and brought to the engines of phase "prefill"."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
 

@@ -22,8 +22,7 @@ from edgellm.engines.model.states import (
 )
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.arrays import Array, leading
-from edgellm.kernels.recurrent.contract import Accepted as AcceptedPaths
-from edgellm.kernels.recurrent.contract import LayerColumns, LayerMatrices
+from edgellm.kernels.recurrent.contract import AcceptedPath, LayerColumns, LayerMatrices
 
 #: The arrays by name in which a step keeps what a commit asks for; none of a model that attends in every layer.
 Kept = Mapping[str, Array]
@@ -155,7 +154,7 @@ class ModelStates:
         for state in recurrent_states(self._layers):
             held = [self.tensors[name][slots] for name in state.names]
             layers.setdefault(type(state), []).append([*held, *(kept[name] for name in state.kept(1, 1))])
-        kernels, replayed, launches = self._backend.recurrent, AcceptedPaths(indices, counts), []
+        kernels, replayed, launches = self._backend.recurrent, AcceptedPath(indices, counts), []
         if columns := layers.get(ConvColumns):
             launches.append(kernels.commit_columns([LayerColumns(*each) for each in columns], replayed))
         if matrices := layers.get(DeltaMatrix):
@@ -168,10 +167,10 @@ class ModelStates:
         return run
 
     def saved(self, tokens: int) -> Edge:
-        """What a snapshot holds of a slot of so many tokens."""
+        """What a snapshot holds of a slot of so many tokens: tensors [groups, rows, size]."""
         compute = self._backend.compute_dtype
         return {
-            name: (shape, compute if dtype == "compute" else dtype)
+            name: (shape if len(shape) == 3 else (1, *shape), compute if dtype == "compute" else dtype)
             for layer in self._layers
             for name, (shape, dtype) in layer.saved(tokens).items()
         }

@@ -416,17 +416,30 @@ class DecodingRunner:
         pending, state = rows_of(self.draft.pending, slots), self.base.sequences(slots)
         self.backend.acceptance.append_pending(features, tokens, state, pending)
 
+    def complete_draft(self, slot: int, batch: int) -> None:
+        """Let the draft's rows of a slot, of the `batch` leading ones, reach as far as the base's; everything must have
+        been waited for. The others' pending entries stay: taken twice they give the same rows."""
+        if self.draft is not None and self._progress.pending[slot]:
+            self._take_pending(batch)
+            self._progress.draft_rows[slot] = self._progress.base_rows[slot]
+
     def _flush(self, batch: int) -> None:
         """Let the draft take the pending entries, so that there is room for more."""
+        assert self.draft is not None
+        bucket = self._take_pending(batch)
+        counts = self.draft.pending.counts[:bucket]
+        self.backend.upload(counts, np.zeros(bucket, np.int32))
+        self._progress.draft_took_pending(batch)
+
+    def _take_pending(self, batch: int) -> int:
+        """Enqueue the draft's step over the pending entries; for how many slots."""
         assert self.draft is not None
         bucket = self._bucket(batch)
         tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
         widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
         key_range = self._engines.key_range(widest, max(self.base.lengths[:batch]) + tokens)
         self._steps.run(*self._flush_step(bucket, tokens, key_range))
-        counts = self.draft.pending.counts[:bucket]
-        self.backend.upload(counts, np.zeros(bucket, np.int32))
-        self._progress.draft_took_pending(batch)
+        return bucket
 
     def _flush_step(self, batch: int, tokens: int, key_range: int) -> tuple[tuple, Stages]:
         assert self.draft is not None

@@ -7,7 +7,8 @@ from functools import partial
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.model.memory_plan import GIVEN_NODES
+from edgellm.engines.model.memory_plan import GIVEN_NODES, kept_bytes
+from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.states import Kept, KeptInputs
@@ -44,7 +45,8 @@ def given_tree_bytes(config: DecoderConfig, limits: EngineLimits, nodes: int, dt
     """What `TreeVerification` allocates for them; the logits of all nodes are the largest part."""
     size = given_limits(limits, nodes)
     pending = size.slots * size.emitted * len(config.feature_layers) * config.hidden_size * ITEM_SIZES[dtype]
-    return tree_bytes(config, size, dtype) + pending
+    kept = kept_bytes(decoder_states(config, limits.kv_cache), size.slots, nodes)
+    return tree_bytes(config, size, dtype) + pending + kept
 
 
 class TreeVerification:

@@ -11,8 +11,8 @@ takes the accepted ones of what was kept into the state. A chunk of a prompt (`s
 itself: of its T tokens the first state_tokens[b] count, the rest is padding.
 
 **Parents**: node t's parent is an earlier one, -1 of the root and of padding, as in
-`edgellm.kernels.tree.contract.TreeNodes`; what is no earlier node counts as -1. A node of parent -1 sees the state
-alone. So a token's row has the bits that it has where its path is decoded token by token, in every batch and tree.
+`edgellm.kernels.tree.contract.TreeNodes`; what is no earlier node counts as -1. The root sees the state alone. So a
+token's row has the bits that it has where its path is decoded token by token, in every batch and tree.
 
 **Bits.** All is float32, each operation rounded by itself, exponentials and logarithms those of
 `edgellm.kernels.portable_math`, sums in the order of `edgellm.kernels.recurrent.twin.ordered_sum`: the twin's bits are
@@ -46,7 +46,7 @@ class Convolution(NamedTuple):
     Else its first C columns are convolved, and `silu`: SiLU is applied to the result.
     """
 
-    weight: Annotated[OwnArray, "CW compute"]
+    weight: Annotated[OwnArray, "CW float32"]
     silu: bool
     gated: bool
 
@@ -57,8 +57,8 @@ class DeltaGates(NamedTuple):
     The logarithm of the decay is -exp(a_log) softplus(a + dt_bias), the weight of the new value sigmoid(b).
     """
 
-    a_log: Annotated[OwnArray, "G compute"]
-    dt_bias: Annotated[OwnArray, "G compute"]
+    a_log: Annotated[OwnArray, "G float32"]
+    dt_bias: Annotated[OwnArray, "G float32"]
     first: int
 
 
@@ -78,7 +78,7 @@ class GatedHeads(NamedTuple):
     size: int
 
 
-class Accepted(NamedTuple):
+class AcceptedPath(NamedTuple):
     """The path of each slot, counts[b] of its nodes, the root first; a count of 0 is an idle slot, which stays."""
 
     indices: Annotated[OwnArray, "BN int32"]
@@ -135,6 +135,13 @@ def check_step(parents: object | None, kept: object | None, state_tokens: object
         raise KernelError("a step either keeps its inputs (`kept`) or commits its tokens (`state_tokens`)")
     if parents is not None and kept is None:
         raise KernelError("the nodes of a tree (`parents`) are not committed by the step: give `kept`")
+
+
+def check_alike(value: object, copy: object) -> None:
+    """Raise KernelError unless two arrays have one dtype."""
+    found, expected = (str(getattr(array, "dtype", None)) for array in (copy, value))
+    if found != expected:
+        raise KernelError(f"separate_gates: qkv is {found}; expected {expected}, the dtype of value")
 
 
 def _check_convolution(sizes: dict[str, Any]) -> str | None:
@@ -211,7 +218,7 @@ class RecurrentArrays(Protocol):
         self,
         value: Annotated[OwnArray, "BTV mixed"],
         convolution: Convolution,
-        bias: Annotated[OwnArray, "C compute"] | None,
+        bias: Annotated[OwnArray, "C float32"] | None,
         columns: Annotated[OwnArray, "BCK float32"],
         output: Annotated[OwnArray, "BTC mixed"],
         parents: Annotated[OwnArray, "BT int32"] | None,
@@ -243,8 +250,8 @@ class RecurrentArrays(Protocol):
         Queries and keys are divided by the root of the sum of their squares + `NORM_EPSILON`, queries by that of D.
         With a head's decay exp(g) and weight beta, a token's delta is beta (v - exp(g) S k), its output exp(g) S q + (k
         q) delta, and the next S is exp(g) S + delta k^T, S [E, D] as `matrix` holds it. `kept` gets g, then beta, of
-        all heads; `rows` are kept by who wrote them. Rows of `output` are zeros of padding: nodes but the first
-        whose parent is -1, tokens of a chunk that do not count.
+        all heads; `rows` are kept by who wrote them. Rows of `output` are zeros of padding: nodes that are
+        not below the first, tokens of a chunk that do not count.
         """
 
     @limited(_check_gated_norm)
@@ -277,11 +284,11 @@ class RecurrentArrays(Protocol):
         """Multiply `context`, where it is, by the sigmoid of the gates in `value`."""
 
     @limited(_check_rows)
-    def commit_columns(self, layer: LayerColumns, accepted: Accepted) -> Launchable:
+    def commit_columns(self, layer: LayerColumns, accepted: AcceptedPath) -> Launchable:
         """The last K inputs of those before and the accepted ones become the columns."""
 
     @limited(_check_delta_rows)
-    def commit_matrices(self, layer: LayerMatrices, accepted: Accepted) -> Launchable:
+    def commit_matrices(self, layer: LayerMatrices, accepted: AcceptedPath) -> Launchable:
         """The matrix behind the accepted tokens: the bits that a chunk of these tokens leaves."""
 
 
@@ -289,11 +296,11 @@ class RecurrentKernels(RecurrentArrays, Protocol):
     """One implementation of all. A call gives what enqueues it, so that a step is prepared once."""
 
     def commit_columns(  # type: ignore[override]
-        self, layers: Sequence[LayerColumns], accepted: Accepted
+        self, layers: Sequence[LayerColumns], accepted: AcceptedPath
     ) -> Launchable:
         """As `RecurrentArrays` says, of all layers at once."""
 
     def commit_matrices(  # type: ignore[override]
-        self, layers: Sequence[LayerMatrices], accepted: Accepted
+        self, layers: Sequence[LayerMatrices], accepted: AcceptedPath
     ) -> Launchable:
         """As `RecurrentArrays` says, of all layers at once."""

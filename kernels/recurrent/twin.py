@@ -5,6 +5,7 @@ The functions compute with whole arrays; the methods of `NumpyRecurrent` are wha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -12,11 +13,10 @@ import numpy as np
 from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.numpy_twins import NumpyLaunch
-from edgellm.kernels.errors import KernelError
 from edgellm.kernels.portable_math import exp, sigmoid, silu, softplus
 from edgellm.kernels.recurrent.contract import (
     NORM_EPSILON,
-    Accepted,
+    AcceptedPath,
     Convolution,
     DeltaGates,
     GatedHeadNorm,
@@ -24,6 +24,7 @@ from edgellm.kernels.recurrent.contract import (
     LayerColumns,
     LayerMatrices,
     RecurrentArrays,
+    check_alike,
     check_step,
     key_heads,
 )
@@ -86,7 +87,7 @@ class NumpyRecurrent:
             output[...] = 0
             for slot, tokens in enumerate(_chain(rows.shape[1], state_tokens)):
                 results = delta_walk(rows[slot], made[slot], matrix[slot], tokens)
-                output[slot, tokens] = results.reshape(len(tokens), -1)
+                output[slot, tokens] = results.reshape(len(tokens), output.shape[-1])
 
         return NumpyLaunch(compute)
 
@@ -117,8 +118,8 @@ class NumpyRecurrent:
 
         return NumpyLaunch(compute)
 
-    def commit_columns(self, layers: Sequence[LayerColumns], accepted: Accepted) -> NumpyLaunch:
-        """Accepted inputs into the columns of all layers; see the contract."""
+    def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> NumpyLaunch:
+        """AcceptedPath inputs into the columns of all layers; see the contract."""
         for layer in layers:
             _check("commit_columns", layer, accepted)
 
@@ -128,8 +129,8 @@ class NumpyRecurrent:
 
         return NumpyLaunch(compute)
 
-    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: Accepted) -> NumpyLaunch:
-        """Accepted tokens into the matrices of all layers; see the contract."""
+    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
+        """AcceptedPath tokens into the matrices of all layers; see the contract."""
         for layer in layers:
             _check("commit_matrices", layer, accepted)
 
@@ -150,8 +151,7 @@ def convolved(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What `short_convolution` puts out, and what it convolves, both [B, T, C] float32."""
     weight, silu_after, gated = convolution
-    taps, (batch, tokens, _) = float32_of(weight), value.shape
-    channels, width = taps.shape
+    (batch, tokens, _), (channels, width) = value.shape, weight.shape
     parts = [float32_of(value[..., n * channels : (n + 1) * channels]) for n in range(3 if gated else 1)]
     inputs = parts[0] * parts[2] if gated else parts[0]
     # Of the state and the inputs behind it, which stands where: token t at `width` - 1 + t.
@@ -161,14 +161,14 @@ def convolved(
     slots = np.arange(batch)[:, None]
     terms = []
     for tap in reversed(range(width)):
-        terms.append(taps[:, tap] * known[slots, places])
+        terms.append(weight[:, tap] * known[slots, places])
         if tap:
             places = places - 1 if before is None else before[slots, places]
     result = terms.pop()
     while terms:
         result = result + terms.pop()
     if bias is not None:
-        result = result + float32_of(bias)
+        result = result + bias
     if silu_after:
         result = silu(result)
     return (parts[1] * result if gated else result), inputs
@@ -187,8 +187,7 @@ def delta_gates(projected: np.ndarray, gates: DeltaGates) -> np.ndarray:
     """Of each value head the logarithm of the decay, then of each the weight of the new value: [B, T, 2 G] float32."""
     heads, first = len(gates.a_log), gates.first
     found = float32_of(projected[..., first : first + 2 * heads])
-    rate = -exp(float32_of(gates.a_log))
-    decay = rate * softplus(found[..., heads:] + float32_of(gates.dt_bias))
+    decay = -exp(gates.a_log) * softplus(found[..., heads:] + gates.dt_bias)
     return np.concatenate((decay, sigmoid(found[..., :heads])), axis=-1)
 
 
@@ -262,13 +261,6 @@ def float32_of(values: np.ndarray) -> np.ndarray:
     return values.astype(np.float32, copy=False)
 
 
-def check_alike(value: object, copy: object) -> None:
-    """Raise KernelError unless two arrays have one dtype."""
-    found, expected = (str(getattr(array, "dtype", None)) for array in (copy, value))
-    if found != expected:
-        raise KernelError(f"separate_gates: qkv is {found}; expected {expected}, the dtype of value")
-
-
 _Step = Callable[[np.ndarray, int, bool], tuple[np.ndarray, np.ndarray | None]]
 
 
@@ -310,18 +302,16 @@ def _walk_tree(
     rows: np.ndarray, gates: np.ndarray, matrix: np.ndarray, parents: Sequence[int], outputs: np.ndarray
 ) -> None:
     """One slot's nodes; the matrix behind a node is kept as long as it has children to come."""
-    step, states, waiting = _token_steps(rows, gates, matrix.shape), {-1: matrix}, dict[int, int]()
-    for parent in parents:
-        waiting[parent] = waiting.get(parent, 0) + 1
-    waiting[-1] = 0  # it stays
+    step, states, waiting = _token_steps(rows, gates, matrix.shape), {-1: matrix}, Counter(parents)
+    waiting[-1] = 1  # the root alone, not padding
     for node, parent in enumerate(parents):
-        if parent < 0 < node:
+        if node and parent not in states:
             continue  # padding
         after, outputs[node] = step(states[parent], node, True)  # type: ignore[call-overload]
         waiting[parent] -= 1
         if waiting[parent] == 0:
             del states[parent]
-        if waiting.get(node):
+        if waiting[node]:
             states[node] = after
 
 
@@ -343,7 +333,7 @@ def _chain(tokens: int, counts: np.ndarray | None) -> list[np.ndarray]:
     return [np.arange(count) for count in counts.clip(0, tokens).tolist()]
 
 
-def _paths(accepted: Accepted, tokens: int) -> list[np.ndarray]:
+def _paths(accepted: AcceptedPath, tokens: int) -> list[np.ndarray]:
     """The nodes of each slot's path, within a step of so many tokens."""
     indices, most = accepted.indices.clip(0, tokens - 1), accepted.indices.shape[1]
     return [path[: min(max(count, 0), most)] for path, count in zip(indices, accepted.counts.tolist(), strict=True)]
