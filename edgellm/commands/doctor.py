@@ -198,7 +198,7 @@ def _plans(directory: EngineDirectory) -> str:
 def _kv_cache(directory: EngineDirectory) -> str:
     """The dtype of the model's KV rows on a GPU, and the memory that they take."""
     limits = directory.limits
-    layers = decoder_states(directory.config, limits.kv_cache)
+    layers = decoder_states(directory.config, limits.kv_cache, limits)
     edge, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_bytes(layers, limits.max_batch)
     dtype = directory.dtype if limits.kv_cache == "compute" else limits.kv_cache
     size = (state_bytes(edge, directory.dtype) - recurrent) / MEBIBYTE

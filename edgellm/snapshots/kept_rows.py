@@ -58,7 +58,7 @@ class RowKeeper:
         if memory is None:
             return None
         for copy in copies_in(held, memory):
-            self._backend.download_rows(copy.cache, copy.values, copy.rows)
+            self._backend.download_rows(copy.cache, copy.values, copy.rows, copy.first)
         self.nbytes += memory.nbytes
         return KeptRows(rows, draft_rows, memory)
 
@@ -116,5 +116,5 @@ def copies_in(held: Iterable[SlotRows], memory: np.ndarray) -> Iterator[RowCopy]
     for each in held:
         groups, _, size = each.memory.shape
         values = memory[place : place + row_bytes(each)].view(NUMPY_DTYPES[str(each.memory.dtype)])
-        yield RowCopy(each.name, each.memory, values.reshape(groups, each.rows, size), each.rows)
+        yield RowCopy(each.name, each.memory, values.reshape(groups, each.rows, size), each.rows, each.first)
         place += padded_bytes(each)

@@ -291,7 +291,7 @@ class SlotSnapshots:
         for model, states in self._states.items():
             for each in states.of_slot(slot, _tokens_of(model, tokens)):
                 name = _saved_name(model, each.name)
-                yield RowCopy(name, each.memory, snapshot.tensor(name), each.rows)
+                yield RowCopy(name, each.memory, snapshot.tensor(name), each.rows, each.first)
 
     def _saved(self, tokens: int) -> Edge:
         """What a snapshot of so many tokens holds: a tensor's shape and dtype by its name."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from edgellm.engines.backends.kernel_steps import (
     TOGETHER,
+    UNNORMED,
     attention_shape,
     module_rows,
     most_rows,
@@ -221,17 +222,21 @@ class FewRows:
         if linear.is_packed:
             takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
             kernels = self._kernels.few if takes else self._kernels.many
-        x = self._array(step.value)
-        whole = kernels.linear_residual(
-            x,
-            linear,
-            self._array(step.residual),
-            self._array(step.output),
-            step.scale,
-            self._kept(step.keep),
-            *selected,
-        )
-        return [*self._low_products(x, linear, *selected), *self._arranged(x, linear), whole]
+        x, residual, output = (self._array(name) for name in (step.value, step.residual, step.output))
+        launches = [*self._low_products(x, linear, *selected), *self._arranged(x, linear)]
+        if step.norm is None:
+            return [
+                *launches,
+                kernels.linear_residual(x, linear, residual, output, step.scale, self._kept(step.keep), *selected),
+            ]
+        rows, width = step_rows(step, self._program), linear.weight.shape[0]
+        given = self._array(UNNORMED)[: rows * width].reshape(rows, width)
+        normed = NormedInput(given, self._array(step.norm.weight.name), step.norm.epsilon, step.norm.offset)
+        return [
+            *launches,
+            kernels.linear_residual(x, linear, None, given, step.scale, None, *selected),
+            self._kernels.few.norm_residual(normed, residual, output, *selected),
+        ]
 
     def _arranged(self, x: Array, linear: LinearWeights) -> list[Any]:
         """What arranges inputs where they are: nothing else reads what a layer's predecessor leaves for it."""
@@ -264,16 +269,18 @@ class FewRows:
         mask = None if self._program.shape.phase == "decode" else array("attention_mask")
         q_norm, k_norm = (None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
         epsilon, offset = (step.q_norm.epsilon, step.q_norm.offset) if step.q_norm is not None else (0.0, 0.0)
+        part = (step.rotary_first, step.rotary) if step.rotary else None
         k_cache, v_cache, *scales = map(array, step.state(self._program.shape).names)
         return self._kernels.few.attention(
             qkv,
-            AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0),
+            AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part),
             AttentionStep(
                 array("rope_rotary_cos_sin"),
                 array("kvcache_start_index"),
                 mask,
                 *(k_cache, v_cache, step.masks_all),
-                *scales,
+                *(scales or (None, None)),
+                step.window,
             ),
             AttentionScratch(array("partial"), array("counters")),
             array(step.output),

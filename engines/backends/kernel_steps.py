@@ -35,6 +35,8 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 TOGETHER = "packed"
+#: What a linear layer gives before it is normed and added.
+UNNORMED = "unnormed"
 
 
 def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
@@ -77,6 +79,8 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if columns % 8:
         return f"widths must be multiples of 8, not {columns}"
     if isinstance(step, LinearResidual):
+        if step.norm is not None and step.keep is not None:
+            return "features are taken where what is added is normed"
         return "features of all rows are taken where some are selected" if step.selects and step.keep else None
     if step.selects:
         return "features of all rows are taken where some are selected"
@@ -114,7 +118,8 @@ def adapter_words(program: Program) -> int:
 
 def attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
     """What the attention of a layer works on."""
-    return AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows, shape.kv_cache == "int8")
+    rows, window = (shape.kv_rows, 0) if step.window is None else (shape.window_rows, step.window)
+    return AttentionShape(shape.batch, shape.tokens, *step.heads, rows, shape.kv_cache == "int8", window)
 
 
 def scratch_of(program: Program) -> Edge:
@@ -137,6 +142,9 @@ def scratch_of(program: Program) -> Edge:
             packed = max(packed, rows * padded_columns(columns))
             if step.keep is not None and step.keep.target not in edge:
                 found[step.keep.target] = ((rows, columns // len(step.inputs)), "compute")
+        elif isinstance(step, LinearResidual) and step.norm is not None:
+            most = max(rows * width, found.get(UNNORMED, ((0,), dtype))[0][0])
+            found[UNNORMED] = ((most,), dtype)
         if step.output not in edge:
             found[without_layer(step.output)] = ((rows, width), dtype)
     return found | {TOGETHER: ((packed,), "compute")}

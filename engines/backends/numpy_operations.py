@@ -15,7 +15,7 @@ from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.program import GatedDelta, ShortConvolution
-from edgellm.kernels.quantization.rows import write_rows
+from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 from edgellm.kernels.recurrent.contract import Convolution, DeltaGates
 from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, take_columns
 
@@ -198,10 +198,18 @@ class NumpyOperations(Operations[np.ndarray]):
         return np.concatenate((result, x[..., rotated:]), axis=-1) if rest else result
 
     def kv_cache_update(
-        self, cache: np.ndarray, update: np.ndarray, start_index: np.ndarray, scales: np.ndarray | None = None
+        self,
+        cache: np.ndarray,
+        update: np.ndarray,
+        start_index: np.ndarray,
+        scales: np.ndarray | None = None,
+        wraps: bool = False,
     ) -> np.ndarray:
         tokens, rows = update.shape[2], cache.shape[2]
         for sequence, start in enumerate(start_index.tolist()):
+            if wraps:
+                write_ring_rows(sequence, start, update[sequence], cache, scales)
+                continue
             if not 0 <= start <= rows - tokens:
                 raise EngineError(f"rows {start} to {start + tokens - 1} are outside of a KV cache of {rows} rows")
             write_rows((sequence, slice(None), slice(start, start + tokens)), update[sequence], cache, scales)
@@ -270,6 +278,31 @@ class NumpyOperations(Operations[np.ndarray]):
             output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count))
         return output.reshape(*rows.shape[:2], -1), gates
 
+    def window_attention(
+        self,
+        query: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        mask: np.ndarray,
+        start_index: np.ndarray,
+        window: int,
+        scale: float,
+        key_scales: np.ndarray | None = None,
+        value_scales: np.ndarray | None = None,
+    ) -> np.ndarray:
+        batch, heads, tokens, size = query.shape
+        kv_heads, held = keys.shape[1:3]
+        scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
+        grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
+        context = np.empty_like(grouped)
+        for b, start in enumerate(start_index.tolist()):
+            first, hidden = _hidden_in_window(mask[b, 0], start, window)
+            places = np.arange(first, start + tokens) % held
+            rows = [each[b].take(places, axis=1) for each in (keys, values, *scales)]
+            bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
+            context[b] = _attend(grouped[b], rows, bias, 0, tokens)
+        return context.reshape(batch, heads, tokens, size)
+
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2
         result = ACTIVATIONS[kind](gate_up[..., :half])
@@ -306,6 +339,23 @@ class NumpyOperations(Operations[np.ndarray]):
         if self._visible is None or mask is not self._mask:
             self._visible, self._mask = VisibleKeys(mask), mask
         return self._visible
+
+
+def _hidden_in_window(mask: np.ndarray, start: int, window: int) -> tuple[int, np.ndarray | None]:
+    """The first position that one of T tokens sees in its window, and which positions from there to `start` + T - 1
+    each does not see, [T, n] bool (None: each sees all); the new tokens' rows of the mask [T, L] begin at `start`."""
+    tokens = len(mask)
+    if tokens == 1:  # it sees itself
+        return max(0, start + 1 - window), None
+    new = np.zeros((tokens, tokens), np.bool_)
+    shown = mask[:, start : start + tokens]  # padding may stand behind the rows that the mask speaks of
+    new[:, : shown.shape[1]] = shown
+    np.fill_diagonal(new, True)
+    first = max(0, start + 1 - window)
+    seen = np.concatenate((np.ones((tokens, start - first), np.bool_), new), axis=1)
+    later = seen.sum(axis=1, keepdims=True) - seen.cumsum(axis=1)  # how many of a token's positions stand behind each
+    hidden = ~seen | (later >= window)
+    return first, hidden
 
 
 class VisibleKeys:

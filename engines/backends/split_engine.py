@@ -21,7 +21,7 @@ from edgellm.engines.model.program import Attention, Program, Stateful
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.engines.model.states import without_layer
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RowScales
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.recurrent.contract import RecurrentKernels
 
@@ -255,13 +255,12 @@ class SplitEngine:
             norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
         rotary = array("rope_rotary_cos_sin") if step.rotary else None
         keys, values, *scales = (array(name) for name in step.state(self.shape).names)
-        rows, row_scales = (
-            KeyValueRows(keys, values, array("kvcache_start_index")),
-            RowScales(*scales) if scales else None,
-        )
+        rows = KeyValueRows(keys, values, array("kvcache_start_index"), step.window or 0)
+        row_scales = RowScales(*scales) if scales else None
+        part = None if rotary is None else RotaryPart(step.rotary_first, step.rotary)
         qkv = array(UNGATED) if step.gated else value
         launches = [
-            self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales),
+            self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales, part),
             self._kernels.causal_attention(qkv, rows, step.scale, context, row_scales),
         ]
         if not step.gated:

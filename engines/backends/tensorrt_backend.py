@@ -228,8 +228,9 @@ class TensorRTBackend(CudaDevice):
         if refusal is not None:
             return None
         program, kernels = model_program(config, shape), CudaPrefill(self._module)
-        for heads, _, size in {step.heads for step in program.attentions}:  # before a step waits for them
-            kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
+        # Before a step waits for them.
+        for (heads, _, size), window in {(step.heads, step.window is not None) for step in program.attentions}:
+            kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8", window)
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
         packed = set(self._packed_of(shape.model, program))

@@ -153,7 +153,11 @@ class TensorRTOperations(Operations[Any]):
         cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
         return self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
 
-    def kv_cache_update(self, cache: Any, update: Any, start_index: Any, scales: Any | None = None) -> Any:
+    def kv_cache_update(
+        self, cache: Any, update: Any, start_index: Any, scales: Any | None = None, wraps: bool = False
+    ) -> Any:
+        if wraps:
+            raise EngineError("TensorRT's KV caches are no rings: kernels compute the attention within a window")
         if scales is not None:
             raise EngineError("TensorRT's KV caches are not of 8 bits: leave out --kv-cache int8")
         mode = self.trt.KVCacheMode.LINEAR
@@ -208,6 +212,9 @@ class TensorRTOperations(Operations[Any]):
             weights = self._reshape(weights, (batch, kv_heads, group * tokens, seen))
         context = self._product(weights, values, operation.NONE, self.wide_attention)
         return self._reshape(context, (batch, heads, tokens, size))
+
+    def window_attention(self, query: Any, *others: Any) -> Any:
+        raise EngineError("TensorRT has no attention within a window of a ring: kernels compute it")
 
     def short_convolution(self, step: ShortConvolution, *tensors: Any) -> Any:
         raise _without_layer("a short convolution", step.index)

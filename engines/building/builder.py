@@ -18,6 +18,7 @@ from edgellm.engines.building.checks import (
     check_image_rows,
     check_limits,
     check_places,
+    check_range,
     check_settings,
     choose_limits,
     choose_platforms,
@@ -153,6 +154,7 @@ def build_engine_directory(
     check_image_rows(encoder, vision is not None, limits)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention, weights, head, embedding)
+    check_range(config, dtype)
     platforms, note = choose_platforms(targets)
     vocabulary = None if draft_vocabulary is None else Path(draft_vocabulary)
     inputs = read_inputs(source, drafted, config, loras, encoder, vision, vocabulary)
@@ -311,6 +313,7 @@ def describe_in_place(
     check_image_rows(encoder, vision_source is not None, limits)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention)
+    check_range(config, dtype)
     inputs = read_inputs(directory, draft, config, loras, encoder, vision_source)
     names = described_file_names(directory)
     if vision_source is not None:
@@ -429,7 +432,9 @@ def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:
 
 def _engine_dtype(config: DecoderConfig) -> str:
     """Engines compute in the checkpoint's dtype; float32 would need twice the memory for nothing that one can see."""
-    return "float16" if config.dtype == "float32" else config.dtype
+    if config.dtype == "float32":
+        return "bfloat16" if config.post_norms else "float16"
+    return config.dtype
 
 
 def _finished(report: BuildReport, started: float) -> BuildReport:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,7 @@ def choose_limits(
     chosen |= {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots}
     rows = choose_image_rows(vision, max_image_patches)
     limits = EngineLimits(batch, prefill_chunk, kv_capacity, **chosen, image_rows=rows, kv_cache=kv_cache)
+    limits = replace(limits, window_rows=limits.rows_for_window(config.window))
     check_limits(config, limits, beyond_trained_context, has_draft, adapter_ranks)
     return limits
 
@@ -152,6 +154,15 @@ def check_image_rows(vision: VisionConfig | None, is_apart: bool, limits: Engine
         raise BuildError(f"image_rows are {list(rows)}: expected for example {list(choose_image_rows(vision))}")
 
 
+def check_range(config: DecoderConfig, dtype: str) -> None:
+    """Raise BuildError for a model whose values do not stay in the range of a dtype: what Gemma 3's attention and MLP
+    give is far beyond that of float16 before it is normed."""
+    if config.post_norms and dtype == "float16":
+        raise BuildError(
+            f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
+        )
+
+
 def check_limits(
     config: DecoderConfig,
     limits: EngineLimits,
@@ -182,6 +193,8 @@ def check_limits(
                 f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
                 f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
             )
+    if (problem := limits.window_problem(config)) is not None:
+        raise BuildError(f"the limits' window_rows: {problem}")
     if limits.kv_cache not in KV_CACHES:
         raise BuildError(f"--kv-cache is {limits.kv_cache!r}: expected one of {', '.join(KV_CACHES)}")
     for name, (smallest, largest) in DRAFT_RANGES.items():

@@ -343,6 +343,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     for name, bound in context_bounds(config).items():
         if limits.kv_capacity > bound:
             raise values.error(f"'kv_capacity' is {limits.kv_capacity}, by {name} expected at most {bound}")
+    if (problem := limits.window_problem(config)) is not None:
+        raise values.object("limits").error(f"'window_rows': {problem}")
     if _DRAFT_KEY in values.values:
         draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
     if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):

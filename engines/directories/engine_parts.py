@@ -10,7 +10,7 @@ from pathlib import Path
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
 from edgellm.engines.directories.digests import FileDigest
-from edgellm.engines.directories.strict_formats import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.model.config import (
     CONV_WIDTHS,
@@ -258,6 +258,14 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     _check_mixers(values, config)
     _check_layers(values, "feature_layers", config.feature_layers, config.num_layers)
     _check_layers(values, "nope_layers", config.nope_layers, config.num_layers - 1)
+    kinds = config.layer_kinds
+    if kinds and (len(kinds) != config.num_layers or not set(kinds) <= set(LAYER_KINDS)):
+        raise values.error(
+            f"'layer_kinds' is {as_json(list(kinds)):.200}, expected for each of {config.num_layers} layers one of "
+            f"{', '.join(LAYER_KINDS)}"
+        )
+    if "window" in kinds and not config.sliding_window:
+        raise values.error(f"'sliding_window' is {config.sliding_window}, expected the window of those 'layer_kinds'")
     if config.deepstack_layers > config.num_layers:
         raise values.error(f"'deepstack_layers' is {config.deepstack_layers}, the model has {config.num_layers} layers")
     beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]

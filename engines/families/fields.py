@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from edgellm.engines.directories.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH
+from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH, LAYER_KINDS
 from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
 
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
@@ -43,6 +43,11 @@ _FEATURES = {
 }
 _DTYPES = ("float16", "bfloat16", "float32")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def every_layer(layer: int) -> bool:
+    """Which layers look back on a window where all do."""
+    return True
 
 
 class ConfigFields:
@@ -102,21 +107,36 @@ class ConfigFields:
         self.unsupported.append(f"{key} is {as_json(value)}, supported is {' or '.join(filter(None, words))}")
         return ""
 
-    def sliding_window(self) -> int | None:
-        """How many tokens attention looks back on, its own included, in any of the layers; None for all.
+    def windows(self, layers: int, usual: Callable[[int], bool] | None = None) -> tuple[int | None, tuple[str, ...]]:
+        """How many tokens layers look back on, their own included (None: on all), and the kind of each layer, one of
+        `LAYER_KINDS` (none where all attend to all, or which do not is not known).
 
-        `use_sliding_window` can switch the window off.
+        `use_sliding_window` can switch the window off. `layer_types` says which layers have one; `usual` says it of
+        each layer where the file does not, and of `every_layer` alone whatever the file says. It is None of a family
+        that knows no windows.
         """
-        kinds = self.values.get("layer_types")
-        if kinds is not None and not (isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds)):
-            self.unsupported.append(f"layer_types is {as_json(kinds)}, supported are {' and '.join(_LAYER_TYPES)}")
-            kinds = None
         switch = self.values.get("use_sliding_window")
+        window = None
         if self.values.get("sliding_window") is not None and (switch is None or self.switch("use_sliding_window")):
-            return self.size("sliding_window")
-        if kinds and _LAYER_TYPES[1] in kinds:
+            window = self.size("sliding_window")
+        types = self.values.get("layer_types")
+        if types is None:
+            types = [_LAYER_TYPES[window is not None and usual is not None and usual(layer)] for layer in range(layers)]
+        elif not isinstance(types, list) or not all(kind in _LAYER_TYPES for kind in types):
+            self.unsupported.append(f"layer_types is {as_json(types)}, supported are {' and '.join(_LAYER_TYPES)}")
+            return window, ()
+        elif layers and len(types) != layers:
+            self.wrong.append(f"layer_types has {len(types)} entries, expected one for each of {layers} layers")
+        in_window = [kind == _LAYER_TYPES[1] for kind in types]
+        if any(in_window) and window is None:
             self.wrong.append(f"layer_types has {_LAYER_TYPES[1]}, but there is no sliding_window in use")
-        return None
+        if usual is None:
+            return window, ()
+        if usual is every_layer and window is not None and not all(in_window):
+            self.unsupported.append(f"layer_types is {as_json(types)}, supported is {_LAYER_TYPES[1]} in every layer")
+        if window is None or not any(in_window):
+            return None, ()
+        return window, tuple(LAYER_KINDS[is_window] for is_window in in_window)
 
     def layer_kinds(self, kinds: Mapping[str, str], default: Sequence[str]) -> tuple[str, ...]:
         """What `layer_types` says of each layer, in the words that `kinds` has for its own; `default` are those of a

@@ -38,6 +38,13 @@ CONV_WIDTHS = (2, 8)
 NAMINGS = ("llama", "lfm2", "qwen3_5")
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
+#: Tokens of the largest tree of a base model without a draft: its candidates are given.
+GIVEN_NODES = 32
+#: How many tokens a window can be cut back by, so that the end of an answer, or a message, can be edited: the rows of so
+#: many tokens beside it take 5 MiB of a model of Gemma-3-1B's shapes.
+WINDOW_SLACK = 256
+#: The rows of a window are whole tiles of the attention kernels.
+WINDOW_STEP = 64
 #: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
 #: the arithmetic of few tokens.
 _CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
@@ -66,8 +73,9 @@ class DecoderConfig:
     (Gemma: 1). Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
     `residual_scale`, scores of attention by `attention_scale` (None: head_dim ** -0.5), logits by `logits_scale`.
     `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
-    `qkv_proj`, gate and up as `gate_up_proj`. Layers may look back on `sliding_window` tokens alone, their own included
-    (None: on all); a directory is built for no longer context. A packed `head`, one of `HEADS`, is a weight of its own;
+    `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window" look back on `sliding_window` tokens alone,
+    their own included; `local_rope_theta` is the base of their rotary embedding, unscaled, where it is one of its own
+    (Gemma 3). With `post_norms` what attention and MLP give is normed, too, before it is added. A packed `head`, one of `HEADS`, is a weight of its own;
     with `embeds_by_head` tokens are looked up there.
 
     `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
@@ -121,6 +129,18 @@ class DecoderConfig:
     delta_heads: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     attention_gate: bool = field(default=False, metadata=ADDED_LATER)
     naming: str = field(default="llama", metadata=ADDED_LATER)
+    local_rope_theta: float | None = field(default=None, metadata=ADDED_LATER)
+    post_norms: bool = field(default=False, metadata=ADDED_LATER)
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens the layers look back on that do not look back on all; None without such layers."""
+        return self.sliding_window if "window" in self.layer_kinds else None
+
+    @property
+    def rotary_columns(self) -> int:
+        """Width of a token's rotary row: that of all layers, then that of the layers with a base of their own."""
+        return self.rotary_dim * (1 if self.local_rope_theta is None else 2)
 
     @property
     def query_size(self) -> int:
@@ -177,7 +197,8 @@ class EngineShape:
     Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
     `vision.encode-p1024`.
 
-    `kv_cache` is the dtype of KV rows, one of `KV_CACHES`; plans are for "compute" alone.
+    `kv_cache` is the dtype of KV rows, one of `KV_CACHES`, and `window_rows` as in `EngineLimits`; plans are for
+    "compute" and no windows alone.
     """
 
     phase: str
@@ -191,6 +212,7 @@ class EngineShape:
     lora_rank: int = field(default=0, metadata=ADDED_LATER)
     segment: int | None = field(default=None, metadata=ADDED_LATER, repr=False)
     kv_cache: str = field(default="compute", metadata=ADDED_LATER, repr=False)
+    window_rows: int = field(default=0, metadata=ADDED_LATER, repr=False)
 
     @property
     def name(self) -> str:
@@ -212,7 +234,9 @@ class EngineLimits:
     without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
     without. With a vision encoder: `image_rows` are the rows of its engines, ascending (see
     `VisionConfig.patches_within`). `kv_cache` is one of `KV_CACHES`; a draft's rows are always of "compute". `packed`:
-    the base's weights are, and chunks of prompts are those that are cheapest then.
+    the base's weights are, and chunks of prompts are those that are cheapest then. `window_rows` is how many rows a
+    layer of the base holds that looks back on a window, position p in row p % window_rows; 0 where none looks back on
+    less than the context, so that all hold `kv_rows`.
     """
 
     max_batch: int = field(default=1, metadata=bounded(LARGEST_BATCH))
@@ -226,6 +250,7 @@ class EngineLimits:
     image_rows: tuple[int, ...] = field(default=(), metadata=bounded(LARGEST_IMAGE_ROWS, True))
     kv_cache: str = field(default="compute", metadata=ADDED_LATER)
     packed: bool = field(default=False, metadata=ADDED_LATER)
+    window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
 
     @property
     def has_lora(self) -> bool:
@@ -259,6 +284,35 @@ class EngineLimits:
         step = self.prefill_chunks[0]
         held = [sum(sizes) - step * number for number, sizes in enumerate(self._cheapest_chunks)]
         return self.kv_capacity + max(step + max(held), self.tree_rows)
+
+    @cached_property
+    def window_step(self) -> int:
+        """How far behind a sequence's committed rows a step may write, that of a sequence that goes on unread or was
+        stopped meanwhile included: it takes these rows from a window's oldest."""
+        return max(self.prefill_chunk, 2 * max(self.tree_rows, GIVEN_NODES))
+
+    def rows_for_window(self, window: int | None) -> int:
+        """The `window_rows` of layers that look back on so many tokens: these, the largest step, and the slack by which
+        a text can be cut; as many as without a window where that is no more."""
+        if window is None or window >= self.kv_capacity:
+            return 0
+        return min(_rounded_up(window + self.window_step + WINDOW_SLACK, WINDOW_STEP), self._whole_rows)
+
+    def window_problem(self, config: DecoderConfig) -> str | None:
+        """What is wrong with `window_rows` for a model, if anything."""
+        window = config.window
+        if window is None or not self.rows_for_window(window):
+            is_needless = f"it is {self.window_rows}, expected 0: no window is shorter than the context"
+            return is_needless if self.window_rows else None
+        least = min(window + self.window_step, self.kv_rows)
+        if self.window_rows >= least:
+            return None
+        return f"it is {self.window_rows}, expected at least {least}: a window of {window} and what a step writes"
+
+    @property
+    def _whole_rows(self) -> int:
+        """A window's rows that hold all that `kv_rows` do."""
+        return _rounded_up(self.kv_rows, WINDOW_STEP)
 
     @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:
@@ -322,7 +376,16 @@ class EngineLimits:
 
     def base_shape(self, phase: str, batch: int, tokens: int, key_range: int, selected: int = 1) -> EngineShape:
         """An engine of the base without adapters; see `EngineShape`."""
-        return EngineShape(phase, batch, tokens, key_range, self.kv_rows, selected, kv_cache=self.kv_cache)
+        return EngineShape(
+            phase,
+            batch,
+            tokens,
+            key_range,
+            self.kv_rows,
+            selected,
+            kv_cache=self.kv_cache,
+            window_rows=self.window_rows,
+        )
 
     def with_adapters(self, shape: EngineShape) -> EngineShape:
         """The engine of the base that does what `shape` does and applies LoRA adapters."""
@@ -360,9 +423,12 @@ class EngineLimits:
         return shapes + self._prefill_shapes("draft")
 
     def _prefill_shapes(self, model: str) -> list[EngineShape]:
-        kv_cache = self.kv_cache if model == "base" else "compute"
+        if model == "base":
+            own: dict[str, Any] = {"kv_cache": self.kv_cache, "window_rows": self.window_rows}
+        else:
+            own = {"model": model}
         return [
-            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, model=model, kv_cache=kv_cache)
+            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, **own)
             for chunk in self.prefill_chunks
             for key_range in self.key_ranges
             if chunk <= key_range

@@ -87,10 +87,17 @@ class LayerWeights:
         return Linear(f"{self._prefix}{name}", spec("weight", columns), spec("bias") if bias else None)
 
     def attention(
-        self, index: int, inputs: tuple[Input, ...], rotary: int, masks_all: bool = False, keep: Keep | None = None
+        self,
+        index: int,
+        inputs: tuple[Input, ...],
+        rotary: int,
+        masks_all: bool = False,
+        keep: Keep | None = None,
+        windows: bool = False,
     ) -> list[Step]:
-        """From the `inputs` of the q, k and v projections to the value "context"; see `Attention`, `NormLinear`."""
-        config = self._config
+        """From the `inputs` of the q, k and v projections to the value "context"; see `Attention`, `NormLinear`.
+        `windows`: the context is longer than those that layers look back on."""
+        config, in_window = self._config, self._config.layer_kind(index) == "window"
         queries = config.query_size * (2 if config.attention_gate else 1)
         parts = {"q_proj": queries, "k_proj": config.kv_size, "v_proj": config.kv_size}
         if config.fused_projections:
@@ -108,6 +115,8 @@ class LayerWeights:
             self.norm("self_attn.k_norm", size) if config.qk_norm else None,
             masks_all,
             config.attention_gate,
+            config.sliding_window if in_window and windows else None,
+            config.rotary_dim if in_window and config.local_rope_theta is not None else 0,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), attention]
 
@@ -169,13 +178,17 @@ class LayerWeights:
         parts = {"gate_up_proj": 2 * inner} if config.fused_projections else {"gate_proj": inner, "up_proj": inner}
         output = output or self.attention_output()
         result, activation = ("selected", "selected_activation") if selects else ("hidden", "activation")
-        normed = Input(result, (self.norm("post_attention_layernorm"),))
+        before, behind = "post_attention_layernorm", (None, None)
+        if config.post_norms:
+            before = "pre_feedforward_layernorm"
+            behind = self.norm("post_attention_layernorm"), self.norm("post_feedforward_layernorm")
+        normed = Input(result, (self.norm(before),))
         gate_up = self.linear("mlp.gate_up_proj", parts, hidden, bias)
         down = self.linear("mlp.down_proj", {"down_proj": hidden}, inner, bias)
         return [
-            LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects),
+            LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, behind[0]),
             NormLinear(activation, (normed,), gate_up, config.hidden_act, gated=True),
-            LinearResidual(result, activation, down, result, config.residual_scale),
+            LinearResidual(result, activation, down, result, config.residual_scale, norm=behind[1]),
         ]
 
 
@@ -188,7 +201,7 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     hidden, layers, taps = config.hidden_size, config.num_layers, config.feature_layers
     selects = shape.selected < shape.tokens
     selects_late = selects and (layers in taps or config.deepstack_layers >= layers)
-    inputs = token_inputs(shape, hidden, config.rotary_dim)
+    inputs = token_inputs(shape, hidden, config.rotary_columns)
     if config.is_recurrent:
         inputs |= state_inputs(shape)
     steps: list[Step] = []
@@ -198,7 +211,8 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         value = "hidden"
     for index in range(layers):
         selecting = selects and not selects_late and index == layers - 1
-        steps += decoder_layer(config, index, value, selecting, _tap(taps, index, raw=True))
+        keep, windows = _tap(taps, index, raw=True), shape.window_rows > 0
+        steps += decoder_layer(config, index, value, selecting, keep, windows)
         value = steps[-1].output
         if shape.phase == "prefill" and index < config.deepstack_layers:
             name = f"deepstack_features_{index}"
@@ -218,16 +232,25 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
 
 
 def decoder_layer(
-    config: DecoderConfig, index: int, value: str, selects: bool = False, keep: Keep | None = None
+    config: DecoderConfig,
+    index: int,
+    value: str,
+    selects: bool = False,
+    keep: Keep | None = None,
+    windows: bool = False,
 ) -> list[Step]:
-    """The steps of one layer, from the residual stream `value` to "hidden", or with `selects` to "selected"."""
+    """The steps of one layer, from the residual stream `value` to "hidden", or with `selects` to "selected"; `windows`
+    as in `LayerWeights.attention`."""
     layer, kind = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}."), config.layer_kind(index)
     normed = Input(value, (layer.norm("input_layernorm"),))
     if kind in RECURRENT_KINDS:
         steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
         return steps + layer.residual(value, selects, keep, steps[-1].output, output)
-    steps = layer.attention(index, (normed,), 0 if index in config.nope_layers else config.rotary_dim)
-    return steps + layer.residual(value, selects, keep)
+    rotary = 0 if index in config.nope_layers else config.rotary_dim
+    # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
+    early, late = (keep, None) if config.post_norms else (None, keep)
+    steps = layer.attention(index, (normed,), rotary, keep=early, windows=windows)
+    return steps + layer.residual(value, selects, late)
 
 
 def _tap(taps: tuple[int, ...], layer: int, raw: bool = False) -> Keep | None:

@@ -148,6 +148,8 @@ class ProgramGraph(Generic[Tensor]):
         y = self._to_residual(self._linear(x, step.linear))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
+        if step.norm is not None:
+            y = self._norm(y, step.norm)
         values[step.output] = operations.add(residual, y)
 
     def _attention(self, step: Attention) -> None:
@@ -161,7 +163,7 @@ class ProgramGraph(Generic[Tensor]):
             qkv = operations.concatenate((query, rest), axis=1)
         else:
             qkv = operations.split_heads(projected, heads + 2 * kv_heads)
-        cos_sin = given["rope_rotary_cos_sin"] if step.rotary else None
+        cos_sin = self._rotary_rows(step) if step.rotary else None
         if step.q_norm is not None and step.k_norm is not None:
             query, key, value = operations.split(qkv, (heads, kv_heads, kv_heads), axis=1)
             query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
@@ -175,14 +177,30 @@ class ProgramGraph(Generic[Tensor]):
         mask, start, names = given["attention_mask"], given["kvcache_start_index"], self._state_names(step)
         keys, values, *scales = (given[name] for name in names)
         key_scales, value_scales = scales or (None, None)
-        keys = operations.kv_cache_update(keys, key, start, key_scales)
-        values = operations.kv_cache_update(values, value, start, value_scales)
+        keys = operations.kv_cache_update(keys, key, start, key_scales, step.window is not None)
+        values = operations.kv_cache_update(values, value, start, value_scales, step.window is not None)
         for name, tensor in zip(names, (keys, values, *scales), strict=True):
             operations.output(PRESENT + name, tensor)
-        context = operations.attention(query, keys, values, mask, step.scale, *scales)
+        if step.window is None:
+            context = operations.attention(query, keys, values, mask, step.scale, *scales)
+        else:
+            context = operations.window_attention(query, keys, values, mask, start, step.window, step.scale, *scales)
         if gate is not None:
             context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         given[step.output] = operations.merge_heads(context)
+
+    def _rotary_rows(self, step: Attention) -> Tensor:
+        """The columns of the rotary rows that the layer takes; cut once for all layers that take the same."""
+        name, given = "rope_rotary_cos_sin", self._values
+        width = self._program.inputs[name][0][-1]
+        if width == step.rotary:
+            return given[name]
+        part = f"{name}.{step.rotary_first}"
+        if part not in given:
+            first = step.rotary_first
+            sizes = [size for size in (first, step.rotary, width - first - step.rotary) if size]
+            given[part] = self._operations.split(given[name], sizes, axis=2)[1 if first else 0]
+        return given[part]
 
     def _short_convolution(self, step: ShortConvolution) -> None:
         given, (columns,) = self._values, self._state_names(step)

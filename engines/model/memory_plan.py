@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.engines.lora.config import adapted_projections, adapter_bytes
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, WeightSpec
+from edgellm.engines.model.config import GIVEN_NODES, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.states import (
     LayerState,
@@ -23,8 +23,6 @@ from edgellm.engines.model.states import (
 from edgellm.kernels.arrays import ITEM_SIZES
 
 MEBIBYTE = 1 << 20
-#: Tokens of the largest tree of a base model without a draft: its candidates are given.
-GIVEN_NODES = 32
 
 
 @dataclass
@@ -64,14 +62,14 @@ def plan_memory(
     """
     item = ITEM_SIZES[dtype]
     weights = sum(weight_bytes(spec, dtype) for spec in specs)
-    layers = decoder_states(config, limits.kv_cache)
+    layers = decoder_states(config, limits.kv_cache, limits)
     states, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_states(layers)
     tokens = max(limits.max_batch, limits.prefill_chunk)
-    step = tokens * ((config.hidden_size + config.rotary_dim) * item + ITEM_SIZES["int32"])
+    step = tokens * ((config.hidden_size + config.rotary_columns) * item + ITEM_SIZES["int32"])
     if config.deepstack_layers:  # and their zeros
         step += (1 + config.deepstack_layers) * limits.prefill_chunk * config.hidden_size * item
     sampling = limits.max_batch * config.vocab_size * 3 * ITEM_SIZES["float32"]
-    rotary = limits.kv_rows * config.rotary_dim * ITEM_SIZES["float32"]
+    rotary = limits.kv_rows * config.rotary_columns * ITEM_SIZES["float32"]
     items = {
         "weights": weights,
         "KV caches": state_bytes(states, dtype) - recurrent_bytes(layers, limits.max_batch),

@@ -95,9 +95,10 @@ class Operations(ABC, Generic[Tensor]):
 
     @abstractmethod
     def kv_cache_update(
-        self, cache: Tensor, update: Tensor, start_index: Tensor, scales: Tensor | None = None
+        self, cache: Tensor, update: Tensor, start_index: Tensor, scales: Tensor | None = None, wraps: bool = False
     ) -> Tensor:
-        """Write `update` [B, n, T, D] to rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place.
+        """Write `update` [B, n, T, D] to rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place; if
+        it `wraps`, to these rows modulo C.
 
         With `scales` [B, n, C, 1] float32, which are written too, the cache is int8, and each row is quantized as
         `edgellm.kernels.quantization.rows` says.
@@ -156,6 +157,25 @@ class Operations(ABC, Generic[Tensor]):
 
         b and a stand in `projected` [B, T, ..]. `matrices` [B, Hv, Dv, Dk] float32 are the turned ones of the tokens
         before; `parents` and `tokens` are those of `short_convolution`, of the matrices.
+        """
+
+    @abstractmethod
+    def window_attention(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        start_index: Tensor,
+        window: int,
+        scale: float,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> Tensor:
+        """The same within a window, of rows that are a ring: position p in row p modulo C.
+
+        A token has the positions before start_index[b] and those of the new ones that the mask shows it, and sees the
+        latest `window` of these.
         """
 
     @abstractmethod

@@ -22,6 +22,7 @@ from edgellm.engines.model.states import (
     DeltaMatrix,
     Edge,
     KVRows,
+    WindowRows,
     is_recurrent,
     kept_edge,
     state_edge,
@@ -145,9 +146,10 @@ class NormLinear(Step):
     selects: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearResidual(Step):
-    """output = residual + scale * linear(value). `keep` gets the residual; `selects` as in `NormLinear`."""
+    """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)), which is
+    normed in the dtype of the residual stream. `keep` gets the residual; `selects` as in `NormLinear`."""
 
     value: str
     linear: Linear
@@ -155,6 +157,7 @@ class LinearResidual(Step):
     scale: float = 1.0
     keep: Keep | None = None
     selects: bool = False
+    norm: Norm | None = field(default=None, metadata=ADDED_LATER)
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,7 +169,8 @@ class Attention(Step):
     is rotated (0: none).
     `masks_all`: the mask decides about the rows before the new ones too (trees of a draft). `gated`: in `value`
     [.., (2 n + 2 n_kv) D] a gate stands behind each query head, and what the head attends to is multiplied by its
-    sigmoid.
+    sigmoid. With a `window` each token sees the latest so many of the rows that it would see, its own included, and the
+    layer's rows are a ring; the rotary embedding has the columns of the rotary rows from `rotary_first` on.
     """
 
     value: str
@@ -178,10 +182,15 @@ class Attention(Step):
     k_norm: Norm | None = None
     masks_all: bool = False
     gated: bool = field(default=False, metadata=ADDED_LATER)
+    window: int | None = field(default=None, metadata=ADDED_LATER)
+    rotary_first: int = field(default=0, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
-        """The layer's state in an engine of a shape."""
-        return KVRows(self.index, *self.heads[1:], shape.kv_cache)
+        """The layer's state in an engine of a shape, which need not know what of it is saved."""
+        rows = KVRows(self.index, *self.heads[1:], shape.kv_cache)
+        if self.window is None:
+            return rows
+        return WindowRows(rows.index, rows.heads, rows.size, rows.dtype, self.window, shape.window_rows)
 
 
 @dataclass(frozen=True)
@@ -411,13 +420,13 @@ class Program:
         return self.values | matrices | present | self.outputs
 
 
-def token_inputs(shape: EngineShape, hidden_size: int, rotary_dim: int) -> Edge:
+def token_inputs(shape: EngineShape, hidden_size: int, rotary_columns: int) -> Edge:
     """What every engine of a language model reads: embeddings, rotary rows, mask, where its KV rows begin, and the
     rows that get logits where not all do."""
     batch, tokens = shape.batch, shape.tokens
     inputs: Edge = {
         "inputs_embeds": ((batch, tokens, hidden_size), "compute"),
-        "rope_rotary_cos_sin": ((batch, tokens, rotary_dim), "compute"),
+        "rope_rotary_cos_sin": ((batch, tokens, rotary_columns), "compute"),
         "attention_mask": ((batch, 1, tokens, shape.key_range), "bool"),
         "kvcache_start_index": ((batch,), "int32"),
     }

@@ -4,7 +4,7 @@ A kind of state (`LayerState`) says which tensors it has (`tensors`), what of th
 inputs of a step a later commit asks for (`kept`) and to which earlier place it can be cut (`cut`); `ModelStates` of the
 runners does the same with each kind. Nobody else builds the names of these tensors.
 
-KV rows are written by the step itself, behind those that count. Columns of a convolution and recurrent matrices are
+KV rows are written by the step itself, behind those that count; those of a window in a ring, over the oldest. Columns of a convolution and recurrent matrices are
 not: a step reads them, keeps its inputs, and a commit then takes those of the accepted tokens into the state. So a step
 whose tokens are not known yet, or may be refused, changes nothing. A chunk of a prompt, all of whose tokens count,
 commits itself, and keeps nothing.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import WINDOW_SLACK, DecoderConfig, EngineLimits
 from edgellm.kernels.arrays import ITEM_SIZES
 
 #: Shape and dtype ("compute", or one of `ITEM_SIZES`) by name.
@@ -50,8 +50,13 @@ class LayerState(Protocol):
     def kept(self, slots: int, tokens: int) -> Edge:
         """The inputs that a step of so many tokens keeps for the commit of those that are accepted."""
 
+    def first_saved(self, tokens: int) -> int:
+        """Of a sequence of so many tokens, the row in memory where the first row that a snapshot holds stands; the
+        others follow, row 0 behind the last."""
+
     def cut(self, held: int, wanted: int) -> int:
-        """Which place, at most `wanted`, a state of `held` tokens can be cut to (0: it begins anew)."""
+        """Which place, at most `wanted`, a state can be cut to that has taken `held` tokens since it began anew or was
+        restored, those that were cut off meanwhile included (0: it begins anew)."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,14 @@ class KVRows:
 
     def tensors(self, slots: int, rows: int) -> Edge:
         """Of so many sequences and rows: [B, n_kv, rows, D] of `dtype`, and scales [B, n_kv, rows, 1] float32."""
-        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved(rows).items()}
+        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved_rows(rows).items()}
 
     def saved(self, tokens: int) -> Edge:
         """What a snapshot holds of one sequence of so many tokens: their rows."""
+        return self.saved_rows(tokens)
+
+    def saved_rows(self, tokens: int) -> Edge:
+        """So many rows of a sequence."""
         kinds = ((self.size, self.dtype),) * 2 + ((1, "float32"),) * 2
         return {
             name: ((self.heads, tokens, width), dtype) for name, (width, dtype) in zip(self.names, kinds, strict=False)
@@ -87,9 +96,44 @@ class KVRows:
         """Nothing: the rows themselves are there."""
         return {}
 
+    def first_saved(self, tokens: int) -> int:
+        """The first."""
+        return 0
+
     def cut(self, held: int, wanted: int) -> int:
-        """Which place, at most `wanted`, a state of `held` tokens can be cut to: any, by dropping rows."""
+        """Any place, by dropping rows."""
         return min(held, wanted)
+
+
+@dataclass(frozen=True)
+class WindowRows(KVRows):
+    """The same of a layer that looks back on `window` tokens, the new one's own included: a ring of `rows` rows, the
+    token at position p in row p % rows.
+
+    Of a sequence the latest `reach` rows are surely there, whatever the latest step wrote behind them: those of the
+    window, and by how far it can be cut.
+    """
+
+    window: int = 0
+    rows: int = 0
+    reach: int = 0
+
+    def tensors(self, slots: int, rows: int) -> Edge:
+        """As many rows as the ring has, whatever the context."""
+        return super().tensors(slots, self.rows)
+
+    def saved(self, tokens: int) -> Edge:
+        """What a snapshot holds: the latest rows, in the order of their positions."""
+        return self.saved_rows(min(tokens, self.reach))
+
+    def first_saved(self, tokens: int) -> int:
+        """The first in reach."""
+        return max(0, tokens - self.reach) % self.rows
+
+    def cut(self, held: int, wanted: int) -> int:
+        """A place whose window is in reach, or the beginning."""
+        wanted = min(held, wanted)
+        return wanted if max(0, wanted - self.window + 1) >= held - self.reach else 0
 
 
 @dataclass(frozen=True)
@@ -124,6 +168,10 @@ class ConvColumns:
     def kept(self, slots: int, tokens: int) -> Edge:
         """What is convolved: [B, T, channels] float32."""
         return dict.fromkeys(self.kept_names, ((slots, tokens, self.channels), "float32"))
+
+    def first_saved(self, tokens: int) -> int:
+        """The first."""
+        return 0
 
     def cut(self, held: int, wanted: int) -> int:
         """The place where it is, or the beginning."""
@@ -171,17 +219,24 @@ class DeltaMatrix:
             gates: ((slots, tokens, 2 * self.heads[1]), "float32"),
         }
 
+    def first_saved(self, tokens: int) -> int:
+        """The first."""
+        return 0
+
     def cut(self, held: int, wanted: int) -> int:
         """The place where it is, or the beginning."""
         return held if wanted >= held else 0
 
 
-def decoder_states(config: DecoderConfig, kv_cache: str = "compute") -> list[LayerState]:
-    """The states of a decoder's layers, in their order; a layer may have several."""
-    return [state for index in range(config.num_layers) for state in _layer_states(config, index, kv_cache)]
+def decoder_states(
+    config: DecoderConfig, kv_cache: str = "compute", limits: EngineLimits | None = None
+) -> list[LayerState]:
+    """The states of a decoder's layers, in their order; a layer may have several. Without `limits` they are those of a
+    draft, or of a context that no window is shorter than."""
+    return [state for index in range(config.num_layers) for state in _layer_states(config, index, kv_cache, limits)]
 
 
-def _layer_states(config: DecoderConfig, index: int, kv_cache: str) -> list[LayerState]:
+def _layer_states(config: DecoderConfig, index: int, kv_cache: str, limits: EngineLimits | None) -> list[LayerState]:
     kind = config.layer_kind(index)
     if kind == "convolution":
         return [ConvColumns(index, config.hidden_size, config.conv_width)]
@@ -189,7 +244,13 @@ def _layer_states(config: DecoderConfig, index: int, kv_cache: str) -> list[Laye
         key_heads, value_heads, key_size, value_size = config.delta_heads
         matrix = DeltaMatrix(index, (key_heads, value_heads), (key_size, value_size))
         return [ConvColumns(index, config.delta_channels, config.conv_width), matrix]
-    return [KVRows(index, config.num_kv_heads, config.head_dim, kv_cache)]
+    rows = KVRows(index, config.num_kv_heads, config.head_dim, kv_cache)
+    if limits is None or kind != "window" or not limits.window_rows or config.sliding_window is None:
+        return [rows]
+    held, reach = limits.window_rows, config.sliding_window + WINDOW_SLACK
+    if held < limits.kv_rows:  # else nothing is ever written over
+        reach = min(reach, held - limits.window_step)
+    return [WindowRows(index, rows.heads, rows.size, kv_cache, config.sliding_window, held, reach)]
 
 
 def state_edge(states: Iterable[LayerState], slots: int, rows: int) -> Edge:

@@ -129,7 +129,7 @@ class _ObservedOperations(NumpyOperations):
 def layer_program(config: DecoderConfig, index: int, tokens: int) -> Program:
     """One layer by itself over so many tokens of one text, from "inputs_embeds" to "hidden"."""
     shape = EngineShape("prefill", 1, tokens, tokens, tokens, tokens)
-    inputs = token_inputs(shape, config.hidden_size, config.rotary_dim)
+    inputs = token_inputs(shape, config.hidden_size, config.rotary_columns)
     if config.is_recurrent:
         inputs |= state_inputs(shape)
     steps = decoder_layer(config, index, "inputs_embeds")

@@ -87,6 +87,8 @@ class BaseEngineRunner(PrefillingRunner):
         self._feature_user = feature_user
         if adapters is not None:
             require_adapters(limits)
+        if (problem := limits.window_problem(config)) is not None:
+            raise EngineError(f"the limits' window_rows: {problem}")
         shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
         #: Of phases prefill and decode.
         self.engines = LoadedEngines(
@@ -109,7 +111,7 @@ class BaseEngineRunner(PrefillingRunner):
         rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
         self.offsets = backend.zeros((limits.max_batch,), "int32")
         self._tables = ModelTables(self.weights[embedding_name(config)], rotary, self.offsets)
-        layers, start = decoder_states(config, limits.kv_cache), backend.zeros((limits.max_batch,), "int32")
+        layers, start = decoder_states(config, limits.kv_cache, limits), backend.zeros((limits.max_batch,), "int32")
         #: The states of the slots; those of idle ones may be exchanged and copied.
         self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, start)
         self.adapters: AdapterSlots | None = None

@@ -68,7 +68,7 @@ class StepBuffers:
         self._feature_size = len(config.feature_layers) * config.hidden_size
         self._features = backend.zeros((rows * self._feature_size,), "compute")
         self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
-        self._cos_sin = backend.zeros((rows * config.rotary_dim,), "compute")
+        self._cos_sin = backend.zeros((rows * config.rotary_columns,), "compute")
         self.mask = backend.zeros((engines.mask_size("base", rows, max(limits.key_ranges)),), "bool")
         self.prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
         self.prefill_start = backend.zeros((1,), "int32")
@@ -82,7 +82,7 @@ class StepBuffers:
         keys = shape.key_range if self._engines.reads_mask(shape) else 0
         return StepInputs(
             leading(self._embeds, (batch, tokens, config.hidden_size)),
-            leading(self._cos_sin, (batch, tokens, config.rotary_dim)),
+            leading(self._cos_sin, (batch, tokens, config.rotary_columns)),
             leading(self.mask, (batch, 1, tokens, keys)),
             start,
         )

@@ -14,6 +14,7 @@ from edgellm.engines.model.states import (
     DeltaMatrix,
     Edge,
     LayerState,
+    WindowRows,
     exchange_sizes,
     kept_edge,
     recurrent_states,
@@ -28,11 +29,13 @@ Kept = Mapping[str, Array]
 
 
 class SlotRows(NamedTuple):
-    """The memory [groups, C, size] that a tensor `name` has for one slot, and how many of the rows a snapshot holds."""
+    """The memory [groups, C, size] that a tensor `name` has for one slot, and how many of the rows a snapshot holds, from
+    row `first` of the memory on and, behind its last, from its first."""
 
     name: str
     memory: Array
     rows: int
+    first: int = 0
 
 
 class KeptInputs:
@@ -68,6 +71,7 @@ class ModelStates:
         if slots > 1:
             sizes = {"int32": 1} | exchange_sizes(edge)
             self._spare = {dtype: backend.empty((size,), dtype) for dtype, size in sizes.items()}
+        self._rings = {name for state in layers if isinstance(state, WindowRows) for name in state.names}
         self._last = {state.index: state.names[-1] for state in layers}
         recurrent = recurrent_states(layers)
         self._recurrent = {name: kind for state in recurrent for name, kind in state.tensors(slots, rows).items()}
@@ -122,15 +126,23 @@ class ModelStates:
     ) -> Callable[[], None]:
         """What keeps of the tokens behind row `start` [B] those that were `accepted`: rows at consecutive places, their
         features for the draft, and recurrent states by a replay of what was `kept`; before lengths advance."""
-        moved = [tensor for name, tensor in self.tensors.items() if name not in self._recurrent]
-        move = partial(self._backend.acceptance.move_accepted, moved, start, accepted, features, pending)
-        if not self._recurrent:
-            return move
-        replay = self.replay(slice(0, start.shape[0]), kept or {}, accepted.indices, accepted.lengths)
+        rows = [name for name in self.tensors if name not in self._recurrent]
+        # Features move with the first of them, and once more with the second.
+        by_kind = (
+            ([self.tensors[name] for name in rows if (name in self._rings) is wraps], wraps) for wraps in (False, True)
+        )
+        move_accepted = self._backend.acceptance.move_accepted
+        steps: list[Callable[[], None]] = [
+            partial(move_accepted, moved, start, accepted, features, pending, wraps)
+            for moved, wraps in by_kind
+            if moved
+        ]
+        if self._recurrent:
+            steps.append(self.replay(slice(0, start.shape[0]), kept or {}, accepted.indices, accepted.lengths))
 
         def commit() -> None:
-            move()
-            replay()
+            for step in steps:
+                step()
 
         return commit
 
@@ -173,7 +185,7 @@ class ModelStates:
         for layer in self._layers:
             for name, (shape, _) in layer.saved(tokens).items():
                 if name in views:
-                    yield SlotRows(name, views[name], shape[-2])
+                    yield SlotRows(name, views[name], shape[-2], layer.first_saved(tokens))
 
     def recurrent_of_slot(self, slot: int) -> Iterator[SlotRows]:
         """The same of the recurrent states alone, which are as large after any number of tokens."""

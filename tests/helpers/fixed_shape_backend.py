@@ -85,14 +85,14 @@ class FixedShapeBackend(NumpyBackend):
         assert self._recording is None, "a readback cannot be captured"
         return CheckedReadback(super().read(host_view(array)), [*self.transfers])
 
-    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> LateTransfer:
+    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> LateTransfer:
         assert self._recording is None, "an upload cannot be captured"
-        super().upload_rows(host_view(target), values, rows)
+        super().upload_rows(host_view(target), values, rows, first)
         self.transfers.append(LateTransfer(self, values[:, :rows]))
         return self.transfers[-1]
 
-    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> Any:
-        return super().download_rows(host_view(source), values, rows)
+    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> Any:
+        return super().download_rows(host_view(source), values, rows, first)
 
     def host_memory(self, nbytes: int) -> np.ndarray:
         return np.empty(nbytes, np.uint8)

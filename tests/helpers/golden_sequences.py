@@ -17,28 +17,40 @@ from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_we
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.rotary import rotary_table
-from edgellm.engines.model.states import decoder_states, state_edge
 
 
 class Sequences:
     """B sequences and their states, run chunk by chunk; positions and masks are written out one by one.
 
-    With KV rows of int8 they compute in float64, as the NumPy backend does.
+    With KV rows of int8 they compute in float64, as the NumPy backend does. A window's ring has `window_rows`: none more
+    than a prompt of all tokens needs.
     """
 
-    def __init__(self, directory: Path, batch: int = 1, rows: int = 40, kv_cache: str = "compute") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        batch: int = 1,
+        rows: int | None = None,
+        kv_cache: str = "compute",
+        window_rows: int | None = None,
+    ) -> None:
         with Checkpoint.open(directory) as checkpoint:
             self.config = decoder_config(checkpoint.config, checkpoint.generation_config)
             specs = decoder_weights(self.config)
             checkpoint.check(specs, unread_tensors(self.config))
             self.weights = load_numpy_weights(checkpoint, specs)
-        self.batch, self.rows, self.kv_cache = batch, rows, kv_cache
+        self.batch, self.kv_cache = batch, kv_cache
         with safe_open(directory / "expected.safetensors", "np") as file:
             self.token_ids, self.expected = file.get_tensor("token_ids"), file.get_tensor("logits")
             self.metadata = file.metadata()
             assert {"torch", "transformers"} <= set(self.metadata)
-        self.table = rotary_table(self.config, rows, context=self.token_ids.shape[1])
-        states = state_edge(decoder_states(self.config, kv_cache), batch, rows)
+        length, window = self.token_ids.shape[1], self.config.window
+        self.rows = length + 16 if rows is None else rows
+        self.window_rows = 0
+        if window is not None and window < length:
+            self.window_rows = window + length - 1 if window_rows is None else window_rows
+        self.table = rotary_table(self.config, self.rows, context=length)
+        states = decoder_program(self.config, self.shape("prefill", batch, 1, self.rows)).states
         dtypes = {"compute": np.float32, "float32": np.float32, "int8": np.int8}
         self.caches = {name: np.zeros(shape, dtypes[dtype]) for name, (shape, dtype) in states.items()}
 
@@ -50,7 +62,7 @@ class Sequences:
         key_range = key_range or self.rows
         embeds = self.weights[EMBEDDING][np.maximum(token_ids, 0)]
         embeds[token_ids < 0] = 0
-        cos_sin = np.zeros((batch, tokens, self.config.rotary_dim), np.float32)
+        cos_sin = np.zeros((batch, tokens, self.config.rotary_columns), np.float32)
         mask = np.zeros((batch, 1, tokens, key_range), bool)
         for b in range(batch):
             for t in range(tokens):
@@ -76,7 +88,8 @@ class Sequences:
 
     def shape(self, phase: str, batch: int, tokens: int, key_range: int) -> EngineShape:
         """An engine that gives logits of every token."""
-        return EngineShape(phase, batch, tokens, key_range, self.rows, selected=tokens, kv_cache=self.kv_cache)
+        own = {"kv_cache": self.kv_cache, "window_rows": self.window_rows}
+        return EngineShape(phase, batch, tokens, key_range, self.rows, selected=tokens, **own)
 
     def compute(self, program: Program, bindings: dict[str, np.ndarray]) -> None:
         """Run a program on what is bound."""

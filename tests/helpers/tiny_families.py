@@ -53,6 +53,35 @@ FAMILIES = {
         "num_key_value_heads": 1,
     },
 }
+#: Those whose windows are shorter than the texts of tests.
+WINDOWED = {
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 256,
+        "hidden_act": None,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "sliding_window": 37,
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "max_position_embeddings": 1024,
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 70,
+        "max_position_embeddings": 1024,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "sliding_window": 5,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "max_position_embeddings": 1024,
+    },
+}
 #: Of families with recurrent layers.
 RECURRENT = {
     "lfm2": {

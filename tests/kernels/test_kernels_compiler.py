@@ -65,9 +65,13 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     units_of = [(name, f"decode::{unit}") for name in units for unit in units[name]]
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows")]
+    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual")]
     kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
     kernels += [attention_kernel(dtype, size, shares, True) for size, shares in ((64, False), (128, True))]
+    kernels += [
+        attention_kernel(dtype, size, shares, int8, window=True)
+        for size, shares, int8 in ((128, True, False), (256, False, False), (256, True, True))
+    ]
     for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
         names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
         kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
@@ -103,6 +107,8 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     shapes = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
     prefill = [heads_kernel(dtype).source, *(prefill_attention(dtype, *shape).source for shape in shapes)]
     prefill += [heads_kernel(dtype, True).source, prefill_attention(dtype, 128, 2, True).source]
+    shapes = ((64, 2, False), (128, 1, True), (256, 1, False))
+    prefill += [prefill_attention(dtype, *shape, window=True).source for shape in shapes]
     packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
     every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
     return drawing + prefill + packed + every

@@ -32,14 +32,18 @@ def write_folders(
     """The whole of a tool: `makers` fill their folders, in their order, then `beside` writes what lies beside these."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path, help="where the folders go; folders of the same names are replaced")
-    directory: Path = parser.parse_args().directory
+    parser.add_argument("names", nargs="*", choices=[[], *makers], help="only these folders, and nothing beside them")
+    arguments = parser.parse_args()
+    directory: Path = arguments.directory
+    chosen = {name: make for name, make in makers.items() if not arguments.names or name in arguments.names}
     torch.set_num_threads(1)
-    for name, make in makers.items():
+    for name, make in chosen.items():
         shutil.rmtree(directory / name, ignore_errors=True)
         (directory / name).mkdir(parents=True)
         make(directory / name)
-    beside(directory)
+    if not arguments.names:
+        beside(directory)
     files = [path for path in directory.rglob("*") if path.is_file()]
     for path in files:
         path.chmod(0o644)
-    print(f"{len(makers)} folders, {sum(path.stat().st_size for path in files) / 1e6:.2f} MB")
+    print(f"{len(chosen)} folders made, {sum(path.stat().st_size for path in files) / 1e6:.2f} MB")

@@ -21,7 +21,7 @@ import transformers
 from golden_folders import VERSIONS, randomize_vectors, write_folders
 from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from variations import PROMPT_LENGTH, ROTARY_CASES, SEQUENCE_LENGTH, VARIATIONS, VOCABULARY
+from variations import PROMPT_LENGTH, ROTARY_CASES, VARIATIONS, VOCABULARY
 
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -36,6 +36,7 @@ _CLASSES = {
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
     "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
     "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
@@ -54,7 +55,7 @@ def make_model(name: str, directory: Path) -> None:
     model.save_pretrained(directory, **({"max_shard_size": "20KB"} if variation.shards else {}))
     if variation.layout == "old":
         rewrite_as_old_layout(directory / "config.json")
-    token_ids = torch.randint(0, VOCABULARY, (2, SEQUENCE_LENGTH))
+    token_ids = torch.randint(0, VOCABULARY, (2, variation.length))
     again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits = again(token_ids).logits
@@ -81,16 +82,20 @@ def generate(model: Any, token_ids: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def rewrite_as_old_layout(path: Path) -> None:
-    """`rope_parameters` and `dtype` as transformers 4 wrote them."""
+    """`rope_parameters` and `dtype` as transformers 4 wrote them, and Gemma 3's layers."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope, types = rope["full_attention"], config.pop("layer_types")
+        config["sliding_window_pattern"] = types.index("full_attention") + 1
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     share = rope.pop("partial_rotary_factor", 1.0)
     if share != 1:
         config["partial_rotary_factor"] = share
-    # Llama 3 was published with the new name of the key, everything before it with the old one.
-    key = "rope_type" if kind == "llama3" else "type"
+    # Llama 3 and Gemma 3 were published with the new name of the key, everything before it with the old one.
+    key = "rope_type" if kind == "llama3" or "rope_local_base_freq" in config else "type"
     config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     if config["model_type"] == "lfm2":

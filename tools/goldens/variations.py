@@ -56,8 +56,9 @@ _VISION = {
 class Variation:
     """One golden model. `layout` "old" writes `config.json` as transformers 4 did; `shards` splits the weights.
 
-    A multimodal `family` has a language model of the family `inside`, which alone is run. `seed` draws the weights
-    (None: the place in `VARIATIONS`); so many tokens are generated, too, by taking the likeliest: `generated`.
+    A multimodal `family` has a language model of the family `inside`, which alone is run. Sequences have `length`
+    tokens. `seed` draws the weights (None: the place in `VARIATIONS`); so many tokens are generated, too, by taking the
+    likeliest: `generated`.
     """
 
     family: str
@@ -69,6 +70,7 @@ class Variation:
     inside: str = ""
     seed: int | None = None
     generated: int = 0
+    length: int = SEQUENCE_LENGTH
 
     @property
     def config(self) -> dict[str, Any]:
@@ -115,6 +117,11 @@ _GEMMA = {
     "tie_word_embeddings": True,
 }
 
+#: Of windows: sequences that are several times as long.
+_LONG: dict[str, Any] = {"length": 60, "generated": 64}
+_WINDOWED = {"max_position_embeddings": 128}
+_GEMMA3 = {**_WINDOWED, "sliding_window_pattern": 2, "sliding_window": 5, "tie_word_embeddings": True}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}
 _LFM2 = {"norm_eps": 1e-5, "max_position_embeddings": 128}
 _LFM2_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
 _QWEN3_5 = {"max_position_embeddings": 128, "rms_norm_eps": 1e-6, "head_dim": 24, "initializer_range": 0.15}
@@ -296,6 +303,32 @@ VARIATIONS = {
         inside="qwen3_5_text",
         seed=1912,
         generated=64,
+    ),
+    "mistral_window_5": Variation("mistral", {**_WINDOWED, "sliding_window": 5}, seed=1930, **_LONG),
+    "qwen2_window_7": Variation(
+        "qwen2",
+        {**_WINDOWED, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+        seed=1931,
+        **_LONG,
+    ),
+    "cwm_window_5": Variation("cwm", {**_WINDOWED, "head_dim": 8, "sliding_window": 5}, seed=1932, **_LONG),
+    "phi3_window_7": Variation("phi3", {**_WINDOWED, **_ONE_LAYER, "sliding_window": 7}, seed=1933, **_LONG),
+    "gemma3": Variation(
+        "gemma3_text",
+        {**_GEMMA3, "num_hidden_layers": 3, "head_dim": 16, "num_key_value_heads": 2, "query_pre_attn_scalar": 24},
+        {"full_attention": _LINEAR_ROPE, "sliding_attention": _DEFAULT_ROPE},
+        dtype="bfloat16",
+        seed=1934,
+        **_LONG,
+    ),
+    "gemma3_old_layout": Variation(
+        "gemma3_text",
+        {**_GEMMA3, **_GEMMA, "num_hidden_layers": 2, "sliding_window": 7, "query_pre_attn_scalar": 256},
+        {"full_attention": _LINEAR_ROPE, "sliding_attention": {**_DEFAULT_ROPE, "rope_theta": 500.0}},
+        dtype="bfloat16",
+        layout="old",
+        seed=1935,
+        **_LONG,
     ),
 }
 
