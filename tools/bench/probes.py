@@ -13,7 +13,7 @@ from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
 from edgellm.engines.model.programs import ModelConfig, model_program
-from edgellm.engines.model.states import decoder_states, recurrent_states, state_bytes, state_edge
+from edgellm.engines.model.states import KVRows, WindowRows, decoder_states, state_bytes
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 
@@ -38,10 +38,14 @@ def weight_bytes(
 def state_traffic(config: DecoderConfig, limits: EngineLimits, dtype: str, tokens: int) -> int:
     """Bytes of the states that a decode step behind so many tokens cannot do without: the KV rows in reach, read, and
     recurrent states, read and written once."""
-    states = decoder_states(config, limits.kv_cache)
-    recurrent = recurrent_states(states)
-    rows = [state for state in states if state not in recurrent]
-    return state_bytes(state_edge(rows, 1, tokens), dtype) + 2 * state_bytes(state_edge(recurrent, 1, 1), dtype)
+    read, rows = 0, {}
+    for state in decoder_states(config, limits.kv_cache, limits):
+        if isinstance(state, KVRows):
+            window = state.window if isinstance(state, WindowRows) else tokens
+            rows |= state.saved_rows(min(tokens, window))
+        else:
+            read += state_bytes(state.tensors(1, 1), dtype)
+    return state_bytes(rows, dtype) + 2 * read
 
 
 @contextmanager

@@ -175,6 +175,7 @@ def random_directory(
     layers_are, _, head = weights.partition("+")
     own = draft_of(config)
     config = replace(config, head=head or HEADS[0])
+    limits = replace(limits, window_rows=limits.rows_for_window(config.window))
     if head:
         own = replace(own, head=head, base_head=head_weight_name(config))
     draft = RandomDraft(folder / "draft", own, {}) if limits.has_draft else None
