@@ -206,10 +206,11 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
         return mtp_draft(base, min(SHORTLIST, base.vocab_size))
     layers = base.num_layers
     embedding = decoder_weights(base)[0].name
-    attention = {"qk_norm": False, "attention_bias": False, "layer_kinds": (), "conv_width": 0, "naming": "llama"}
+    plain = {"qk_norm": False, "attention_bias": False, "layer_kinds": (), "conv_width": 0, "naming": "llama"}
+    whole = {"sliding_window": None, "local_rope_theta": None, "post_norms": False}
     return DraftConfig(
         generation="3",
-        decoder=replace(base, num_layers=1, tie_word_embeddings=False, **attention),
+        decoder=replace(base, num_layers=1, tie_word_embeddings=False, **plain, **whole),
         draft_vocab_size=min(DRAFT_VOCABULARY, base.vocab_size),
         has_mapping=False,
         feature_layers=(2, layers // 2, layers - 3),
