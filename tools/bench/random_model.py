@@ -19,12 +19,14 @@ from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
+from edgellm.engines.building.draft_vocabulary import DRAFT_VOCABULARY as SHORTLIST
 from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
+from edgellm.engines.model.draft_decoder import mtp_draft
 from edgellm.engines.quantization.device_layouts import PackedLayouts
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -156,7 +158,7 @@ class RandomNumpyBackend(RandomWeights, NumpyBackend):
 def random_directory(
     folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16", weights: str = WEIGHTS[0]
 ) -> RandomDirectory:
-    """A directory of a base, and where `limits` have one of an EAGLE-3 head; plans are kept in `folder`. `weights` of
+    """A directory of a base, and where `limits` have one of a draft head; plans are kept in `folder`. `weights` of
     "int4": the layers of the base are packed in symmetric groups of 128, its head and the draft are dense; behind a
     plus it is what the heads of both are."""
     layers_are, _, head = weights.partition("+")
@@ -185,7 +187,10 @@ def random_directory(
 
 
 def draft_of(base: DecoderConfig) -> DraftConfig:
-    """An EAGLE-3 head for a base of at least seven layers, whose embedding it takes."""
+    """An EAGLE-3 head for a base of at least seven layers, whose embedding it takes; of Qwen3.5 the head that ships
+    with it, with the first ids of the vocabulary."""
+    if base.naming == "qwen3_5":
+        return replace(mtp_draft(base, min(SHORTLIST, base.vocab_size)), has_mapping=False)
     layers = base.num_layers
     embedding = decoder_weights(base)[0].name
     return DraftConfig(
