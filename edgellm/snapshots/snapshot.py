@@ -3,7 +3,8 @@
 Header (`__metadata__.edgellm_snapshot` is JSON: `SnapshotFacts`, and beside it `edgellm_prompt`, where there is one:
 `PromptRecord`), then the tensors without holes, the rows first:
 `base.k_cache_0` [n_kv, N, head_dim] and so on, `draft.k_cache_0` [n_kv, N - 1, head_dim] (of int8 also their scales,
-`base.k_scale_0` [n_kv, N, 1] float32), states of recurrent layers under `base.state.*` (after N - 1 tokens, any shape),
+`base.k_scale_0` [n_kv, N, 1] float32), recurrent states after N - 1 tokens under `base.state.*` (float32; see
+`edgellm.engines.runners.states.ModelStates.saved`), so that N tokens are of use for a prompt of them alone, too,
 `token_ids` [N] int32, and last `sha256` [32] uint8, the `content_digest` of every byte before it, which is cut into
 `Snapshot.sections` for that.
 """
@@ -171,7 +172,7 @@ class Snapshot:
 
     @property
     def states(self) -> list[str]:
-        """Names of the tensors that hold states of recurrent layers; with any, all tokens are reused or none."""
+        """Names of the tensors that hold recurrent states; with any, all tokens but the last are reused or none."""
         return [name for name in self.places if name.startswith(STATE_PREFIX)]
 
     def tensor(self, name: str) -> np.ndarray:

@@ -37,7 +37,7 @@ _MOST_MAPS = 32
 class StoredSnapshot:
     """One snapshot of a store: in memory, on disk, or both. `nbytes` is its size in bytes.
 
-    `has_states`: it is of use as a whole only.
+    `has_states`: it is of use as a whole only, all of its tokens but the last.
     """
 
     facts: SnapshotFacts

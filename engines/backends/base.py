@@ -19,6 +19,7 @@ from edgellm.engines.model.states import PRESENT
 from edgellm.kernels.acceptance.contract import AcceptanceKernels
 from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.images.contract import ImageKernels
+from edgellm.kernels.recurrent.contract import RecurrentKernels
 from edgellm.kernels.sampling.contract import SamplingKernels
 from edgellm.kernels.tree.contract import TreeKernels
 
@@ -95,6 +96,10 @@ class Backend(Protocol):
     @property
     def acceptance(self) -> AcceptanceKernels:
         """The kernels of acceptance, loaded when first asked for."""
+
+    @property
+    def recurrent(self) -> RecurrentKernels:
+        """The kernels of recurrent layers, loaded when first asked for."""
 
     @property
     def image_kernels(self) -> ImageKernels:

@@ -28,6 +28,7 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.images.twin import NumpyImages
+from edgellm.kernels.recurrent.twin import NumpyRecurrent
 from edgellm.kernels.sampling.twin import NumpySampling
 from edgellm.kernels.tree.twin import NumpyTree
 
@@ -122,6 +123,11 @@ class NumpyBackend:
     def acceptance(self) -> NumpyAcceptance:
         """The kernels of acceptance."""
         return NumpyAcceptance()
+
+    @cached_property
+    def recurrent(self) -> NumpyRecurrent:
+        """The kernels of recurrent layers."""
+        return NumpyRecurrent()
 
     @cached_property
     def image_kernels(self) -> NumpyImages:

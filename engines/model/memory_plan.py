@@ -11,7 +11,15 @@ from pathlib import Path
 from edgellm.engines.lora.config import adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.draft_decoder import draft_weights
-from edgellm.engines.model.states import decoder_states, exchange_bytes, state_bytes, state_edge
+from edgellm.engines.model.states import (
+    LayerState,
+    decoder_states,
+    exchange_bytes,
+    kept_edge,
+    recurrent_states,
+    state_bytes,
+    state_edge,
+)
 from edgellm.kernels.arrays import ITEM_SIZES
 
 MEBIBYTE = 1 << 20
@@ -56,7 +64,8 @@ def plan_memory(
     """
     item = ITEM_SIZES[dtype]
     weights = sum(weight_bytes(spec, dtype) for spec in specs)
-    states = state_edge(decoder_states(config, limits.kv_cache), limits.max_batch, limits.kv_rows)
+    layers = decoder_states(config, limits.kv_cache)
+    states, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_states(layers)
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_dim) * item + ITEM_SIZES["int32"])
     if config.deepstack_layers:  # and their zeros
@@ -65,7 +74,7 @@ def plan_memory(
     rotary = limits.kv_rows * config.rotary_dim * ITEM_SIZES["float32"]
     items = {
         "weights": weights,
-        "KV caches": state_bytes(states, dtype),
+        "KV caches": state_bytes(states, dtype) - recurrent_bytes(layers, limits.max_batch),
         "step buffers": step + rotary,
         "logits and sampling": sampling,
         # On the host and on the device, which may be the same memory: a mask, and its number, for each row of logits.
@@ -74,6 +83,13 @@ def plan_memory(
     }
     if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
         items["slot exchange"] = exchange_bytes(states, dtype)
+    if recurrent:
+        items["recurrent states"] = recurrent_bytes(layers, limits.max_batch) + exchange_bytes(
+            state_edge(recurrent, 1, 1), dtype
+        )
+        items["inputs of recurrent layers"] = kept_bytes(layers, limits.max_batch, 1) + (
+            kept_bytes(layers, limits.max_batch, limits.verify_sizes[-1]) if draft is not None else 0
+        )
     if draft is not None:
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:
@@ -91,10 +107,20 @@ def mask_rows(limits: EngineLimits) -> int:
     return limits.max_batch * (limits.verify_sizes[-1] if limits.has_draft else GIVEN_NODES)
 
 
+def recurrent_bytes(states: Sequence[LayerState], slots: int) -> int:
+    """What recurrent states take, however many tokens they have taken."""
+    return state_bytes(state_edge(recurrent_states(states), slots, 1), "float32")
+
+
+def kept_bytes(states: Sequence[LayerState], slots: int, tokens: int) -> int:
+    """What steps of up to so many tokens keep of their inputs for commits of recurrent states."""
+    return state_bytes(kept_edge(states, slots, tokens), "float32")
+
+
 def token_bytes(config: DecoderConfig, limits: EngineLimits, dtype: str, draft: DraftConfig | None = None) -> int:
     """What the rows of one token of one sequence take, those of the draft included."""
-    states = [*decoder_states(config, limits.kv_cache)]
-    rows = state_bytes(state_edge(states, 1, 1), dtype)
+    states = decoder_states(config, limits.kv_cache)
+    rows = state_bytes(state_edge(states, 1, 1), dtype) - recurrent_bytes(states, 1)
     return rows + (0 if draft is None else state_bytes(state_edge(decoder_states(draft.decoder), 1, 1), dtype))
 
 

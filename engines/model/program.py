@@ -16,7 +16,16 @@ from functools import cached_property
 from edgellm.engines.directories.strict_formats import ADDED_LATER
 from edgellm.engines.lora.config import SCALES, AdaptedProjection, adapted_projections
 from edgellm.engines.model.config import EngineShape, WeightSpec
-from edgellm.engines.model.states import PRESENT, ConvColumns, DeltaMatrix, Edge, KVRows, kept_edge, state_edge
+from edgellm.engines.model.states import (
+    PRESENT,
+    ConvColumns,
+    DeltaMatrix,
+    Edge,
+    KVRows,
+    is_recurrent,
+    kept_edge,
+    state_edge,
+)
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 
@@ -358,9 +367,14 @@ class Program:
 
     @cached_property
     def states(self) -> Edge:
-        """The tensors of the layers' states, which an engine changes where they are, if it does."""
+        """The tensors of the layers' states."""
         shape = self.shape
         return state_edge((step.state(shape) for step in self.stateful), shape.batch, shape.kv_rows)
+
+    @cached_property
+    def changed(self) -> Edge:
+        """Those of `states` that the engine changes where they are: not what a later commit changes."""
+        return {name: kind for name, kind in self.states.items() if not (self.kept and is_recurrent(name))}
 
     @cached_property
     def kept(self) -> Edge:
@@ -393,7 +407,7 @@ class Program:
         """Every tensor that an engine of this program is bound to."""
         matrices: Edge = {name: (size, "compute") for name, size in self.matrices.items()}
         matrices |= {name: (spec.shape, spec.dtype) for name, spec in self.weights.items()}
-        present = {PRESENT + name: kind for name, kind in self.states.items()}
+        present = {PRESENT + name: kind for name, kind in self.changed.items()}
         return self.values | matrices | present | self.outputs
 
 

@@ -197,12 +197,25 @@ def state_edge(states: Iterable[LayerState], slots: int, rows: int) -> Edge:
     return {name: kind for state in states for name, kind in state.tensors(slots, rows).items()}
 
 
+def without_layer(name: str) -> str:
+    """The name of the rows that a convolution gives the delta rule without the number of their layer; others as they
+    are. Where they are not kept, one place serves all layers."""
+    prefix, _, number = name.rpartition("_")
+    return prefix if prefix == "delta_rows" and number.isdigit() else name
+
+
 def saved_dtype(name: str, kv_cache: str) -> str | None:
     """The dtype of the tensor `name` of a state whose rows are of `kv_cache`; None for a name that it has not."""
     match = _NAME.fullmatch(name)
     if match is None or (match[1] == "scale" and kv_cache == "compute"):
         return None
     return kv_cache if match[1] == "cache" else "float32"
+
+
+def is_recurrent(name: str) -> bool:
+    """Whether a tensor of this name is a recurrent state."""
+    match = _NAME.fullmatch(name)
+    return match is not None and match[2] is not None
 
 
 def kept_edge(states: Iterable[LayerState], slots: int, tokens: int) -> Edge:
@@ -213,6 +226,11 @@ def kept_edge(states: Iterable[LayerState], slots: int, tokens: int) -> Edge:
 def state_bytes(edge: Edge, compute_dtype: str) -> int:
     """The bytes of tensors."""
     return sum(math.prod(shape) * _item_size(dtype, compute_dtype) for shape, dtype in edge.values())
+
+
+def recurrent_states(states: Iterable[LayerState]) -> list[LayerState]:
+    """Those of them that a step only reads, and a commit changes: they are of one place in a text, and of no other."""
+    return [state for state in states if state.kept(1, 1)]
 
 
 def exchange_sizes(edge: Edge) -> dict[str, int]:

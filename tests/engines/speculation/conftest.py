@@ -34,9 +34,9 @@ def write_base(
         return directory
     tensors = load_file(directory / "model.safetensors")
     for name, values in tensors.items():
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")):
             tensors[name] = (values * _LAYER_WEIGHT).astype(np.float16)
-        elif name == "model.norm.weight":
+        elif name in ("model.norm.weight", "model.embedding_norm.weight"):
             tensors[name] = np.ones_like(values)
         elif name == "model.embed_tokens.weight":  # rows of one size, so that a head without a norm sees the same
             rows = values.astype(np.float32)
