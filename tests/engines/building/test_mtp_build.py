@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import create_app
+from edgellm.engines.backends.executors import kernel_executor, planned_shapes
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building import draft_vocabulary
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place
@@ -387,10 +389,20 @@ def test_a_head_that_was_published_packed_is_read_whole(published: Path, ids_fil
     assert plain == drafted
 
 
-def test_every_draft_engine_builds(published: Path, ids_file: Path, tmp_path: Path) -> None:
+def test_the_pair_builds_with_its_plans(published: Path, ids_file: Path, tmp_path: Path) -> None:
+    """Those that a GPU needs beside the kernels, and each engine of the draft as TensorRT would run it alone."""
     pytest.importorskip("tensorrt_rtx")
-    build_engine_directory(published, tmp_path / "engines", LIMITS, [], draft_vocabulary=ids_file)
-    config = EngineDirectory.open(tmp_path / "engines").model_config("draft")
+    limits = replace(LIMITS, prefill_chunk=80)
+    report = build_engine_directory(published, tmp_path / "engines", limits, ["sm_86"], draft_vocabulary=ids_file)
+    directory = EngineDirectory.open(tmp_path / "engines", verify=True)
+    needed = planned_shapes(directory.models, limits, directory.dtype, "sm_86")
+    assert {plan.shape for plan in report.plans} == set(needed)
+    assert {shape.model for shape in needed} == {"base", "draft"}
+    config = directory.model_config("draft")
+    for shape in LIMITS.engine_shapes():
+        if shape.model == "draft":
+            executor, _ = kernel_executor(config, shape, "float16", 99 << 10)
+            assert executor is not None, shape.name
     for shape in LIMITS.engine_shapes():
         if shape.model == "draft":
             assert len(build_plan(config, shape, "float16", "composed", "sm_86")) > 1000
