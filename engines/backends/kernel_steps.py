@@ -6,10 +6,21 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, recurrent_refusal
 from edgellm.engines.lora.config import AdaptedProjection
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.program import Attention, LinearResidual, NormLinear, Program, Scale, SideBySide, Step
-from edgellm.engines.model.states import Edge
+from edgellm.engines.model.program import (
+    Attention,
+    GatedDelta,
+    LinearResidual,
+    NormLinear,
+    Program,
+    Scale,
+    ShortConvolution,
+    SideBySide,
+    Step,
+)
+from edgellm.engines.model.states import Edge, without_layer
 from edgellm.kernels.decode.attention import AttentionShape, attention_partials
 from edgellm.kernels.decode.contract import (
     ACTIVATIONS,
@@ -51,6 +62,8 @@ def step_refusal(step: Step, program: Program) -> str | None:
         return attention_refusal(*step.heads, shape.kv_cache == "int8")
     if isinstance(step, Scale | SideBySide):
         return None
+    if isinstance(step, RECURRENT):
+        return recurrent_refusal(step, program)
     if not isinstance(step, NormLinear | LinearResidual):
         return "there is no kernel for it"
     gated = isinstance(step, NormLinear) and step.gated
@@ -80,6 +93,10 @@ def title(step: Step) -> str:
         return f"the attention of layer {step.index}"
     if isinstance(step, NormLinear | LinearResidual):
         return f"the linear layer {step.linear.name}"
+    if isinstance(step, ShortConvolution | GatedDelta):
+        return (
+            f"the {'gated delta rule' if isinstance(step, GatedDelta) else 'short convolution'} of layer {step.index}"
+        )
     return f"the step {type(step).__name__} to {step.output}"
 
 
@@ -111,13 +128,17 @@ def scratch_of(program: Program) -> Edge:
         if isinstance(step, Attention):
             dtype = "compute"
             found["partial"] = ((attention_partials(attention_shape(step, shape)),), "float32")
+            if step.gated:
+                found[UNGATED] = ((rows, program.kinds[step.value][0][-1] - width), "float32")
+        elif isinstance(step, RECURRENT):
+            dtype = program.kinds[step.output][1]
         elif isinstance(step, NormLinear):
             dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
             packed = max(packed, rows * padded_columns(columns))
             if step.keep is not None and step.keep.target not in edge:
                 found[step.keep.target] = ((rows, columns // len(step.inputs)), "compute")
         if step.output not in edge:
-            found[step.output] = ((rows, width), dtype)
+            found[without_layer(step.output)] = ((rows, width), dtype)
     return found | {TOGETHER: ((packed,), "compute")}
 
 

@@ -46,7 +46,7 @@ class Convolution(NamedTuple):
     Else its first C columns are convolved, and `silu`: SiLU is applied to the result.
     """
 
-    weight: Annotated[OwnArray, "CW compute"]
+    weight: Annotated[OwnArray, "CW float32"]
     silu: bool
     gated: bool
 
@@ -57,8 +57,8 @@ class DeltaGates(NamedTuple):
     The logarithm of the decay is -exp(a_log) softplus(a + dt_bias), the weight of the new value sigmoid(b).
     """
 
-    a_log: Annotated[OwnArray, "G compute"]
-    dt_bias: Annotated[OwnArray, "G compute"]
+    a_log: Annotated[OwnArray, "G float32"]
+    dt_bias: Annotated[OwnArray, "G float32"]
     first: int
 
 
@@ -122,6 +122,13 @@ def delta_refusal(heads: tuple[int, int], sizes: tuple[int, int], nodes: int = 1
         f"heads that are a multiple of the key heads, not {heads[0]} key heads of {sizes[0]} and {heads[1]} value "
         f"heads of {sizes[1]}"
     )
+
+
+def norm_refusal(size: int) -> str | None:
+    """Why the GPU's kernels do not norm heads of a size with a gate; None if they do."""
+    if 0 < size <= MAX_DELTA_SIZE and size % 8 == 0:
+        return None
+    return f"gated norms are of heads of up to {MAX_DELTA_SIZE} elements (multiples of 8), not of {size}"
 
 
 def key_heads(sizes: dict[str, Any]) -> int:
@@ -218,7 +225,7 @@ class RecurrentArrays(Protocol):
         self,
         value: Annotated[OwnArray, "BTV mixed"],
         convolution: Convolution,
-        bias: Annotated[OwnArray, "C compute"] | None,
+        bias: Annotated[OwnArray, "C float32"] | None,
         columns: Annotated[OwnArray, "BCK float32"],
         output: Annotated[OwnArray, "BTC mixed"],
         parents: Annotated[OwnArray, "BT int32"] | None,

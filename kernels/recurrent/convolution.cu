@@ -7,7 +7,7 @@ constexpr int THREADS = 128, TILE = 32, BATCH = 8;  // tokens of a block's threa
 static_assert(THREADS == HOST_CONVOLUTION_THREADS && TILE == HOST_CONVOLUTION_TILE, "the host makes the grids");
 
 // One channel of one sequence.
-template <class Value, class Weight, class Output, int TAPS> struct Channel {
+template <class Value, class Output, int TAPS> struct Channel {
     static constexpr int KEPT = TAPS - 1;
     const ShortConvolutionArguments& a;
     unsigned slot, channel;
@@ -17,8 +17,8 @@ template <class Value, class Weight, class Output, int TAPS> struct Channel {
         : a(a), slot(slot), channel(channel), bias(0.0f) {
         if (channel >= a.C) return;
 #pragma unroll
-        for (int tap = 0; tap < TAPS; ++tap) taps[tap] = weight<Weight>(a.convolution.weight, channel * TAPS + tap);
-        if (a.bias != nullptr) bias = weight<Weight>(a.bias, channel);
+        for (int tap = 0; tap < TAPS; ++tap) taps[tap] = __ldg(a.convolution.weight + channel * TAPS + tap);
+        if (a.bias != nullptr) bias = __ldg(a.bias + channel);
     }
 
     __device__ size_t row(unsigned token) const { return size_t(slot) * a.T + token; }
@@ -45,12 +45,12 @@ template <class Value, class Weight, class Output, int TAPS> struct Channel {
 };
 
 // Grid: blocks of channels, tokens, sequences. With `parents` up to HOST_MOST_NODES tokens.
-template <class Value, class Weight, class Output, int TAPS>
+template <class Value, class Output, int TAPS>
 __global__ void __launch_bounds__(THREADS) convolve_nodes(const __grid_constant__ ShortConvolutionArguments a) {
     __shared__ int parents[HOST_MOST_NODES];
     const unsigned node = blockIdx.y;
     launch_next_kernel();
-    const Channel<Value, Weight, Output, TAPS> own(a, blockIdx.z, blockIdx.x * THREADS + threadIdx.x);
+    const Channel<Value, Output, TAPS> own(a, blockIdx.z, blockIdx.x * THREADS + threadIdx.x);
     wait_for_previous_kernel();
     if (a.parents != nullptr) {
         for (unsigned i = threadIdx.x; i <= node; i += THREADS) parents[i] = earlier(__ldcg(a.parents + own.row(i)), i);
@@ -70,12 +70,12 @@ __global__ void __launch_bounds__(THREADS) convolve_nodes(const __grid_constant_
 
 // Grid: blocks of channels, tiles of tokens, sequences. The block of the first tile, which alone reads the columns, writes
 // those behind the tokens that count.
-template <class Value, class Weight, class Output, int TAPS>
+template <class Value, class Output, int TAPS>
 __global__ void __launch_bounds__(THREADS) convolve_chunk(const __grid_constant__ ShortConvolutionArguments a) {
     constexpr int KEPT = TAPS - 1;
     const int begin = blockIdx.y * TILE, tokens = a.T, end = min(begin + TILE, tokens);
     launch_next_kernel();
-    const Channel<Value, Weight, Output, TAPS> own(a, blockIdx.z, blockIdx.x * THREADS + threadIdx.x);
+    const Channel<Value, Output, TAPS> own(a, blockIdx.z, blockIdx.x * THREADS + threadIdx.x);
     wait_for_previous_kernel();
     if (own.channel >= a.C) return;
     float inputs[KEPT + BATCH];

@@ -211,7 +211,7 @@ __device__ __forceinline__ void walk(const Head& head, const Source& source, con
 }
 
 // The tokens of a step or of a chunk, whose gates were projected.
-template <class Value, class Weight> struct Projected {
+template <class Value> struct Projected {
     const char* values;     // of the step
     const unsigned* plan;   // of a tree, or null
     float* kept;            // of the sequence, or null: by one block of a head alone
@@ -256,21 +256,20 @@ template <int SIZE> __device__ __forceinline__ void clear_row(const Head& head, 
         head.outputs[size_t(row) * head.output_size + first + lane] = 0.0f;
 }
 
-template <class Value, class Weight>
-__device__ __forceinline__ Projected<Value, Weight> projected_of(const GatedDeltaArguments& a) {
+template <class Value> __device__ __forceinline__ Projected<Value> projected_of(const GatedDeltaArguments& a) {
     const unsigned own = blockIdx.y;
     return {a.projected, nullptr, nullptr, size_t(blockIdx.z) * a.T, a.V, unsigned(a.gates.first), a.G, own,
-            -portable_exp(weight<Weight>(a.gates.a_log, own)), weight<Weight>(a.gates.dt_bias, own)};
+            -portable_exp(__ldg(a.gates.a_log + own)), __ldg(a.gates.dt_bias + own)};
 }
 
 // Of a step that keeps: its gates. With `parents` a tree of up to MOST_NODES.
-template <int SIZE, class Value, class Weight, bool TREE>
+template <int SIZE, class Value, bool TREE>
 __global__ void __launch_bounds__(THREADS, BLOCKS) delta_nodes(const __grid_constant__ GatedDeltaArguments a) {
     extern __shared__ __align__(16) float shared[];
     __shared__ TreePlan plan;
     launch_next_kernel();
     Head head = head_of(a);
-    auto source = projected_of<Value, Weight>(a);
+    auto source = projected_of<Value>(a);
     if (blockIdx.x == 0) source.kept = a.kept + source.first_row * 2 * a.G;
     wait_for_previous_kernel();
     if (TREE) {
@@ -291,12 +290,12 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) delta_nodes(const __grid_cons
 }
 
 // Of a chunk, of which the tokens that count change the state.
-template <int SIZE, class Value, class Weight>
+template <int SIZE, class Value>
 __global__ void __launch_bounds__(THREADS, BLOCKS) delta_chunk(const __grid_constant__ GatedDeltaArguments a) {
     extern __shared__ __align__(16) float shared[];
     launch_next_kernel();
     Head head = head_of(a);
-    const auto source = projected_of<Value, Weight>(a);
+    const auto source = projected_of<Value>(a);
     wait_for_previous_kernel();
     head.next_state = a.matrix + (head.own_state - a.matrix);
     head.count = min(max(__ldcg(a.state_tokens + blockIdx.z), 0), int(a.T));

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(THREADS) gated_norm(const __grid_constant__ Ga
         for (int i = 0; i < 4; ++i) {
             const unsigned column = head * a.E + first + i;
             const float gate = loaded<Gate>(a.gate, row * a.V + a.norm.first + column);
-            const float normed = four[i] * weight<Compute>(a.norm.weight, first + i);
+            const float normed = four[i] * to_float(__ldg(reinterpret_cast<const Compute*>(a.norm.weight) + first + i));
             reinterpret_cast<Compute*>(a.output)[row * a.O + column] = rounded<Compute>(normed * portable_silu(gate));
         }
     }

@@ -30,6 +30,7 @@ from edgellm.kernels.recurrent.contract import (
     check_step,
     delta_refusal,
     key_heads,
+    norm_refusal,
 )
 
 _CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS, _LANES = 128, 32, 128, 16
@@ -88,8 +89,7 @@ def _source(name: str, file: str, expression: str, *macros: tuple[str, int | str
 
 @lru_cache
 def convolution_kernel(name: str, width: int, *dtypes: str) -> Kernel:
-    """A kernel of convolution.cu for a width: `commit_columns`, or one for a value, weights and an output of
-    `dtypes`."""
+    """A kernel of convolution.cu for a width: `commit_columns`, or one for a value and an output of `dtypes`."""
     expression = f"recurrent::{name}<{', '.join([*(CUDA_TYPES[dtype] for dtype in dtypes), str(width)])}>"
     macros = (
         ("HOST_CONVOLUTION_THREADS", _CONVOLUTION_THREADS),
@@ -156,7 +156,7 @@ class CudaRecurrent:
             raise KernelError(f"short_convolution: a tree of {tokens} nodes; expected at most {MAX_NODES}")
         tiles = tokens if state_tokens is None else -(-tokens // _CONVOLUTION_TILE)
         name = "convolve_nodes" if state_tokens is None else "convolve_chunk"
-        kernel = convolution_kernel(name, sizes["W"], value.dtype, convolution.weight.dtype, output.dtype)
+        kernel = convolution_kernel(name, sizes["W"], value.dtype, output.dtype)
         packed = self._check.pack("short_convolution", sizes, *arguments)
         grid = (-(-sizes["C"] // _CONVOLUTION_THREADS), tiles, batch)
         return Launch(self._module, kernel, grid, _CONVOLUTION_THREADS, 0, (packed,))
@@ -178,11 +178,11 @@ class CudaRecurrent:
         sizes = self._check("gated_delta", *arguments)
         tree, tokens = parents is not None, sizes["T"]
         _check_sizes("gated_delta", sizes, tokens if tree else 1)
-        types = [CUDA_TYPES[array.dtype] for array in (projected, gates.a_log)]
+        own = CUDA_TYPES[projected.dtype]
         if state_tokens is None:
-            kernel = delta_kernel("delta_nodes", sizes["D"], *types, str(tree).lower())
+            kernel = delta_kernel("delta_nodes", sizes["D"], own, str(tree).lower())
         else:
-            kernel = delta_kernel("delta_chunk", sizes["D"], *types)
+            kernel = delta_kernel("delta_chunk", sizes["D"], own)
         packed = self._check.pack("gated_delta", sizes, *arguments)
         grid, shared = _delta_grid(sizes, sizes["B"]), delta_bytes(sizes["D"], tokens, tree)
         return Launch(self._module, kernel, grid, _DELTA_THREADS, shared, (packed,))
@@ -191,10 +191,9 @@ class CudaRecurrent:
         """RMS norms of heads, times SiLU of their gates; see the contract."""
         arguments = (value, gate, norm, output)
         sizes = self._check("gated_norm", *arguments)
-        if sizes["E"] > MAX_DELTA_SIZE or sizes["E"] % 8:
-            raise KernelError(
-                f"gated_norm: heads of {sizes['E']}; expected up to {MAX_DELTA_SIZE} elements, a multiple of 8"
-            )
+        refusal = norm_refusal(sizes["E"])
+        if refusal is not None:
+            raise KernelError(f"gated_norm: {refusal}")
         groups = _GATES_THREADS // _LANES
         grid = (-(-sizes["O"] // (sizes["E"] * groups)), sizes["T"], sizes["B"])
         kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)

@@ -62,7 +62,7 @@ struct TreePlan {
         if (is_used) {
             for (unsigned other = 0; other < count; ++other) {
                 children += parents[other] == int(node);
-                if (other == node || other == 0 || parents[other] != parent) continue;
+                if (node == 0 || other == node || parents[other] != parent) continue;  // padding has none, as the root
                 const bool comes_first = below[other] < below[node] || (below[other] == below[node] && other < node);
                 if (comes_first) own_before += below[other], ++siblings_before;
                 else is_last = false;

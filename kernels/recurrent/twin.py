@@ -87,7 +87,7 @@ class NumpyRecurrent:
             output[...] = 0
             for slot, tokens in enumerate(_chain(rows.shape[1], state_tokens)):
                 results = delta_walk(rows[slot], made[slot], matrix[slot], tokens)
-                output[slot, tokens] = results.reshape(len(tokens), -1)
+                output[slot, tokens] = results.reshape(len(tokens), output.shape[-1])
 
         return NumpyLaunch(compute)
 
@@ -151,8 +151,7 @@ def convolved(
 ) -> tuple[np.ndarray, np.ndarray]:
     """What `short_convolution` puts out, and what it convolves, both [B, T, C] float32."""
     weight, silu_after, gated = convolution
-    taps, (batch, tokens, _) = float32_of(weight), value.shape
-    channels, width = taps.shape
+    (batch, tokens, _), (channels, width) = value.shape, weight.shape
     parts = [float32_of(value[..., n * channels : (n + 1) * channels]) for n in range(3 if gated else 1)]
     inputs = parts[0] * parts[2] if gated else parts[0]
     # Of the state and the inputs behind it, which stands where: token t at `width` - 1 + t.
@@ -162,14 +161,14 @@ def convolved(
     slots = np.arange(batch)[:, None]
     terms = []
     for tap in reversed(range(width)):
-        terms.append(taps[:, tap] * known[slots, places])
+        terms.append(weight[:, tap] * known[slots, places])
         if tap:
             places = places - 1 if before is None else before[slots, places]
     result = terms.pop()
     while terms:
         result = result + terms.pop()
     if bias is not None:
-        result = result + float32_of(bias)
+        result = result + bias
     if silu_after:
         result = silu(result)
     return (parts[1] * result if gated else result), inputs
@@ -188,8 +187,7 @@ def delta_gates(projected: np.ndarray, gates: DeltaGates) -> np.ndarray:
     """Of each value head the logarithm of the decay, then of each the weight of the new value: [B, T, 2 G] float32."""
     heads, first = len(gates.a_log), gates.first
     found = float32_of(projected[..., first : first + 2 * heads])
-    rate = -exp(float32_of(gates.a_log))
-    decay = rate * softplus(found[..., heads:] + float32_of(gates.dt_bias))
+    decay = -exp(gates.a_log) * softplus(found[..., heads:] + gates.dt_bias)
     return np.concatenate((decay, sigmoid(found[..., :heads])), axis=-1)
 
 

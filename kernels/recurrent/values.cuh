@@ -28,11 +28,6 @@ template <class T> __device__ __forceinline__ float loaded(const char* values, s
     return to_float(__ldcg(reinterpret_cast<const T*>(values) + place));
 }
 
-// An element of a weight, which no kernel changes.
-template <class T> __device__ __forceinline__ float weight(const char* values, size_t place) {
-    return to_float(__ldg(reinterpret_cast<const T*>(values) + place));
-}
-
 // A node's parent: an earlier node, or -1.
 __device__ __forceinline__ int earlier(int parent, int node) { return parent >= 0 && parent < node ? parent : -1; }
 

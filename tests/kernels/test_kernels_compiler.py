@@ -20,6 +20,7 @@ from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
 from edgellm.kernels.prefill.launcher import heads_kernel
+from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel, gates_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
 
@@ -81,6 +82,21 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     return [kernel.source for kernel in kernels]
 
 
+def recurrent_sources(dtype: str) -> list[ModuleSource]:
+    """Those of recurrent layers and gated attention, of each size that they are compiled for."""
+    kind, kernels = CUDA_TYPES[dtype], [convolution_kernel("commit_columns", width) for width in (3, 4, 8)]
+    for value in ("float32", dtype):
+        kernels += [convolution_kernel("convolve_nodes", 4, value, "float32")]
+        kernels += [convolution_kernel("convolve_chunk", width, value, dtype) for width in (2, 3)]
+        kernels += [gates_kernel(name, value, dtype) for name in ("gated_norm", "sigmoid_gate")]
+        kernels.append(gates_kernel("separate_gates", value))
+    for keys in (64, 128, 256):
+        kernels += [delta_kernel("delta_nodes", keys, "float", tree) for tree in ("true", "false")]
+        kernels += [delta_kernel("delta_chunk", keys, value) for value in ("float", kind)]
+        kernels.append(delta_kernel("commit_matrices", keys))
+    return [kernel.source for kernel in kernels]
+
+
 def other_sources(dtype: str) -> list[ModuleSource]:
     """All other modules that a process of a model in a dtype can ask for."""
     drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
@@ -95,14 +111,16 @@ def other_sources(dtype: str) -> list[ModuleSource]:
 def every_source() -> list[ModuleSource]:
     """All modules that a process can ask for."""
     dtypes = ("float16", "bfloat16")
-    return [source for dtype in dtypes for source in (*decode_sources(dtype), *other_sources(dtype))]
+    every = decode_sources, other_sources, recurrent_sources
+    return [source for dtype in dtypes for sources in every for source in sources(dtype)]
 
 
 @pytest.mark.parametrize(
     ("architecture", "sources"),
     [
         ("sm_87", [*other_sources("float16"), *decode_sources("float16")]),
-        ("sm_90", decode_sources("bfloat16")),
+        ("sm_90", [*decode_sources("bfloat16"), *recurrent_sources("bfloat16")]),
+        *((name, recurrent_sources("float16")) for name in ("sm_87", "sm_120")),
         *(
             pytest.param(name, every_source(), marks=pytest.mark.slow)
             for name in ("sm_87", "sm_90", "sm_110", "sm_120", "compute_80")
