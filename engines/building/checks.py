@@ -50,8 +50,8 @@ _IMAGE_ROWS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384,
 
 #: EAGLE-2's and EAGLE-3's usual tree.
 DRAFT_DEFAULTS = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
-#: Qwen3.5's makers advise chains of 3: the head was trained to look two tokens ahead, and each further guess rests on
-#: its own state. Trees of that depth cost little beside it, and are taken where they pay.
+#: Published recipes for Qwen3.5 draft chains of 3: the head was made to look one token further, and each guess behind
+#: that rests on its own state. Trees of that depth are there for where they pay.
 MTP_DEFAULTS = {"draft_top_k": 4, "draft_steps": 3, "verify_tree_size": 16}
 
 #: Without weights a plan took up to 0.6 MB a layer (16 layers of Llama-3.2-1B's shapes, TensorRT-RTX 1.6.1), one with

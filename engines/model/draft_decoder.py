@@ -46,12 +46,12 @@ def mtp_draft(base: DecoderConfig, vocabulary: int | None = None, head: str = HE
     own. Its logits are those of `vocabulary` rows of the base's head (None: of all, and the head is shared), which are
     kept as `head` says, one of `HEADS`.
     """
-    recurrent = {"layer_kinds": (), "conv_width": 0, "conv_bias": False, "delta_heads": ()}
-    taken = {"feature_layers": (), "deepstack_layers": 0, "nope_layers": ()}
-    alike = {"head": HEADS[0], "embeds_by_head": False}  # whatever became of the base's own
+    layer = replace(base, num_layers=1, layer_kinds=(), conv_width=0, conv_bias=False, delta_heads=())
+    # Of one layer nothing is taken; what the base's own head became is no matter.
+    layer = replace(layer, feature_layers=(), deepstack_layers=0, nope_layers=(), head=HEADS[0], embeds_by_head=False)
     return DraftConfig(
         generation=MTP,
-        decoder=replace(base, num_layers=1, **recurrent, **taken, **alike),
+        decoder=layer,
         draft_vocab_size=base.vocab_size if vocabulary is None else vocabulary,
         has_mapping=vocabulary is not None,
         feature_layers=(base.num_layers,),
@@ -82,15 +82,15 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
     layer = LayerWeights(decoder, _LAYER, config.layer_prefix)
     own = LayerWeights(decoder, "", config.checkpoint_prefix)
     steps: list[Step] = []
+    attended: tuple[Input, ...]
     if config.generation in ("1", MTP):  # fc([embedding | feature]) at every step, and a decoder layer that takes it
-        fused, enters = (Input("inputs_embeds"), Input(feature)), ()
-        if config.generation == MTP:  # with a norm before each; EAGLE-1's layer takes it as it is, too
-            names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden")
-            fused = tuple(Input(each.value, (own.norm(name),)) for each, name in zip(fused, names, strict=True))
-            enters = (layer.norm("input_layernorm"),)
-        steps.append(NormLinear("hidden", fused, _fc(config, 2 * hidden)))
+        embedded, taken, attended = Input("inputs_embeds"), Input(feature), (Input("hidden"),)
+        if config.generation == MTP:  # with a norm before each of the three
+            embedded = Input("inputs_embeds", (own.norm("pre_fc_norm_embedding"),))
+            taken = Input(feature, (own.norm("pre_fc_norm_hidden"),))
+            attended = (Input("hidden", (layer.norm("input_layernorm"),)),)
+        steps.append(NormLinear("hidden", (embedded, taken), _fc(config, 2 * hidden)))
         residual, keep = "hidden", None
-        attended: tuple[Input, ...] = (Input("hidden", enters),)
     else:  # fc on the base's features only, and an attention that takes [normed embedding | normed feature]
         if shape.phase != "propose":
             features = Input(feature, _feature_norms(config))

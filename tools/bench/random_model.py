@@ -51,13 +51,6 @@ class RandomTensors:
 
     scales: dict[str, float] = field(default_factory=dict)
     seed: int = 0
-    #: Of the model, and of a draft that has fewer tokens: those are spread evenly over the model's.
-    vocabularies: tuple[int, int] = (0, 0)
-
-    def integers(self, name: str) -> np.ndarray:
-        """The mapping of a draft's tokens: the model's less the draft's, int64."""
-        every, few = self.vocabularies
-        return np.linspace(0, every - 1, few).astype(np.int64) - np.arange(few)
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -78,8 +71,7 @@ class RandomDraft(EngineDraft):
     """A draft head without files. Its head's weights are larger: see `random_draft`."""
 
     def checkpoint(self) -> Any:
-        config = self.config
-        return RandomTensors({DRAFT_HEAD: HEAD_SCALE}, 1, (config.decoder.vocab_size, config.draft_vocab_size))
+        return RandomTensors({DRAFT_HEAD: HEAD_SCALE}, seed=1)
 
 
 class RandomWeights:
@@ -169,8 +161,8 @@ class RandomNumpyBackend(RandomWeights, NumpyBackend):
 def random_directory(
     folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16", weights: str = WEIGHTS[0]
 ) -> RandomDirectory:
-    """A directory of a base, and where `limits` have one of a draft (`draft_of`); plans are kept in `folder`. `weights`
-    of "int4": the layers of the base are packed in symmetric groups of 128, its head and the draft are dense; behind a
+    """A directory of a base, and where `limits` have one of a draft head; plans are kept in `folder`. `weights` of
+    "int4": the layers of the base are packed in symmetric groups of 128, its head and the draft are dense; behind a
     plus it is what the heads of both are."""
     layers_are, _, head = weights.partition("+")
     own = draft_of(config)
@@ -200,10 +192,10 @@ def random_directory(
 
 
 def draft_of(base: DecoderConfig) -> DraftConfig:
-    """The head for multi-token prediction of a base that is published with one, with as many tokens as it gets by
-    itself; an EAGLE-3 head for another one of at least seven layers, whose embedding it takes."""
+    """An EAGLE-3 head for a base of at least seven layers, whose embedding it takes; of Qwen3.5 the head that ships
+    with it, with the first ids of the vocabulary."""
     if base.naming == "qwen3_5":
-        return mtp_draft(base, min(SHORTLIST, base.vocab_size))
+        return replace(mtp_draft(base, min(SHORTLIST, base.vocab_size)), has_mapping=False)
     layers = base.num_layers
     embedding = decoder_weights(base)[0].name
     plain = {"qk_norm": False, "attention_bias": False, "layer_kinds": (), "conv_width": 0, "naming": "llama"}
