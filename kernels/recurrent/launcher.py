@@ -179,12 +179,14 @@ class CudaRecurrent:
         tree, tokens = parents is not None, sizes["T"]
         _check_sizes("gated_delta", sizes, tokens if tree else 1)
         own = CUDA_TYPES[projected.dtype]
-        if state_tokens is None:
+        if state_tokens is not None:
+            kernel = delta_kernel("delta_chunk", sizes["D"], own)
+        elif tokens > 1:
             kernel = delta_kernel("delta_nodes", sizes["D"], own, str(tree).lower())
         else:
-            kernel = delta_kernel("delta_chunk", sizes["D"], own)
+            kernel = delta_kernel("delta_token", sizes["D"], own)
         packed = self._check.pack("gated_delta", sizes, *arguments)
-        grid, shared = _delta_grid(sizes, sizes["B"]), delta_bytes(sizes["D"], tokens, tree)
+        grid, shared = _delta_grid(sizes, sizes["B"]), delta_bytes(sizes["D"], tokens, tree and tokens > 1)
         return Launch(self._module, kernel, grid, _DELTA_THREADS, shared, (packed,))
 
     def gated_norm(self, value: DeviceArray, gate: DeviceArray, norm: GatedHeadNorm, output: DeviceArray) -> Launch:
@@ -237,7 +239,10 @@ class CudaRecurrent:
             for place, (matrix, rows, gates) in enumerate(own):
                 arguments.matrices[place] = matrix.pointer
                 arguments.rows[place], arguments.gates[place] = rows.pointer, gates.pointer
-            kernel, grid = delta_kernel("commit_matrices", of["D"]), _delta_grid(of, of["B"] * len(own))
+            kernel, grid = (
+                delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower()),
+                _delta_grid(of, of["B"] * len(own)),
+            )
             return Launch(self._module, kernel, grid, _DELTA_THREADS, delta_bytes(of["D"], of["N"]), (arguments,))
 
         for each in sizes:
