@@ -151,6 +151,8 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
         ("gemma", {"hidden_act": "silu"}),
         ("ministral3", {"rope_scaling": None}),
         ("cwm", {"rope_scaling": None}),
+        ("qwen3_5_text", {"norm_offset": 0.0}),
+        ("qwen3_5_text", {"rope_theta": 10000.0}),
     ],
     ids=str,
 )
