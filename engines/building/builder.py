@@ -20,6 +20,7 @@ from edgellm.engines.building.checks import (
     check_places,
     check_range,
     check_settings,
+    with_window_rows,
     choose_limits,
     choose_platforms,
     leaves_out_embedding,
@@ -137,6 +138,7 @@ def build_engine_directory(
         limits = choose_limits(
             config, has_draft=draft is not None, adapter_ranks=ranks, vision=encoder, is_packed=packs
         )
+    limits = with_window_rows(config, limits)
     check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)
     dtype = dtype or _engine_dtype(config)
@@ -282,6 +284,7 @@ def describe_in_place(
     if limits is None:
         packs = folder_quantization(directory) is not None
         limits = choose_limits(config, has_draft=has_draft, adapter_ranks=ranks, vision=encoder, is_packed=packs)
+    limits = with_window_rows(config, limits)
     check_limits(config, limits, beyond_trained_context, has_draft, ranks)
     check_image_rows(encoder, vision_source is not None, limits)
     dtype = dtype or _engine_dtype(config)

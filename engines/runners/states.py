@@ -175,13 +175,15 @@ class ModelStates:
             for name, (shape, dtype) in layer.saved(tokens).items()
         }
 
-    def of_slot(self, slot: int, tokens: int) -> Iterator[SlotRows]:
-        """The memory of what is `saved` of a slot, tensor by tensor, to be filled or read."""
+    def of_slot(self, slot: int, tokens: int, held: int | None = None) -> Iterator[SlotRows]:
+        """The memory of what is `saved` of a slot, tensor by tensor, to be filled or read: of so many tokens, or the
+        first of them of a text of `held`, of which windows have the latest rows."""
         views = self._of_slot(slot)
         for layer in self._layers:
-            for name, (shape, _) in layer.saved(tokens).items():
+            count = tokens if held is None or not isinstance(layer, WindowRows) else held
+            for name, (shape, _) in layer.saved(count).items():
                 if name in views:
-                    yield SlotRows(name, views[name], shape[-2], layer.first_saved(tokens))
+                    yield SlotRows(name, views[name], shape[-2], layer.first_saved(count))
 
     def recurrent_of_slot(self, slot: int) -> Iterator[SlotRows]:
         """The same of the recurrent states alone, which are as large after any number of tokens."""
@@ -191,6 +193,18 @@ class ModelStates:
         """Which place, at most `wanted`, the states of `held` tokens can all be cut to."""
         for layer in self._layers:
             wanted = layer.cut(held, wanted)
+        return wanted
+
+    @property
+    def window_reach(self) -> int:
+        """Of how many tokens a snapshot holds rows in layers that look back on a window; 0 without such layers."""
+        return max((layer.reach for layer in self._layers if isinstance(layer, WindowRows)), default=0)
+
+    def cut_windows(self, held: int, wanted: int) -> int:
+        """As `cut`, of the layers that look back on a window alone."""
+        for layer in self._layers:
+            if isinstance(layer, WindowRows):
+                wanted = layer.cut(held, wanted)
         return wanted
 
     def clear(self) -> None:
