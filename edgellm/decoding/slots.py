@@ -36,9 +36,7 @@ class KVContents:
     far back as `cut` says (see `LayerState.cut`; None: anywhere).
     """
 
-    def __init__(
-        self, kept: PlacesOfStates | None = None, cut: Callable[[int, int], int] | None = None
-    ) -> None:
+    def __init__(self, kept: PlacesOfStates | None = None, cut: Callable[[int, int], int] | None = None) -> None:
         self._ids: list[TokenIdentity] = []
         self._kept, self._cut = kept, cut
         #: How many tokens the rows have held since they began anew: those of windows lie over each other.

@@ -161,8 +161,8 @@ class SnapshotStore:
         """What shares the longest prefix with a prompt; None where nothing does.
 
         One that cannot be `cut` there (see `LayerState.cut`; None: each can) is none; then what a prompt begins with as
-        a whole is of use. A snapshot with states of recurrent layers is of use only as a whole, and its states are those before its last
-        token.
+        a whole is of use. A snapshot with states of recurrent layers is of use only as a whole, and its states are
+        those before its last token.
         """
         prompt = token_key(prompt_ids)
         with self._lock:

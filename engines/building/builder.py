@@ -20,11 +20,11 @@ from edgellm.engines.building.checks import (
     check_places,
     check_range,
     check_settings,
-    with_window_rows,
     choose_limits,
     choose_platforms,
     leaves_out_embedding,
     plan_bytes_bound,
+    with_window_rows,
 )
 from edgellm.engines.building.inputs import (
     BuildInputs,

@@ -107,9 +107,7 @@ class ConfigFields:
         self.unsupported.append(f"{key} is {as_json(value)}, supported is {' or '.join(filter(None, words))}")
         return ""
 
-    def windows(
-        self, layers: int, usual: Callable[[int], bool] | None = None
-    ) -> tuple[int | None, tuple[str, ...]]:
+    def windows(self, layers: int, usual: Callable[[int], bool] | None = None) -> tuple[int | None, tuple[str, ...]]:
         """How many tokens layers look back on, their own included (None: on all), and the kind of each layer, one of
         `LAYER_KINDS` (none where all attend to all, or which do not is not known).
 

@@ -29,8 +29,8 @@ Kept = Mapping[str, Array]
 
 
 class SlotRows(NamedTuple):
-    """The memory [groups, C, size] that a tensor `name` has for one slot, and how many of the rows a snapshot holds, from
-    row `first` of the memory on and, behind its last, from its first."""
+    """The memory [groups, C, size] that a tensor `name` has for one slot, and how many of the rows a snapshot holds,
+    from row `first` of the memory on and, behind its last, from its first."""
 
     name: str
     memory: Array
@@ -126,13 +126,13 @@ class ModelStates:
     ) -> Callable[[], None]:
         """What keeps of the tokens behind row `start` [B] those that were `accepted`: rows at consecutive places, their
         features for the draft, and recurrent states by a replay of what was `kept`; before lengths advance."""
-        rows = [name for name in self.tensors if name not in self._recurrent]
-        # Features move with the first of them, and once more with the second.
-        by_kind = (([self.tensors[name] for name in rows if (name in self._rings) is wraps], wraps) for wraps in (False, True))
         move_accepted = self._backend.acceptance.move_accepted
-        steps: list[Callable[[], None]] = [
-            partial(move_accepted, moved, start, accepted, features, pending, wraps) for moved, wraps in by_kind if moved
-        ]
+        steps: list[Callable[[], None]] = []
+        for wraps in (False, True):  # features move with the first, and once more with the second
+            names = (name for name in self.tensors if name not in self._recurrent)
+            moved = [self.tensors[name] for name in names if (name in self._rings) is wraps]
+            if moved:
+                steps.append(partial(move_accepted, moved, start, accepted, features, pending, wraps))
         if self._recurrent:
             steps.append(self.replay(slice(0, start.shape[0]), kept or {}, accepted.indices, accepted.lengths))
 

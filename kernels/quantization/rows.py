@@ -36,9 +36,7 @@ def write_rows(place: tuple, x: np.ndarray, rows: np.ndarray, scales: np.ndarray
         rows[place], scales[place] = quantize_rows(x)
 
 
-def write_ring_rows(
-    sequence: int, start: int, x: np.ndarray, rows: np.ndarray, scales: np.ndarray | None
-) -> None:
+def write_ring_rows(sequence: int, start: int, x: np.ndarray, rows: np.ndarray, scales: np.ndarray | None) -> None:
     """The same of x [n, T, D], at most C rows, from row `start` modulo C of one of a cache's sequences [B, n, C, D] on,
     and behind the last row from row 0 on."""
     capacity = rows.shape[2]

@@ -100,9 +100,7 @@ def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Callable[..., 
     assert reused([*short[:4], 1, 2, 3]) in (3, 4)  # nothing has been written over
 
 
-def test_a_text_that_is_cut_again_and_again(
-    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]
-) -> None:
+def test_a_text_that_is_cut_again_and_again(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
     """What was written behind a cut stays written over: a second cut must not count from the shorter text."""
     text, one = PROMPT[:130], replace(GREEDY, max_tokens=1)
     for _ in range(8):
@@ -132,9 +130,7 @@ def random_prompts(cold: Callable[..., tuple[int, ...]], seed: int, count: int) 
         yield text
 
 
-def test_reuse_and_eviction_change_no_token(
-    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]
-) -> None:
+def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
     total = 0
     for number, prompt in enumerate(random_prompts(cold, 5, 40)):
         params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
@@ -179,9 +175,7 @@ def test_a_snapshot_of_other_rows_is_refused(runtime: SpecDecodeRuntime, engines
     shorter = shutil.copytree(engines, tmp_path / "engines", symlinks=True)
     description = (shorter / "edgellm.json").read_text()
     rows = EngineDirectory.open(engines).limits.window_rows
-    (shorter / "edgellm.json").write_text(
-        description.replace(f'"window_rows": {rows}', f'"window_rows": {rows - 5}')
-    )
+    (shorter / "edgellm.json").write_text(description.replace(f'"window_rows": {rows}', f'"window_rows": {rows - 5}'))
     with SpecDecodeRuntime(shorter, backend="numpy") as other:
         made = other._open_snapshots().compute(0, PROMPT, other._contents[0], "shorter")
     if runtime.has_draft_model:
@@ -193,7 +187,9 @@ def test_a_snapshot_of_other_rows_is_refused(runtime: SpecDecodeRuntime, engines
     host_memory = runtime._open_runner().backend.host_memory
     facts = replace(whole.facts, window_rows=whole.facts.window_rows - 1)
     tensors = {name: (place.dtype, place.shape) for name, place in whole.places.items() if name != "sha256"}
-    hostile = Snapshot.allocate(facts, {name: kind for name, kind in tensors.items() if name != "token_ids"}, host_memory)
+    hostile = Snapshot.allocate(
+        facts, {name: kind for name, kind in tensors.items() if name != "token_ids"}, host_memory
+    )
     for name in tensors:
         np.copyto(hostile.tensor(name), whole.tensor(name))
     write_snapshot(tmp_path / "hostile.edgekv", hostile)

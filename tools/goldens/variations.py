@@ -306,7 +306,10 @@ VARIATIONS = {
     ),
     "mistral_window_5": Variation("mistral", {**_WINDOWED, "sliding_window": 5}, seed=1930, **_LONG),
     "qwen2_window_7": Variation(
-        "qwen2", {**_WINDOWED, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1}, seed=1931, **_LONG
+        "qwen2",
+        {**_WINDOWED, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+        seed=1931,
+        **_LONG,
     ),
     "cwm_window_5": Variation("cwm", {**_WINDOWED, "head_dim": 8, "sliding_window": 5}, seed=1932, **_LONG),
     "phi3_window_7": Variation("phi3", {**_WINDOWED, **_ONE_LAYER, "sliding_window": 7}, seed=1933, **_LONG),
@@ -315,7 +318,8 @@ VARIATIONS = {
         {**_GEMMA3, "num_hidden_layers": 3, "head_dim": 16, "num_key_value_heads": 2, "query_pre_attn_scalar": 24},
         {"full_attention": _LINEAR_ROPE, "sliding_attention": _DEFAULT_ROPE},
         dtype="bfloat16",
-        seed=1934, **_LONG,
+        seed=1934,
+        **_LONG,
     ),
     "gemma3_old_layout": Variation(
         "gemma3_text",
@@ -323,7 +327,8 @@ VARIATIONS = {
         {"full_attention": _LINEAR_ROPE, "sliding_attention": {**_DEFAULT_ROPE, "rope_theta": 500.0}},
         dtype="bfloat16",
         layout="old",
-        seed=1935, **_LONG,
+        seed=1935,
+        **_LONG,
     ),
 }
 

@@ -40,7 +40,9 @@ def golden_config(name: str) -> DecoderConfig:
 
 #: Those whose heads have a size that the kernels take.
 CONFIGS = {path.name: golden_config(path.name) for path in sorted(GOLDENS.iterdir()) if path.is_dir()}
-NAMES = [name for name, config in CONFIGS.items() if kernel_executor(config, decode_shape(config), "float16", 1 << 20)[0]]
+NAMES = [
+    name for name, config in CONFIGS.items() if kernel_executor(config, decode_shape(config), "float16", 1 << 20)[0]
+]
 
 
 def test_every_family_is_among_them() -> None:

@@ -101,8 +101,8 @@ def test_sequences_of_different_lengths_in_one_batch(name: str) -> None:
     alone = [answer(runner, prompt, 100) for prompt in prompts]
     said = [runner.start(slot, prompt, 0, SamplingValues()).wait().tolist() for slot, prompt in enumerate(prompts)]
     while len(said[0]) < 100:
-        for tokens, emitted in zip(said, runner.decode(3).wait(), strict=True):
-            tokens += emitted
+        for slot, emitted in enumerate(runner.decode(3).wait()):
+            said[slot] += emitted
     assert said == alone
     for slot in range(3):
         runner.stop(slot)
@@ -150,9 +150,7 @@ def test_windows_without_the_rows_that_they_need_are_refused() -> None:
         assert limits.window_step == 64
         for rows, problem in ((0, "it is 0, expected at least 69"), (68, "it is 68, expected at least 69")):
             with pytest.raises(EngineError, match=problem):
-                DecodingRunner(
-                    NumpyBackend(config), config, None, replace(limits, window_rows=rows), checkpoint, None
-                )
+                DecodingRunner(NumpyBackend(config), config, None, replace(limits, window_rows=rows), checkpoint, None)
         short = EngineLimits(prefill_chunk=5, kv_capacity=5, window_rows=128)
         with pytest.raises(EngineError, match="it is 128, expected 0: no window is shorter than the context"):
             DecodingRunner(NumpyBackend(config), config, None, short, checkpoint, None)
