@@ -149,7 +149,7 @@ class ProgramGraph(Generic[Tensor]):
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
         if step.norm is not None:
-            y = self._norm(y, step.norm)
+            y = self._to_residual(self._norm(y, step.norm))
         values[step.output] = operations.add(residual, y)
 
     def _attention(self, step: Attention) -> None:
