@@ -391,7 +391,7 @@ class SpecDecodeRuntime:
             if self._following is None:
                 self._following = FollowingLogits(runner.base)
             slot = min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
-            self._contents[slot] = KVContents(self._states)
+            self._contents[slot] = self._empty_contents()
             runner.base.set_adapter(slot, adapter)
             try:
                 for block in self._following.blocks(slot, token_ids, first):
@@ -460,7 +460,12 @@ class SpecDecodeRuntime:
 
     def _forget_contents(self) -> None:
         """Reuse nothing of what slots hold."""
-        self._contents = [KVContents(self._states) for _ in range(self.directory.limits.max_batch)]
+        self._contents = [self._empty_contents() for _ in range(self.directory.limits.max_batch)]
+
+    def _empty_contents(self) -> KVContents:
+        """Of a slot of which nothing is of use."""
+        states = None if self._runner is None else self._runner.base.states
+        return KVContents(self._states, None if states is None or not states.window_reach else states.cut_windows)
 
     def _open_snapshots(self) -> SlotSnapshots:
         if self._snapshots is None:

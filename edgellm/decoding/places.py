@@ -140,7 +140,8 @@ class Places:
             reused = contents.reusable(tokens)
             stops = self._bring_states(slot, tokens, reused, sequence, restored)
             # What a failure from here on leaves behind.
-            contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
+            draft_rows = None if runner.draft_rows(slot) is None else reused
+            contents.replace(tokens[:reused], draft_rows, held=len(tokens))
             rules = None if sequence.constraint is None else StepMasks([sequence])
             first = runner.start(slot, text_ids, reused, sequence.sampling, images, rules, known, stops)
         except BaseException:

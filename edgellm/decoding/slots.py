@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import NamedTuple, Protocol
 
@@ -32,12 +32,15 @@ class KVContents:
     not by its id alone (`PromptImages.identities`).
 
     A model with recurrent states can go on from a slot's rows where it has such a state, too: at the `place` where the
-    slot is, or at those of which `kept` has states (None: the model has none, and goes on anywhere).
+    slot is, or at those of which `kept` has states (None: the model has none, and goes on anywhere). Windows go on as
+    far back as `cut` says (see `LayerState.cut`; None: anywhere).
     """
 
-    def __init__(self, kept: PlacesOfStates | None = None) -> None:
+    def __init__(self, kept: PlacesOfStates | None = None, cut: Callable[[int, int], int] | None = None) -> None:
         self._ids: list[TokenIdentity] = []
-        self._kept = kept
+        self._kept, self._cut = kept, cut
+        #: How many tokens the rows have held since they began anew: those of windows lie over each other.
+        self._most = 0
         #: How many tokens the slot's recurrent states have taken; 0 where they are of no use.
         self.place = 0
         self._draft_rows: int | None = None
@@ -53,7 +56,7 @@ class KVContents:
     def bind(self, adapter: str | None) -> None:
         """Rows for this adapter's digest (None: no adapter) are wanted or written from now on: others are let go."""
         if adapter != self._adapter:
-            self._ids, self._adapter, self.last_use, self.place = [], adapter, 0, 0
+            self._ids, self._adapter, self.last_use, self.place, self._most = [], adapter, 0, 0, 0
             self._draft_rows = None if self._draft_rows is None else 0
 
     def reusable(self, prompt_ids: Sequence[TokenIdentity], adapter: str | None = _BOUND) -> int:
@@ -63,6 +66,7 @@ class KVContents:
         It is nothing for an adapter's digest (None: no adapter) that the rows are not bound to, where one is given.
         """
         rows = reusable_rows(self.common(prompt_ids, adapter), len(prompt_ids), self._draft_rows)
+        rows = rows if self._cut is None else self._cut(self._most, rows)
         if self._kept is None or not rows:
             return rows
         kept = self._kept.latest(prompt_ids, self._adapter, rows)
@@ -74,17 +78,21 @@ class KVContents:
             return 0
         return common_beginning(self._ids, prompt_ids)
 
-    def replace(self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None, place: int = 0) -> None:
-        """The rows now hold exactly these tokens; so many rows of the draft hold theirs (None: there is no draft), and
-        recurrent states have taken the first `place` of them."""
+    def replace(
+        self, token_ids: Sequence[TokenIdentity], draft_rows: int | None = None, place: int = 0, held: int = 0
+    ) -> None:
+        """The rows now hold exactly these tokens, the first of those before or, of none, anew; so many rows of the
+        draft hold theirs (None: there is no draft), and recurrent states have taken the first `place` of them. `held`:
+        how many tokens were written, or are about to be."""
         self._ids, self._draft_rows, self.place = list(token_ids), draft_rows, place
+        self._most = max(self._most, held, len(self._ids)) if self._ids else 0
         self.last_use = next(_uses) if self._ids else 0
         self.conversation = None
 
     def copy_from(self, other: KVContents) -> None:
         """The rows of another slot were copied here."""
         self._ids, self._draft_rows, self._adapter = list(other._ids), other._draft_rows, other._adapter
-        self.place = other.place
+        self.place, self._most = other.place, other._most
         self.last_use, self.conversation = next(_uses), None
 
 

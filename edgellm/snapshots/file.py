@@ -263,6 +263,8 @@ def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorI
             wanted, found = "float32", info.dtype
         elif (dtype := _rows_dtype(name, facts.binding)) and len(info.shape) == 3:
             rows = facts.tokens - name.startswith("draft.")
+            if name.startswith("base.") and 0 < facts.window_rows == info.shape[1] < rows:
+                rows = facts.window_rows
             wanted, found = (dtype, rows), (info.dtype, info.shape[1])
         else:
             raise damaged(path, f"the tensor {name!r:.80} of shape {list(info.shape)} belongs to no snapshot")

@@ -89,8 +89,9 @@ class SlotSnapshots:
         """
         tokens = prompt_ids if images is None else images.identities(prompt_ids)
         while (match := self._best_match(prompt_ids, adapter, images)) is not None:
-            common = self._states["base"].cut(match.stored.facts.tokens, match.common)
-            rows = reusable_rows(common, len(prompt_ids), self._draft_rows(common))
+            held, states = match.stored.facts.tokens, self._states["base"]
+            common = states.cut(held, match.common)
+            rows = states.cut_windows(held, reusable_rows(common, len(prompt_ids), self._draft_rows(common)))
             place = common - 1 if match.stored.has_states else common
             rows = min(rows, place)
             if rows <= contents.reusable(tokens):
@@ -102,17 +103,17 @@ class SlotSnapshots:
                 logger.warning("%s", error)
                 self.store.discard(match.stored, error)
                 continue
-            contents.replace(tokens[:common], self._draft_rows(common), place)
+            contents.replace(tokens[:common], self._draft_rows(common), place, held)
             return rows
         return 0
 
     def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
         """Of snapshots with none, one, ... of the prompt's images the one that shares the longest prefix with it."""
-        digests = () if images is None else images.digests
+        digests, cut = () if images is None else images.digests, self._states["base"].cut_windows
         bindings = [
             self.binding(adapter, images_digest(digests[:count], self._encoder)) for count in range(len(digests) + 1)
         ]
-        found = [match for binding in bindings if (match := self.store.find(binding, prompt_ids)) is not None]
+        found = [match for binding in bindings if (match := self.store.find(binding, prompt_ids, cut)) is not None]
         return max(found, key=lambda match: match.common, default=None)
 
     def compute(
@@ -186,6 +187,7 @@ class SlotSnapshots:
             self._model,
             datetime.now(timezone.utc).isoformat(timespec="seconds"),
             edgellm_version(),
+            self._states["base"].window_reach,
         )
         tensors = {name: (dtype, shape) for name, (shape, dtype) in self._saved(facts.tokens).items()}
         snapshot = Snapshot.allocate(facts, tensors, self._backend.host_memory, prompt)
@@ -289,7 +291,8 @@ class SlotSnapshots:
     def _copies(self, slot: int, snapshot: Snapshot, tokens: int) -> Iterator[RowCopy]:
         """One by one, so that the first is on its way while the others are being made."""
         for model, states in self._states.items():
-            for each in states.of_slot(slot, _tokens_of(model, tokens)):
+            held = _tokens_of(model, snapshot.facts.tokens)
+            for each in states.of_slot(slot, _tokens_of(model, tokens), held):
                 name = _saved_name(model, each.name)
                 yield RowCopy(name, each.memory, snapshot.tensor(name), each.rows, each.first)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +23,8 @@ import numpy as np
 from edgellm.engines.checkpoints.safetensors_file import DTYPES
 from edgellm.engines.checkpoints.tensors import STORAGE
 from edgellm.engines.directories.digests import is_known_finite_content
-from edgellm.engines.directories.strict_formats import canonical_json, plain_values
+from edgellm.engines.directories.strict_formats import bounded, canonical_json, plain_values
+from edgellm.engines.model.config import LARGEST_CONTEXT
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.content_digest import DIGEST_BYTES, Section
 from edgellm.snapshots.system_prompt import PromptRecord
@@ -49,7 +50,7 @@ _SECTION_BYTES = 2 << 20
 @dataclass(frozen=True)
 class SnapshotFacts:
     """What a snapshot says of itself: `tokens` is N, `created` the time (ISO 8601, UTC), `model` and `label` are for
-    people."""
+    people. Layers that look back on a window have the latest `window_rows` rows at most (0: there are none)."""
 
     format_version: int
     tokens: int
@@ -58,6 +59,7 @@ class SnapshotFacts:
     model: str
     created: str
     created_with: str
+    window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
 
 
 @dataclass(frozen=True)

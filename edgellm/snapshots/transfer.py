@@ -25,8 +25,8 @@ _READ_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class RowCopy:
-    """The rows of `cache` [n_kv, C, size], which is one slot's, from row `first` on (see `Backend.upload_rows`), and the
-    first `rows` of `values` [n_kv, N, size] on the host, which are the tensor `name` of a snapshot."""
+    """The rows of `cache` [n_kv, C, size], which is one slot's, from row `first` on (see `Backend.upload_rows`), and
+    the first `rows` of `values` [n_kv, N, size] on the host, which are the tensor `name` of a snapshot."""
 
     name: str
     cache: Array

@@ -240,21 +240,21 @@ def check_scratch(shape: EngineShape, needed: int, scratch: Array) -> None:
 
 
 def row_pieces(capacity: int, rows: int, first: int) -> list[tuple[slice, slice]]:
-    """`rows` rows from row `first` of `capacity` on, and behind the last from row 0 on: which of the array, and which of
-    the values that they are copied from or to."""
+    """`rows` rows from row `first` of `capacity` on, and behind the last from row 0 on: which of the array, and which
+    of the values that they are copied from or to."""
     before = min(rows, capacity - first)
     pieces = [(slice(first, first + before), slice(0, before)), (slice(0, rows - before), slice(before, rows))]
     return pieces if before < rows else pieces[:1]
 
 
 def check_rows(shape: tuple[int, ...], dtype: np.dtype, values: np.ndarray, rows: int, first: int = 0) -> None:
-    """Raise EngineError unless an array [G, C, D] of `dtype` and `values` [G, N, D] both have `rows` rows, and the array
-    row `first`."""
+    """Raise EngineError unless an array [G, C, D] of `dtype` and `values` [G, N, D] both have `rows` rows, and the
+    array row `first`."""
     fits = len(shape) == values.ndim == 3 and (values.shape[0], values.shape[2]) == (shape[0], shape[2])
     is_within = fits and 0 <= rows <= min(values.shape[1], shape[1]) and 0 <= first < max(1, shape[1])
     if not is_within or values.dtype != dtype:
         start = f" from row {first} on" if first else ""
         raise EngineError(
-            f"cannot copy {rows} rows{start} between {values.dtype} {values.shape} on the host and {dtype} {tuple(shape)}: "
-            "expected [groups, rows, size] that differ in rows only"
+            f"cannot copy {rows} rows{start} between {values.dtype} {values.shape} on the host and {dtype} "
+            f"{tuple(shape)}: expected [groups, rows, size] that differ in rows only"
         )

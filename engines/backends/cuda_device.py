@@ -267,8 +267,8 @@ class CudaDevice:
     def _row_copies(
         self, array: DeviceArray, values: np.ndarray, rows: int, first: int
     ) -> Iterator[tuple[Any, int, int]]:
-        """Two-dimensional copies of rows of `values` [G, N, D] and `array` [G, C, D], without their ends, and where in a
-        line they begin: bytes of the device's, and of the host's."""
+        """Two-dimensional copies of rows of `values` [G, N, D] and `array` [G, C, D], without their ends, and where in
+        a line they begin: bytes of the device's, and of the host's."""
         check_rows(array.shape, host_dtype(array.dtype), values, rows, first)
         if not values.flags.c_contiguous:
             raise EngineError("rows are copied from and to contiguous host memory only")

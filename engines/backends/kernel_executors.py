@@ -271,6 +271,7 @@ class FewRows:
         epsilon, offset = (step.q_norm.epsilon, step.q_norm.offset) if step.q_norm is not None else (0.0, 0.0)
         part = (step.rotary_first, step.rotary) if step.rotary else None
         k_cache, v_cache, *scales = map(array, step.state(self._program.shape).names)
+        k_scale, v_scale = scales or (None, None)
         return self._kernels.few.attention(
             qkv,
             AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part),
@@ -279,8 +280,7 @@ class FewRows:
                 array("kvcache_start_index"),
                 mask,
                 *(k_cache, v_cache, step.masks_all),
-                *(scales or (None, None)),
-                step.window,
+                *(k_scale, v_scale, step.window),
             ),
             AttentionScratch(array("partial"), array("counters")),
             array(step.output),

@@ -24,6 +24,7 @@ from edgellm.engines.building.checks import (
     choose_platforms,
     leaves_out_embedding,
     plan_bytes_bound,
+    with_window_rows,
 )
 from edgellm.engines.building.draft_vocabulary import DRAFT_VOCABULARY
 from edgellm.engines.building.inputs import (
@@ -150,6 +151,7 @@ def build_engine_directory(
             is_packed=packs,
             is_mtp=drafted == MTP,
         )
+    limits = with_window_rows(config, limits)
     check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)
     dtype = dtype or _engine_dtype(config)
@@ -309,6 +311,7 @@ def describe_in_place(
             is_packed=packs,
             is_mtp=draft == MTP,
         )
+    limits = with_window_rows(config, limits)
     check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
     check_image_rows(encoder, vision_source is not None, limits)
     dtype = dtype or _engine_dtype(config)

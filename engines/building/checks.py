@@ -103,7 +103,7 @@ def choose_limits(
     chosen |= {"max_lora_rank": max_lora_rank, "lora_slots": lora_slots}
     rows = choose_image_rows(vision, max_image_patches)
     limits = EngineLimits(batch, prefill_chunk, kv_capacity, **chosen, image_rows=rows, kv_cache=kv_cache)
-    limits = replace(limits, window_rows=limits.rows_for_window(config.window))
+    limits = with_window_rows(config, limits)
     check_limits(config, limits, beyond_trained_context, has_draft, adapter_ranks)
     return limits
 
@@ -152,6 +152,11 @@ def check_image_rows(vision: VisionConfig | None, is_apart: bool, limits: Engine
     fits = all(size >= 1 and not size % vision.window_patches and not size % vision.merge_patches for size in rows)
     if list(rows) != sorted(set(rows)) or not fits or (vision.image_side and rows not in ((), (vision.image_side**2,))):
         raise BuildError(f"image_rows are {list(rows)}: expected for example {list(choose_image_rows(vision))}")
+
+
+def with_window_rows(config: DecoderConfig, limits: EngineLimits) -> EngineLimits:
+    """Limits that say how many rows the layers of a window hold, where they do not yet."""
+    return limits if limits.window_rows else replace(limits, window_rows=limits.rows_for_window(config.window))
 
 
 def check_range(config: DecoderConfig, dtype: str) -> None:

@@ -40,8 +40,8 @@ NAMINGS = ("llama", "lfm2", "qwen3_5")
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
 #: Tokens of the largest tree of a base model without a draft: its candidates are given.
 GIVEN_NODES = 32
-#: How many tokens a window can be cut back by, so that the end of an answer, or a message, can be edited: the rows of so
-#: many tokens beside it take 5 MiB of a model of Gemma-3-1B's shapes.
+#: How many tokens a window can be cut back by, so that the end of an answer, or a message, can be edited: the rows of
+#: so many tokens beside it take 5 MiB of a model of Gemma-3-1B's shapes.
 WINDOW_SLACK = 256
 #: The rows of a window are whole tiles of the attention kernels.
 WINDOW_STEP = 64
@@ -75,8 +75,8 @@ class DecoderConfig:
     `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
     `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window" look back on `sliding_window` tokens alone,
     their own included; `local_rope_theta` is the base of their rotary embedding, unscaled, where it is one of its own
-    (Gemma 3). With `post_norms` what attention and MLP give is normed, too, before it is added. A packed `head`, one of `HEADS`, is a weight of its own;
-    with `embeds_by_head` tokens are looked up there.
+    (Gemma 3). With `post_norms` what attention and MLP give is normed, too, before it is added. A packed `head`, one of
+    `HEADS`, is a weight of its own; with `embeds_by_head` tokens are looked up there.
 
     `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
     attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule

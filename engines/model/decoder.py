@@ -178,17 +178,17 @@ class LayerWeights:
         parts = {"gate_up_proj": 2 * inner} if config.fused_projections else {"gate_proj": inner, "up_proj": inner}
         output = output or self.attention_output()
         result, activation = ("selected", "selected_activation") if selects else ("hidden", "activation")
-        before, behind = "post_attention_layernorm", (None, None)
+        before, of_attention, of_mlp = "post_attention_layernorm", None, None
         if config.post_norms:
+            of_attention, of_mlp = self.norm(before), self.norm("post_feedforward_layernorm")
             before = "pre_feedforward_layernorm"
-            behind = self.norm("post_attention_layernorm"), self.norm("post_feedforward_layernorm")
         normed = Input(result, (self.norm(before),))
         gate_up = self.linear("mlp.gate_up_proj", parts, hidden, bias)
         down = self.linear("mlp.down_proj", {"down_proj": hidden}, inner, bias)
         return [
-            LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, behind[0]),
+            LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention),
             NormLinear(activation, (normed,), gate_up, config.hidden_act, gated=True),
-            LinearResidual(result, activation, down, result, config.residual_scale, norm=behind[1]),
+            LinearResidual(result, activation, down, result, config.residual_scale, norm=of_mlp),
         ]
 
 

@@ -13,6 +13,7 @@ from edgellm.engines.model.config import GIVEN_NODES, DecoderConfig, DraftConfig
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.states import (
     LayerState,
+    WindowRows,
     decoder_states,
     exchange_bytes,
     kept_edge,
@@ -64,6 +65,7 @@ def plan_memory(
     weights = sum(weight_bytes(spec, dtype) for spec in specs)
     layers = decoder_states(config, limits.kv_cache, limits)
     states, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_states(layers)
+    windows = window_bytes(layers, limits.max_batch, dtype)
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_columns) * item + ITEM_SIZES["int32"])
     if config.deepstack_layers:  # and their zeros
@@ -72,7 +74,7 @@ def plan_memory(
     rotary = limits.kv_rows * config.rotary_columns * ITEM_SIZES["float32"]
     items = {
         "weights": weights,
-        "KV caches": state_bytes(states, dtype) - recurrent_bytes(layers, limits.max_batch),
+        "KV caches": state_bytes(states, dtype) - recurrent_bytes(layers, limits.max_batch) - windows,
         "step buffers": step + rotary,
         "logits and sampling": sampling,
         # On the host and on the device, which may be the same memory: a mask, and its number, for each row of logits.
@@ -81,6 +83,8 @@ def plan_memory(
     }
     if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
         items["slot exchange"] = exchange_bytes(states, dtype)
+    if windows:
+        items["KV rows of windows"] = windows
     if recurrent:
         items["recurrent states"] = recurrent_bytes(layers, limits.max_batch) + exchange_bytes(
             state_edge(recurrent, 1, 1), dtype
@@ -110,6 +114,11 @@ def recurrent_bytes(states: Sequence[LayerState], slots: int) -> int:
     return state_bytes(state_edge(recurrent_states(states), slots, 1), "float32")
 
 
+def window_bytes(states: Sequence[LayerState], slots: int, dtype: str) -> int:
+    """What the rows of layers take that look back on a window, however long the context is."""
+    return state_bytes(state_edge((state for state in states if isinstance(state, WindowRows)), slots, 0), dtype)
+
+
 def kept_bytes(states: Sequence[LayerState], slots: int, tokens: int) -> int:
     """What steps of up to so many tokens keep of their inputs for commits of recurrent states."""
     return state_bytes(kept_edge(states, slots, tokens), "float32")
@@ -117,7 +126,7 @@ def kept_bytes(states: Sequence[LayerState], slots: int, tokens: int) -> int:
 
 def token_bytes(config: DecoderConfig, limits: EngineLimits, dtype: str, draft: DraftConfig | None = None) -> int:
     """What the rows of one token of one sequence take, those of the draft included."""
-    states = decoder_states(config, limits.kv_cache)
+    states = decoder_states(config, limits.kv_cache)  # of the latest tokens: a window lets go of those before
     rows = state_bytes(state_edge(states, 1, 1), dtype) - recurrent_bytes(states, 1)
     return rows + (0 if draft is None else state_bytes(state_edge(decoder_states(draft.decoder), 1, 1), dtype))
 

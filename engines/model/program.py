@@ -148,8 +148,7 @@ class NormLinear(Step):
 
 @dataclass(frozen=True, repr=False)
 class LinearResidual(Step):
-    """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)), which is
-    normed in the dtype of the residual stream. `keep` gets the residual; `selects` as in `NormLinear`."""
+    """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)). `keep` gets the residual; `selects` as in `NormLinear`."""
 
     value: str
     linear: Linear

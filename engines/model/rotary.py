@@ -35,8 +35,8 @@ FAR_SCALING = "llama_4_scaling_beta"
 
 
 def rotary_table(config: DecoderConfig, positions: int, context: int | None = None) -> np.ndarray:
-    """Cosine half then sine half for positions 0..positions-1: float32 [positions, rotary_columns]. Behind the columns of
-    all layers stand those of the layers with a base of their own, where there are such.
+    """Cosine half then sine half for positions 0..positions-1: float32 [positions, rotary_columns]. Behind the columns
+    of all layers stand those of the layers with a base of their own, where there are such.
 
     Column j and column j + rotary_dim/2 belong to inverse frequency j; the attention factor is multiplied in. `context`
     is the longest text in tokens, by default `positions`: up to `max_position_embeddings` dynamic scaling leaves the

@@ -4,10 +4,10 @@ A kind of state (`LayerState`) says which tensors it has (`tensors`), what of th
 inputs of a step a later commit asks for (`kept`) and to which earlier place it can be cut (`cut`); `ModelStates` of the
 runners does the same with each kind. Nobody else builds the names of these tensors.
 
-KV rows are written by the step itself, behind those that count; those of a window in a ring, over the oldest. Columns of a convolution and recurrent matrices are
-not: a step reads them, keeps its inputs, and a commit then takes those of the accepted tokens into the state. So a step
-whose tokens are not known yet, or may be refused, changes nothing. A chunk of a prompt, all of whose tokens count,
-commits itself, and keeps nothing.
+KV rows are written by the step itself, behind those that count; those of a window in a ring, over the oldest. Columns
+of a convolution and recurrent matrices are not: a step reads them, keeps its inputs, and a commit then takes those of
+the accepted tokens into the state. So a step whose tokens are not known yet, or may be refused, changes nothing. A
+chunk of a prompt, all of whose tokens count, commits itself, and keeps nothing.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ Kept = Mapping[str, Array]
 
 
 class SlotRows(NamedTuple):
-    """The memory [groups, C, size] that a tensor `name` has for one slot, and how many of the rows a snapshot holds, from
-    row `first` of the memory on and, behind its last, from its first."""
+    """The memory [groups, C, size] that a tensor `name` has for one slot, and how many of the rows a snapshot holds,
+    from row `first` of the memory on and, behind its last, from its first."""
 
     name: str
     memory: Array
@@ -126,17 +126,13 @@ class ModelStates:
     ) -> Callable[[], None]:
         """What keeps of the tokens behind row `start` [B] those that were `accepted`: rows at consecutive places, their
         features for the draft, and recurrent states by a replay of what was `kept`; before lengths advance."""
-        rows = [name for name in self.tensors if name not in self._recurrent]
-        # Features move with the first of them, and once more with the second.
-        by_kind = (
-            ([self.tensors[name] for name in rows if (name in self._rings) is wraps], wraps) for wraps in (False, True)
-        )
         move_accepted = self._backend.acceptance.move_accepted
-        steps: list[Callable[[], None]] = [
-            partial(move_accepted, moved, start, accepted, features, pending, wraps)
-            for moved, wraps in by_kind
-            if moved
-        ]
+        steps: list[Callable[[], None]] = []
+        for wraps in (False, True):  # features move with the first, and once more with the second
+            names = (name for name in self.tensors if name not in self._recurrent)
+            moved = [self.tensors[name] for name in names if (name in self._rings) is wraps]
+            if moved:
+                steps.append(partial(move_accepted, moved, start, accepted, features, pending, wraps))
         if self._recurrent:
             steps.append(self.replay(slice(0, start.shape[0]), kept or {}, accepted.indices, accepted.lengths))
 
@@ -179,13 +175,15 @@ class ModelStates:
             for name, (shape, dtype) in layer.saved(tokens).items()
         }
 
-    def of_slot(self, slot: int, tokens: int) -> Iterator[SlotRows]:
-        """The memory of what is `saved` of a slot, tensor by tensor, to be filled or read."""
+    def of_slot(self, slot: int, tokens: int, held: int | None = None) -> Iterator[SlotRows]:
+        """The memory of what is `saved` of a slot, tensor by tensor, to be filled or read: of so many tokens, or the
+        first of them of a text of `held`, of which windows have the latest rows."""
         views = self._of_slot(slot)
         for layer in self._layers:
-            for name, (shape, _) in layer.saved(tokens).items():
+            count = tokens if held is None or not isinstance(layer, WindowRows) else held
+            for name, (shape, _) in layer.saved(count).items():
                 if name in views:
-                    yield SlotRows(name, views[name], shape[-2], layer.first_saved(tokens))
+                    yield SlotRows(name, views[name], shape[-2], layer.first_saved(count))
 
     def recurrent_of_slot(self, slot: int) -> Iterator[SlotRows]:
         """The same of the recurrent states alone, which are as large after any number of tokens."""
@@ -195,6 +193,18 @@ class ModelStates:
         """Which place, at most `wanted`, the states of `held` tokens can all be cut to."""
         for layer in self._layers:
             wanted = layer.cut(held, wanted)
+        return wanted
+
+    @property
+    def window_reach(self) -> int:
+        """Of how many tokens a snapshot holds rows in layers that look back on a window; 0 without such layers."""
+        return max((layer.reach for layer in self._layers if isinstance(layer, WindowRows)), default=0)
+
+    def cut_windows(self, held: int, wanted: int) -> int:
+        """As `cut`, of the layers that look back on a window alone."""
+        for layer in self._layers:
+            if isinstance(layer, WindowRows):
+                wanted = layer.cut(held, wanted)
         return wanted
 
     def clear(self) -> None:

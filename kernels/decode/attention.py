@@ -68,7 +68,8 @@ class _Attention(ctypes.Structure):
 class AttentionShape(NamedTuple):
     """What attention works on: new tokens of `batch` sequences, heads of `size` elements, rows of the caches.
 
-    `int8`: the rows are, and each has a scale. With a `window` (0: none) tokens see so many of them, and they are a ring.
+    `int8`: the rows are, and each has a scale. With a `window` (0: none) tokens see so many of them, and they are a
+    ring.
     """
 
     batch: int

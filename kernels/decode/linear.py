@@ -285,8 +285,8 @@ class CudaDecodeKernels:
         output: DeviceArray,
         selected: DeviceArray | None = None,
     ) -> Launch:
-        """See `NumpyDecodeKernels.norm_residual`, of up to 65,535 rows; the output may be the residual where no rows are
-        selected."""
+        """See `NumpyDecodeKernels.norm_residual`, of up to 65,535 rows; the output may be the residual where no rows
+        are selected."""
         rows, width = rows_of(normed.values), normed.columns
         if normed.weight is None or width != normed.values.shape[-1] or residual.shape[-1] != width:
             raise KernelError(

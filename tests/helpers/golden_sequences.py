@@ -22,8 +22,8 @@ from edgellm.engines.model.rotary import rotary_table
 class Sequences:
     """B sequences and their states, run chunk by chunk; positions and masks are written out one by one.
 
-    With KV rows of int8 they compute in float64, as the NumPy backend does. A window's ring has `window_rows`: none more
-    than a prompt of all tokens needs.
+    With KV rows of int8 they compute in float64, as the NumPy backend does. A window's ring has `window_rows`: none
+    more than a prompt of all tokens needs.
     """
 
     def __init__(

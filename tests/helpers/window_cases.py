@@ -43,8 +43,8 @@ class WindowCase:
         return np.arange(start, start + count) % self.rows
 
     def arrays(self, chain: bool = False) -> dict[str, np.ndarray]:
-        """The arguments in float32; rows outside of a sequence's window are not numbers, or of int8 anything. New tokens
-        are random trees, or a `chain`."""
+        """The arguments in float32; rows outside of a sequence's window are not numbers, or of int8 anything. New
+        tokens are random trees, or a `chain`."""
         random = np.random.default_rng(self.tokens + sum(self.starts))
         batch, width = len(self.starts), (self.heads + 2 * self.kv_heads) * self.size
         angles = random.uniform(0, 6, (batch, self.tokens, self.rotary // 2))
@@ -93,7 +93,8 @@ class WindowCase:
         kernels.causal_attention(qkv, rows, self.size**-0.5, context, scales, **tiling)()
 
 
-#: Windows that are shorter than a tile, odd, a tile, and several; sequences that are shorter, and have gone round often.
+#: Windows that are shorter than a tile, odd, a tile, and several; sequences that are shorter, and have gone round
+#: often.
 CASES = {
     "short": WindowCase((0, 1, 3, 200), 5, 64),
     "tile": WindowCase((63, 64, 127, 1000), 64, 192, rotary=64),

@@ -1,4 +1,5 @@
-"""Attention within a window by the kernels' twins: against all rows written out, of every phase; and what is refused."""
+"""Attention within a window by the kernels' twins: against all rows written out, of every phase; and what is
+refused."""
 
 from __future__ import annotations
 

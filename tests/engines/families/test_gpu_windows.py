@@ -1,4 +1,5 @@
-"""Models with windows on a GPU, over rings that are written over many times: logits of NumPy, trees, snapshots of slots."""
+"""Models with windows on a GPU, over rings that are written over many times: logits of NumPy, trees, snapshots of
+slots."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ PROMPT = [(7 * index + 3) % 250 for index in range(150)]
 
 @pytest.fixture(params=[(family, kv_cache) for family in WINDOWED for kv_cache in ("compute", "int8")], ids=str)
 def directory(request, tmp_path: Path, make_checkpoint: Callable[..., Path]) -> EngineDirectory:
-    """Chunks of 80 tokens are prefilled between TensorRT's engines, of 16 by the decode kernels; a ring has 192 rows."""
+    """Chunks of 80 tokens are prefilled between TensorRT's engines, of 16 by the decode kernels; a ring has 192
+    rows."""
     family, kv_cache = request.param
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **WINDOWED[family])
     limits = EngineLimits(2, prefill_chunk=80, kv_capacity=512, kv_cache=kv_cache, window_rows=192)
