@@ -18,6 +18,7 @@ from edgellm.serving.async_generation import AsyncGeneration, AsyncSession, aske
 from edgellm.serving.batch_handling import failure_of
 from edgellm.serving.thread import QUEUE_LIMIT, description
 from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET
+from edgellm.snapshots.kept_states import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class AsyncLLM:
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
         preemption_budget: int = PREEMPTION_BUDGET,
+        state_budget: int = STATE_BUDGET,
         progress: Callable[[int, int], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
@@ -67,6 +69,7 @@ class AsyncLLM:
             snapshots=snapshots,
             snapshot_budget=snapshot_budget,
             preemption_budget=preemption_budget,
+            state_budget=state_budget,
             progress=progress,
         )
         #: The same model for threads.

@@ -19,6 +19,7 @@ from edgellm.serving.metrics import Metrics
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread, description
 from edgellm.sessions import Session
 from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET
+from edgellm.snapshots.kept_states import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.text.turns import OngoingConversation, Overflow
 
@@ -59,6 +60,7 @@ class LLM:
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
         preemption_budget: int = PREEMPTION_BUDGET,
+        state_budget: int = STATE_BUDGET,
         progress: Callable[[int, int], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
@@ -74,6 +76,7 @@ class LLM:
                 snapshots=snapshots,
                 snapshot_budget=snapshot_budget,
                 preemption_budget=preemption_budget,
+                state_budget=state_budget,
                 progress=progress,
             )
         )

@@ -47,6 +47,7 @@ from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.serving.metrics import Metrics
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET, RowKeeper
+from edgellm.snapshots.kept_states import STATE_BUDGET, StateKeeper
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
@@ -74,7 +75,8 @@ class SpecDecodeRuntime:
     `edgellm cache build` or `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget`
     bytes, those used least recently go first. Rows of answers that give way to others (see `Request`) are kept in up to
     `preemption_budget` bytes of the host's memory, which is taken when it is needed; beyond that they are computed
-    again. Without an `engine_directory` it is the model that ships with the
+    again. Recurrent states, of models that have such, are kept at places of texts in up to `state_budget` bytes of it.
+    Without an `engine_directory` it is the model that ships with the
     package. Raises EdgeLLMError subclasses that say what is wrong.
     """
 
@@ -90,6 +92,7 @@ class SpecDecodeRuntime:
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
         preemption_budget: int = PREEMPTION_BUDGET,
+        state_budget: int = STATE_BUDGET,
         progress: Callable[[int, int], None] | None = None,
         metrics: Metrics | None = None,
     ) -> None:
@@ -100,6 +103,7 @@ class SpecDecodeRuntime:
                 f"metrics is a {type(metrics).__name__}: expected edgellm.serving.metrics.Metrics(), or None"
             )
         check_bytes("preemption_budget", preemption_budget)
+        check_bytes("state_budget", state_budget)
         self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
@@ -109,10 +113,11 @@ class SpecDecodeRuntime:
         #: What `capture_decoding_cuda_graph` could not capture, by name.
         self.uncaptured_stages: tuple[str, ...] = ()
         self._busy = threading.Lock()
-        self._contents = [KVContents() for _ in range(self.directory.limits.max_batch)]
+        self._contents: list[KVContents] = []
         self._runner: DecodingRunner | None = None
         self._snapshots: SlotSnapshots | None = None
         self._keeper: RowKeeper | None = None
+        self._states: StateKeeper | None = None
         self._vision: VisionEncoder | LazyVisionEncoder | None = None
         self._observer: Observer | None = None
         self._following: FollowingLogits | None = None
@@ -131,6 +136,9 @@ class SpecDecodeRuntime:
             raise
         self._drafters = Drafters(self.directory, self._runner)
         self._keeper = RowKeeper(self._runner, preemption_budget)
+        if self._runner.base.states.is_recurrent:
+            self._states = StateKeeper(self._runner, state_budget)
+        self._forget_contents()
         try:
             if self._vision is not None:
                 self._vision.load(progress)
@@ -208,7 +216,7 @@ class SpecDecodeRuntime:
         check_drafting(drafting)
         with self._exclusive():
             if self._drafters.use(drafting):
-                self._contents = [KVContents() for _ in self._contents]
+                self._forget_contents()
 
     def capture_decoding_cuda_graph(self) -> bool:
         """Capture what decoding runs as CUDA graphs now, rather than when it first comes up: for every batch size and
@@ -306,9 +314,10 @@ class SpecDecodeRuntime:
         runner, snapshots = self._open_runner(), self._open_snapshots()
         encode = None if self._vision is None else self._vision.encode
         if self._observer is None:
-            return DecodingLoop(runner, self._contents, chooser, snapshots, encode, given, self._keeper)
+            return DecodingLoop(runner, self._contents, chooser, snapshots, encode, given, self._keeper, self._states)
         observed = ObservedRunner(runner, self._observer), ObservedSnapshots(snapshots, self._observer)
-        return DecodingLoop(observed[0], self._contents, chooser, observed[1], encode, given, self._keeper)
+        kept = self._keeper, self._states
+        return DecodingLoop(observed[0], self._contents, chooser, observed[1], encode, given, *kept)
 
     def generate_and_save_system_prompt_kv_cache(
         self,
@@ -382,7 +391,7 @@ class SpecDecodeRuntime:
             if self._following is None:
                 self._following = FollowingLogits(runner.base)
             slot = min(range(len(self._contents)), key=lambda slot: self._contents[slot].last_use)
-            self._contents[slot] = KVContents()
+            self._contents[slot] = self._empty_contents()
             runner.base.set_adapter(slot, adapter)
             try:
                 for block in self._following.blocks(slot, token_ids, first):
@@ -412,15 +421,16 @@ class SpecDecodeRuntime:
         """
         with self._exclusive(), ExitStack() as last_first:
             vision, snapshots, runner = self._vision, self._snapshots, self._runner
-            keeper = self._keeper
-            self._vision = self._snapshots = self._runner = self._following = self._keeper = None
+            keepers = self._keeper, self._states
+            self._vision = self._snapshots = self._runner = self._following = self._keeper = self._states = None
             self._drafters.close()
             if runner is not None:
                 last_first.callback(runner.close)
                 if self._observer is not None:
                     last_first.callback(self._observer.finish)
-            if keeper is not None:
-                last_first.callback(keeper.close)
+            for keeper in keepers:
+                if keeper is not None:
+                    last_first.callback(keeper.close)
             if snapshots is not None:
                 last_first.callback(snapshots.close)
             if vision is not None:
@@ -447,6 +457,15 @@ class SpecDecodeRuntime:
         if self._runner is None:
             raise closed_error()
         return self._runner
+
+    def _forget_contents(self) -> None:
+        """Reuse nothing of what slots hold."""
+        self._contents = [self._empty_contents() for _ in range(self.directory.limits.max_batch)]
+
+    def _empty_contents(self) -> KVContents:
+        """Of a slot of which nothing is of use."""
+        states = None if self._runner is None else self._runner.base.states
+        return KVContents(self._states, None if states is None or not states.window_reach else states.cut_windows)
 
     def _open_snapshots(self) -> SlotSnapshots:
         if self._snapshots is None:

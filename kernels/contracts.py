@@ -3,10 +3,11 @@
 An array is declared by its axes and dtype, `Annotated[OwnArray, "BT int32"]`; what belongs together is a bundle, a
 NamedTuple of such fields. A letter names an axis, which has one size in all arguments of a call; a digit is an axis of
 just that size. "compute" is the dtype of the model's activations (float16 or bfloat16 on the GPU, float32 on NumPy),
-one in all arguments; "rows" is that, or int8; "any" is whatever comes. Records, several numbers of their own dtypes
-each, are declared by a class whose annotated fields name these, `Annotated[OwnArray, "S record", Settings]`: memory
-holds them as words, [S, K] uint32, kernels see the struct, twins a structured dtype (`record_dtype`). Wrong shapes,
-dtypes and limits raise `KernelError` that names the argument, what was found and what was expected.
+one in all arguments; "rows" is that, or int8; "mixed" is that, or float32; "any" is whatever comes. Records, several
+numbers of their own dtypes each, are declared by a class whose annotated fields name these, `Annotated[OwnArray,
+"S record", Settings]`: memory holds them as words, [S, K] uint32, kernels see the struct, twins a structured dtype
+(`record_dtype`). Wrong shapes, dtypes and limits raise `KernelError` that names the argument, what was found and what
+was expected.
 
 Kernels take everything as one struct by value, in 64-bit words: the arguments in their order, then the sizes of the
 axes, called by their letters. `cuda_header` writes these structs for the compiler.
@@ -44,6 +45,7 @@ _CUDA_TYPES = {
     "bool": "unsigned char*",
     "compute": "char*",
     "rows": "char*",
+    "mixed": "char*",
     "any": "char*",
 }
 _NUMBERS = {bool: "unsigned", int: "int", float: "double"}
@@ -244,11 +246,12 @@ def _checked(contract: Contract, kind: type, found: tuple[tuple, ...]) -> dict[s
         _check_shape(contract, field, shape, sizes)
         name = _dtype_name(dtype)
         allowed: tuple[str, ...] = (field.dtype,)
-        if field.dtype in ("compute", "rows"):
-            allowed = ((compute,) if compute else COMPUTE_DTYPES) + (("int8",) if field.dtype == "rows" else ())
+        if field.dtype in ("compute", "rows", "mixed"):
+            more = {"rows": ("int8",), "mixed": ("float32",)}.get(field.dtype, ())
+            allowed = tuple(dict.fromkeys(((compute,) if compute else COMPUTE_DTYPES) + more))
         if name not in allowed and field.dtype != "any":
             raise KernelError(f"{contract.name}: {field.name} is {name}; expected {' or '.join(map(str, allowed))}")
-        if field.dtype == "compute":
+        if field.dtype == "compute" or (field.dtype == "mixed" and name != "float32"):
             compute = name
         if not usable:
             raise KernelError(

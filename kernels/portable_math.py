@@ -22,11 +22,22 @@ _SQRT_HALF_BITS = np.int32(0x3F3504F3)
 _SMALLEST_NORMAL = np.float32(1.17549435e-38)
 #: exp of this times 2^32 is below 1
 _NEGLIGIBLE = np.float32(-23)
+#: Between these, exp is a normal number.
+_LEAST, _MOST = np.float32(-87), np.float32(88)
 
 
 def fixed_point_exp(differences: np.ndarray) -> np.ndarray:
     """uint64 of exp(x) * 2^32, rounded down, for each x <= 0 of a float32 array."""
-    x = np.maximum(differences, _NEGLIGIBLE)
+    return _scaled_exp(np.maximum(differences, _NEGLIGIBLE), 32).astype(np.int64).view(np.uint64)
+
+
+def exp(values: np.ndarray) -> np.ndarray:
+    """The exponential of float32 values, of those below -87 and above 88 what it is there; NaN counts as -87."""
+    return _scaled_exp(np.fmin(np.fmax(values, _LEAST), _MOST), 0)
+
+
+def _scaled_exp(x: np.ndarray, power: int) -> np.ndarray:
+    """exp(x) * 2^power; changes x."""
     exponent = np.rint(x * _LOG2_E)
     part = exponent * _LN2_HIGH
     np.subtract(x, part, out=x)
@@ -37,9 +48,28 @@ def fixed_point_exp(differences: np.ndarray) -> np.ndarray:
         np.add(result, term, out=result)
         np.multiply(result, x, out=result)
     np.add(result, _ONE, out=result)
-    scale = (exponent.astype(np.int32) + np.int32(127 + 32)) << np.int32(23)
-    np.multiply(result, scale.view(np.float32), out=result)
-    return result.astype(np.int64).view(np.uint64)
+    scale = (exponent.astype(np.int32) + np.int32(127 + power)) << np.int32(23)
+    return np.multiply(result, scale.view(np.float32), out=result)
+
+
+def sigmoid(values: np.ndarray) -> np.ndarray:
+    """1 / (1 + exp(-x)) of float32 values."""
+    return _ONE / (_ONE + exp(-values))
+
+
+def silu(values: np.ndarray) -> np.ndarray:
+    """x / (1 + exp(-x)) of float32 values."""
+    return values / (_ONE + exp(-values))
+
+
+def softplus(values: np.ndarray) -> np.ndarray:
+    """log(1 + exp(x)) of float32 values: max(x, 0) + log1p(exp(-|x|))."""
+    small = exp(-np.abs(values))
+    w = _ONE + small
+    rounded = w - _ONE
+    logarithm = log(w) * small  # log1p(u) = log(w) * u / (w - 1) with w = 1 + u (Kahan); u where w rounds to 1
+    np.divide(logarithm, rounded, out=small, where=rounded != 0)
+    return np.fmax(values, np.float32(0)) + small
 
 
 def fixed_point_weights(values: np.ndarray, maximum: np.ndarray | np.float32) -> np.ndarray:

@@ -19,7 +19,7 @@ from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
-from edgellm.engines.model.memory_plan import MEBIBYTE
+from edgellm.engines.model.memory_plan import MEBIBYTE, recurrent_bytes
 from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import CheckpointError, EdgeLLMError
@@ -198,10 +198,13 @@ def _plans(directory: EngineDirectory) -> str:
 def _kv_cache(directory: EngineDirectory) -> str:
     """The dtype of the model's KV rows on a GPU, and the memory that they take."""
     limits = directory.limits
-    edge = state_edge(decoder_states(directory.config, limits.kv_cache), limits.max_batch, limits.kv_rows)
+    layers = decoder_states(directory.config, limits.kv_cache, limits)
+    edge, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_bytes(layers, limits.max_batch)
     dtype = directory.dtype if limits.kv_cache == "compute" else limits.kv_cache
-    size = state_bytes(edge, directory.dtype) / MEBIBYTE
-    return f"{dtype}, {size:,.1f} MiB on a GPU for {limits.kv_capacity:,} tokens in each of {limits.max_batch} slots"
+    size = (state_bytes(edge, directory.dtype) - recurrent) / MEBIBYTE
+    beside = f", and {recurrent / MEBIBYTE:,.1f} MiB of recurrent states" if recurrent else ""
+    slots = f"{limits.kv_capacity:,} tokens in each of {limits.max_batch} slots"
+    return f"{dtype}, {size:,.1f} MiB on a GPU for {slots}{beside}"
 
 
 def _draft(directory: EngineDirectory) -> str:

@@ -18,6 +18,7 @@ from edgellm.commands.descriptions import (
     executors_in_words,
     kv_cache_in_words,
     lora_limits_in_words,
+    mixers_in_words,
     vision_in_words,
     vision_limits_in_words,
 )
@@ -45,11 +46,13 @@ from edgellm.engines.families.vision_encoders import host_weights, vision_weight
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
 from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
-from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, token_bytes
+from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
+from edgellm.engines.model.states import decoder_states
 from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
 from edgellm.snapshots.kept_rows import KEPT_ROWS, PREEMPTION_BUDGET
+from edgellm.snapshots.kept_states import KEPT_STATES, STATE_BUDGET
 from edgellm.tools.formats import checkpoint_format
 
 
@@ -128,6 +131,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "host_memory": {
             KEPT_ROWS: PREEMPTION_BUDGET,
             "token": token_bytes(config, limits, computed, None if draft is None else draft.config),
+            **({KEPT_STATES: STATE_BUDGET, "state": state} if (state := _state_size(config)) else {}),
         },
         "verified": verify,
         "differences": differences,
@@ -250,6 +254,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         f"{config['num_layers']} of hidden size {config['hidden_size']}, {config['num_heads']} query and "
         f"{config['num_kv_heads']} key-value heads of {config['head_dim']}, FFN {config['intermediate_size']}",
     )
+    if config["layer_kinds"]:
+        yield _row("", mixers_in_words(config))
     yield _row("vocabulary", f"{config['vocab_size']:,} tokens, end of sequence {_ids(config['eos_token_ids'])}")
     yield _row(
         "limits",
@@ -309,9 +315,18 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield _row("memory", f"{total / MEBIBYTE:,.1f} MiB {where}: {parts}")
     budget, token = facts["host_memory"][KEPT_ROWS], facts["host_memory"]["token"]
     yield _row("", f"of the host up to {budget / MEBIBYTE:,.1f} MiB: {KEPT_ROWS}, {budget // token:,} tokens")
+    if "state" in facts["host_memory"]:
+        budget, size = facts["host_memory"][KEPT_STATES], facts["host_memory"]["state"]
+        places = f"{budget // size:,} of {size / MEBIBYTE:,.2f} MiB"
+        yield _row("", f"of the host up to {budget / MEBIBYTE:,.1f} MiB: {KEPT_STATES}, {places}")
     if facts["verified"] and not facts["differences"]:
         yield _row("verified", "every file is as described")
     yield from (_row("differs", difference) for difference in facts["differences"])
+
+
+def _state_size(config: DecoderConfig) -> int:
+    """What the recurrent states of one place of a text take."""
+    return recurrent_bytes(decoder_states(config), 1)
 
 
 def _ids(token_ids: list[int]) -> str:

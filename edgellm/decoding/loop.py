@@ -28,6 +28,7 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.requests import TokenLogprobs, token_logprobs
 from edgellm.snapshots.kept_rows import RowKeeper
+from edgellm.snapshots.kept_states import StateKeeper
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -73,7 +74,8 @@ class EmittedToken(NamedTuple):
 class DecodingLoop:
     """Answers sequences on a runner. `contents` are those of its slots, exchanged with them; `chooser` picks
     plans (None: no drafting); `encode` encodes the images of a prompt; `given` proposes what the host knows; `keeper`
-    keeps rows of sequences that give way (None: they are computed again).
+    keeps rows of sequences that give way (None: they are computed again), `states` recurrent states (None: the model
+    has none).
 
     `run` answers a list. One who has more to say calls the rest himself: where a slot is free, `settle` and `admit`,
     then `advance` round by round. Not thread-safe.
@@ -88,9 +90,10 @@ class DecodingLoop:
         encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
         given: GivenDrafting | None = None,
         keeper: RowKeeper | None = None,
+        states: StateKeeper | None = None,
     ) -> None:
         self._runner, self._chooser, self._given = runner, chooser, given
-        self.places = Places(runner, contents, snapshots, encode, given, keeper)
+        self.places = Places(runner, contents, snapshots, encode, given, keeper, states)
         #: The sequences that have a slot, in the slots' order.
         self.running = self.places.running
         self._launches: deque[_Launch] = deque()
@@ -164,16 +167,15 @@ class DecodingLoop:
         """Leave all slots idle; nothing of their rows is reused without `keep_rows`, or if a step under way fails."""
         while self._launches:
             try:
-                self._launches.popleft().wait()
+                launch = self._launches.popleft()
+                if launch.tokens is None:
+                    self._drawn(launch)
             except Exception as error:  # nobody wants its tokens
                 logger.warning("a step that was given up failed: %s", error, exc_info=error)
                 keep_rows = False
         self._begun = None
         while self.running:
-            slot = len(self.running) - 1
-            self.places.release(slot)
-            if not keep_rows:
-                self.places.forget_rows(slot)
+            self.places.release(len(self.running) - 1, keep_rows)
 
     def _admit_from(self, waiting: deque[DecodingSequence]) -> None:
         """Admit those that have a place, in order; a failure is theirs alone."""
@@ -234,11 +236,18 @@ class DecodingLoop:
         for launch in self._launches:
             self._know(launch)
 
+    def _drawn(self, launch: _Launch) -> list[list[int]]:
+        """Wait for the tokens of a launch, each slot's, whether its sequence wants them or not."""
+        found = launch.wait()
+        tokens = found if isinstance(found, list) else [[token] if token >= 0 else [] for token in found.tolist()]
+        for slot, emitted in zip(launch.slots, tokens, strict=True):
+            self.running[slot].drawn += emitted
+        return tokens
+
     def _know(self, launch: _Launch) -> list[list[int]]:
         """The tokens of a launch, waited for; sequences know them from now on."""
         if launch.tokens is None:
-            found = launch.wait()
-            tokens = found if isinstance(found, list) else [[token] if token >= 0 else [] for token in found.tolist()]
+            tokens = self._drawn(launch)
             launch.tokens, launch.read = tokens, time.perf_counter()
             plan = launch.plan
             for slot, emitted in zip(launch.slots, tokens, strict=True):

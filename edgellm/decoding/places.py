@@ -1,18 +1,21 @@
-"""Who has which slot: sequences come in, leave, and give way to others; and what rows the slots hold."""
+"""Who has which slot: sequences come in, leave, and give way to others; and what of texts the slots hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from edgellm.decoding.rules import StepMasks
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot
+from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot, common_beginning
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.backends.base import Readback
+from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.snapshots.kept_rows import RowKeeper
+from edgellm.snapshots.kept_states import StateKeeper
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -29,8 +32,10 @@ class Places:
         encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
         given: GivenDrafting | None = None,
         keeper: RowKeeper | None = None,
+        states: StateKeeper | None = None,
     ) -> None:
         self._runner, self._contents, self._given, self._keeper = runner, contents, given, keeper
+        self._states = states
         self._snapshots, self._encode_images = snapshots, encode
         #: The sequences that have a slot, in the slots' order.
         self.running: list[DecodingSequence] = []
@@ -100,10 +105,16 @@ class Places:
             sequence.kept = self._keeper.keep(slot, rows, self._runner.draft_rows(slot))
         self._leave(slot)
 
-    def release(self, slot: int) -> None:
-        """Leave a slot whose sequence has ended."""
-        sequence = self.running[slot]
+    def release(self, slot: int, keep_rows: bool = True) -> None:
+        """Leave a slot whose sequence has ended, to reuse what it holds (`keep_rows`) or nothing of it."""
+        sequence, last = self.running[slot], len(self.running) - 1
+        if keep_rows and self._states is not None and self._runner.draft is not None:
+            self._runner.complete_draft(
+                slot, len(self.running)
+            )  # a next turn goes on where the states are, or not at all
         self._leave(slot)
+        if not keep_rows:
+            self.forget_rows(last)
         self.forget(sequence)
 
     def forget(self, sequence: DecodingSequence) -> None:
@@ -127,10 +138,12 @@ class Places:
             if self._snapshots is not None:
                 restored = self._snapshots.restore(slot, text_ids, contents, sequence.adapter_digest, images)
             reused = contents.reusable(tokens)
+            stops = self._bring_states(slot, tokens, reused, sequence, restored)
             # What a failure from here on leaves behind.
-            contents.replace(tokens[:reused], None if runner.draft_rows(slot) is None else reused)
+            draft_rows = None if runner.draft_rows(slot) is None else reused
+            contents.replace(tokens[:reused], draft_rows, held=len(tokens))
             rules = None if sequence.constraint is None else StepMasks([sequence])
-            first = runner.start(slot, text_ids, reused, sequence.sampling, images, rules, known)
+            first = runner.start(slot, text_ids, reused, sequence.sampling, images, rules, known, stops)
         except BaseException:
             if restored:  # others' steps write the row after an idle slot's latest sequence, which was another one
                 self.forget_rows(slot)
@@ -159,7 +172,12 @@ class Places:
         runner.stop(slot)
         self._contents[slot].bind(sequence.adapter_digest)
         rows = sequence.identities[: len(sequence.prompt_ids) + max(0, sequence.answer.token_count - 1)]
-        self._contents[slot].replace(rows, runner.draft_rows(slot))
+        place = 0
+        if self._states is not None and sequence.drawn:  # states have taken all but the last drawn, wanted or not
+            rows = [*sequence.identities[: len(sequence.prompt_ids)], *sequence.drawn]
+            place = len(rows) - 1
+            rows = rows if runner.draft is not None else rows[:-1]  # a draft's row has the token after it, too
+        self._contents[slot].replace(rows, runner.draft_rows(slot), place)
         self._contents[slot].conversation = sequence.conversation
         last = len(self.running) - 1
         if slot < last:
@@ -183,6 +201,26 @@ class Places:
             self._contents[slot].copy_from(self._contents[copied])
         self._contents[slot].bind(sequence.adapter_digest)
         return self._contents[slot]
+
+    def _bring_states(
+        self, slot: int, tokens: Sequence[TokenIdentity], reused: int, sequence: DecodingSequence, restored: int
+    ) -> Stops | None:
+        """Let the recurrent states of a slot be those of a text's first `reused` tokens, of which `restored` come from
+        a snapshot; at what places of the rest they are to be kept."""
+        states, contents, adapter = self._states, self._contents, sequence.adapter_digest
+        if states is None:
+            return None
+        place, contents[slot].place = contents[slot].place, 0
+        if reused != place:
+            self._runner.base.await_rows()  # a snapshot's states are not to arrive behind these
+            if reused:
+                states.put_back(slot, tokens, reused, adapter)
+        elif reused - states.latest(tokens, adapter, reused) >= states.least and not restored:
+            states.keep(slot, tokens, reused, adapter)  # an answer's end: it is about to be written over
+        others = [each.common(tokens, adapter) for each in contents]
+        others += [common_beginning(each.prompt_ids, sequence.prompt_ids) for each in self.running]
+        chosen = states.chosen(tokens, reused, [sequence.system_tokens, *sorted(others)], adapter)  # the most share few
+        return {place: partial(states.keep, slot, tokens, place, adapter) for place in chosen}
 
     def _exchange_contents(self, first: int, second: int) -> None:
         self._contents[first], self._contents[second] = self._contents[second], self._contents[first]

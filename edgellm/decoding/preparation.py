@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,7 @@ from edgellm.drafting.acceptance import DraftingTally
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import ContextError, RequestError
+from edgellm.errors import ContextError, RequestError, TemplateError
 from edgellm.requests import Messages, Request, require_request
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.system_prompt import SystemPrompt, Tools, system_prompt_ids
@@ -38,6 +39,10 @@ if TYPE_CHECKING:
     from edgellm.vision.opening import LazyVisionEncoder
 
 
+#: Of so many system prompts it is remembered where they end.
+_MOST_SYSTEM_PROMPTS = 64
+
+
 class _Prompt(NamedTuple):
     """The tokens of a prompt, all those of its images among them, and the images."""
 
@@ -58,6 +63,7 @@ class Preparation:
         """Without `vision` images are refused."""
         self._directory, self._tokenizer, self._vision, self._defaults = directory, tokenizer, vision, defaults
         self._unread = UnreadVariables()
+        self._system_ids: dict[str, list[int]] = {}
         #: How the model calls tools.
         self.tools = ToolCalling(tokenizer, directory.tool_format)
         self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids)
@@ -113,6 +119,7 @@ class Preparation:
             priority=request.priority,
             rules=rules,
             calls=None if calling is None else calling.reader,
+            system_tokens=self._system_tokens(request, prompt) if runner.base.states.is_recurrent else 0,
         )
 
     def count_tokens(self, request: Request) -> int:
@@ -146,6 +153,24 @@ class Preparation:
         prompt = () if request.prompt is None else request.prompt
         prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
         return self._ready(prompt_ids, images_of_prompt(request.images))
+
+    def _system_tokens(self, request: Request, prompt: _Prompt) -> int:
+        """How many of a prompt's first tokens are those of its system prompt of text, as every conversation under it
+        begins; 0 where that is not to be told. Few are asked with again and again: these are remembered."""
+        first = next(iter(self._defaults.with_system_prompt(request.messages)), {}) if request.messages else {}
+        content, tools, variables = first.get("content"), request.tools, request.template_variables
+        if first.get("role") != "system" or not isinstance(content, str):
+            return 0
+        key = json.dumps([content, tools, variables], default=str)
+        if key not in self._system_ids:
+            if len(self._system_ids) == _MOST_SYSTEM_PROMPTS:
+                self._system_ids.clear()
+            try:
+                self._system_ids[key] = system_prompt_ids(self._tokenizer, content, tools, variables)
+            except (RequestError, TemplateError):  # a template that has no such beginning
+                self._system_ids[key] = []
+        found = self._system_ids[key]
+        return len(found) if prompt.token_ids[: len(found)] == found else 0
 
     def _chat_ids(self, request: Request) -> list[int]:
         """The tokens of a request's messages, with the model's default system prompt where they have none, and with

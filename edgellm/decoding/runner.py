@@ -15,6 +15,7 @@ from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import require_adapters
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
+from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.speculation.draft_plan import DraftPlan
@@ -50,8 +51,10 @@ class Runner(Protocol):
         images: PromptImages | None = None,
         rules: StepRules | None = None,
         generated: int = 0,
+        stops: Stops | None = None,
     ) -> Readback:
-        """Prefill a slot; gives its next token [1], one that the rules allow. The last `generated` tokens are drawn."""
+        """Prefill a slot; gives its next token [1], one that the rules allow. The last `generated` tokens are drawn.
+        On the way is done what `stops` has for places."""
 
     def resume(
         self,
@@ -88,6 +91,9 @@ class Runner(Protocol):
     def draft_rows(self, slot: int) -> int | None:
         """Committed rows of the draft, None without one."""
 
+    def complete_draft(self, slot: int, batch: int) -> None:
+        """Let the draft model's rows of one of the leading slots reach as far as the base's."""
+
     def stop(self, slot: int) -> None:
         """Leave a slot idle."""
 
@@ -95,10 +101,10 @@ class Runner(Protocol):
         """Go on with the sequence of slot `source` in the idle slot `target`."""
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Exchange the KV rows of two idle slots."""
+        """Exchange what two idle slots hold."""
 
     def copy_rows(self, source: int, target: int) -> None:
-        """Let the idle slot `target` hold the KV rows of the idle slot `source`, too."""
+        """Let the idle slot `target` hold what the idle slot `source` holds."""
 
     def close(self) -> None:
         """Free everything."""

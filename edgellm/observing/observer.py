@@ -114,6 +114,11 @@ class ObservedRunner:
         with self._observer.device_span(self.backend, FORWARD, step=self._steps + 1, sequences=batch):
             return self._runner.begin(batch)
 
+    def complete_draft(self, slot: int, batch: int) -> None:
+        """See `Runner.complete_draft`."""
+        self._end_handling()
+        self._runner.complete_draft(slot, batch)
+
     def stop(self, slot: int) -> None:
         """See `Runner.stop`."""
         self._end_handling()

@@ -21,7 +21,7 @@ from edgellm.engines.checkpoints.tensors import value_and_place
 from edgellm.engines.directories.digests import is_known_finite_content, remember_finite_content
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.model.states import saved_dtype
+from edgellm.engines.model.states import is_recurrent, saved_dtype
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.content_digest import (
@@ -259,10 +259,12 @@ def _checked_places(path: Path, facts: SnapshotFacts, tensors: dict[str, TensorI
     for name, info in tensors.items():
         if name in expected:
             wanted, found = expected[name], (info.dtype, info.shape)
-        elif name.startswith(STATE_PREFIX):
-            wanted, found = facts.binding.dtype, info.dtype
+        elif is_recurrent(name.removeprefix(STATE_PREFIX)) and name.startswith(STATE_PREFIX) and len(info.shape) == 3:
+            wanted, found = "float32", info.dtype
         elif (dtype := _rows_dtype(name, facts.binding)) and len(info.shape) == 3:
             rows = facts.tokens - name.startswith("draft.")
+            if name.startswith("base.") and 0 < facts.window_rows == info.shape[1] < rows:
+                rows = facts.window_rows
             wanted, found = (dtype, rows), (info.dtype, info.shape[1])
         else:
             raise damaged(path, f"the tensor {name!r:.80} of shape {list(info.shape)} belongs to no snapshot")
@@ -277,7 +279,7 @@ def _rows_dtype(name: str, binding: SnapshotBinding) -> str | None:
     """The dtype of the rows under a name; None for a name of none."""
     model, _, own = name.partition(".")
     kinds = {"base": binding.kv_cache, "draft": "compute"}
-    dtype = saved_dtype(own, kinds[model]) if model in kinds else None
+    dtype = saved_dtype(own, kinds[model]) if model in kinds and not is_recurrent(own) else None
     return binding.dtype if dtype == "compute" else dtype
 
 

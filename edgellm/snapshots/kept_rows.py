@@ -54,18 +54,18 @@ class RowKeeper:
     def keep(self, slot: int, rows: int, draft_rows: int | None) -> KeptRows | None:
         """Keep what a slot holds, of so many rows; None where the budget, or the machine's memory, has no room."""
         held = list(self._runner.held(slot, rows, draft_rows))
-        memory = self._memory(sum(map(_padded_bytes, held)))
+        memory = self._memory(sum(map(padded_bytes, held)))
         if memory is None:
             return None
-        for copy in _copies(held, memory):
-            self._backend.download_rows(copy.cache, copy.values, copy.rows)
+        for copy in copies_in(held, memory):
+            self._backend.download_rows(copy.cache, copy.values, copy.rows, copy.first)
         self.nbytes += memory.nbytes
         return KeptRows(rows, draft_rows, memory)
 
     def put_back(self, slot: int, kept: KeptRows) -> None:
         """Let an idle slot hold what was kept; what is enqueued from now on waits for it."""
         held = self._runner.held(slot, kept.rows, kept.draft_rows)
-        transfers = [transfer for _, transfer in self._uploader.upload(_copies(held, kept.memory))]
+        transfers = [transfer for _, transfer in self._uploader.upload(copies_in(held, kept.memory))]
         self._backend.wait_for(transfers[-1])  # they end in their order
 
     def release(self, kept: KeptRows) -> None:
@@ -104,15 +104,17 @@ def row_bytes(held: SlotRows) -> int:
     return groups * held.rows * size * NUMPY_DTYPES[str(held.memory.dtype)].itemsize
 
 
-def _padded_bytes(held: SlotRows) -> int:
+def padded_bytes(held: SlotRows) -> int:
+    """The same with what aligns the next tensor."""
     return math.ceil(row_bytes(held) / _ALIGNMENT) * _ALIGNMENT
 
 
-def _copies(held: Iterable[SlotRows], memory: np.ndarray) -> Iterator[RowCopy]:
-    """One by one, so that the first is on its way while the others are being made."""
+def copies_in(held: Iterable[SlotRows], memory: np.ndarray) -> Iterator[RowCopy]:
+    """Copies between what slots hold and its place in `memory`; one by one, so that the first is on its way while the
+    others are being made."""
     place = 0
     for each in held:
         groups, _, size = each.memory.shape
         values = memory[place : place + row_bytes(each)].view(NUMPY_DTYPES[str(each.memory.dtype)])
-        yield RowCopy(each.name, each.memory, values.reshape(groups, each.rows, size), each.rows)
-        place += _padded_bytes(each)
+        yield RowCopy(each.name, each.memory, values.reshape(groups, each.rows, size), each.rows, each.first)
+        place += padded_bytes(each)

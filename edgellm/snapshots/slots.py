@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from weakref import WeakSet
 
@@ -16,7 +17,7 @@ from edgellm.decoding.runner import Runner
 from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.base import Transfer
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
-from edgellm.engines.model.states import Edge
+from edgellm.engines.model.states import Edge, is_recurrent
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
@@ -24,7 +25,7 @@ from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, ima
 from edgellm.snapshots.content_digest import Findings
 from edgellm.snapshots.file import check_binding, damaged, read_snapshot, verify_snapshot
 from edgellm.snapshots.prefix_index import reusable_rows
-from edgellm.snapshots.snapshot import FORMAT_VERSION, TOKEN_IDS, Snapshot, SnapshotFacts
+from edgellm.snapshots.snapshot import FORMAT_VERSION, STATE_PREFIX, TOKEN_IDS, Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import file_identity, opened_unchanged
 from edgellm.snapshots.store import Match, SnapshotStore, StoredSnapshot
 from edgellm.snapshots.system_prompt import PromptRecord
@@ -88,8 +89,11 @@ class SlotSnapshots:
         """
         tokens = prompt_ids if images is None else images.identities(prompt_ids)
         while (match := self._best_match(prompt_ids, adapter, images)) is not None:
-            common = self._states["base"].cut(match.stored.facts.tokens, match.common)
-            rows = reusable_rows(common, len(prompt_ids), self._draft_rows(common))
+            held, states = match.stored.facts.tokens, self._states["base"]
+            common = states.cut(held, match.common)
+            rows = states.cut_windows(held, reusable_rows(common, len(prompt_ids), self._draft_rows(common)))
+            place = common - 1 if match.stored.has_states else common
+            rows = min(rows, place)
             if rows <= contents.reusable(tokens):
                 return 0
             contents.replace((), 0 if self._has_draft else None)  # what a failure leaves behind
@@ -99,17 +103,17 @@ class SlotSnapshots:
                 logger.warning("%s", error)
                 self.store.discard(match.stored, error)
                 continue
-            contents.replace(tokens[:common], self._draft_rows(common))
+            contents.replace(tokens[:common], self._draft_rows(common), place, held)
             return rows
         return 0
 
     def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
         """Of snapshots with none, one, ... of the prompt's images the one that shares the longest prefix with it."""
-        digests = () if images is None else images.digests
+        digests, cut = () if images is None else images.digests, self._states["base"].cut_windows
         bindings = [
             self.binding(adapter, images_digest(digests[:count], self._encoder)) for count in range(len(digests) + 1)
         ]
-        found = [match for binding in bindings if (match := self.store.find(binding, prompt_ids)) is not None]
+        found = [match for binding in bindings if (match := self.store.find(binding, prompt_ids, cut)) is not None]
         return max(found, key=lambda match: match.common, default=None)
 
     def compute(
@@ -133,15 +137,17 @@ class SlotSnapshots:
         adapter = base.adapter_digest(adapter_name)
         contents.bind(adapter)
         contents.replace((), 0 if self._has_draft else None)
+        snapshot = self._unfilled(token_ids, label, adapter, images, prompt)
+        stops = {len(token_ids) - 1: partial(self._fill, slot, snapshot, of_states=True)} if snapshot.states else None
         try:
-            self._runner.start(slot, token_ids, 0, SamplingValues(), images).wait()
+            self._runner.start(slot, token_ids, 0, SamplingValues(), images, stops=stops).wait()
         except BaseException:
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
             raise
         self._runner.stop(slot)
-        snapshot = self.take(slot, token_ids, label, adapter, images, prompt)
+        self._fill(slot, snapshot)
         tokens = token_ids if images is None else images.identities(token_ids)
-        contents.replace(tokens, self._draft_rows(len(token_ids)))
+        contents.replace(tokens, self._draft_rows(len(token_ids)), len(token_ids))
         return snapshot
 
     def take(
@@ -153,11 +159,25 @@ class SlotSnapshots:
         images: PromptImages | None = None,
         prompt: PromptRecord | None = None,
     ) -> Snapshot:
-        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N], computed with an adapter
-        and with the `images` of a prompt that begins with these tokens.
+        """A snapshot of a slot whose first N rows (N - 1 of the draft) hold `token_ids` [N], of which recurrent states
+        have taken N - 1, computed with an adapter and with the `images` of a prompt that begins with these tokens.
 
         Raises DeviceMemoryError.
         """
+        snapshot = self._unfilled(token_ids, label, adapter, images, prompt)
+        self._fill(slot, snapshot, of_states=True)
+        self._fill(slot, snapshot)
+        return snapshot
+
+    def _unfilled(
+        self,
+        token_ids: Sequence[int],
+        label: str,
+        adapter: str | None,
+        images: PromptImages | None,
+        prompt: PromptRecord | None,
+    ) -> Snapshot:
+        """A snapshot of tokens without what a slot holds of them; recurrent states are those before the first."""
         shown = () if images is None else images.digests[: len(images.within(0, len(token_ids)))]
         facts = SnapshotFacts(
             FORMAT_VERSION,
@@ -167,13 +187,20 @@ class SlotSnapshots:
             self._model,
             datetime.now(timezone.utc).isoformat(timespec="seconds"),
             edgellm_version(),
+            self._states["base"].window_reach,
         )
         tensors = {name: (dtype, shape) for name, (shape, dtype) in self._saved(facts.tokens).items()}
         snapshot = Snapshot.allocate(facts, tensors, self._backend.host_memory, prompt)
         np.copyto(snapshot.tensor(TOKEN_IDS), np.asarray(token_ids, np.int32))
-        self._runner.base.await_rows()
-        download(self._backend, self._copies(slot, snapshot, facts.tokens))
+        for name in snapshot.states:
+            snapshot.tensor(name)[...] = 0
         return snapshot
+
+    def _fill(self, slot: int, snapshot: Snapshot, of_states: bool = False) -> None:
+        """Take the rows of a slot into its snapshot, or its recurrent states."""
+        self._runner.base.await_rows()
+        copies = self._copies(slot, snapshot, snapshot.facts.tokens)
+        download(self._backend, (copy for copy in copies if copy.name.startswith(STATE_PREFIX) == of_states))
 
     def load(self, path: Path, adapters: Sequence[str | None] = (None,)) -> StoredSnapshot:
         """Use the snapshot of a file from now on: verified, and from memory unless it is larger than that budget.
@@ -227,7 +254,7 @@ class SlotSnapshots:
     def _arriving(self, transfers: Iterable[tuple[str, Transfer]]) -> Iterator[tuple[str, Transfer]]:
         """The transfers by the names that runners have for their states."""
         for name, transfer in transfers:
-            yield name.removeprefix("base."), transfer
+            yield name.removeprefix(STATE_PREFIX).removeprefix("base."), transfer
 
     def _from_file(
         self, stored: StoredSnapshot, snapshot: Snapshot, copies: Iterable[RowCopy], findings: list[Findings] | None
@@ -264,20 +291,26 @@ class SlotSnapshots:
     def _copies(self, slot: int, snapshot: Snapshot, tokens: int) -> Iterator[RowCopy]:
         """One by one, so that the first is on its way while the others are being made."""
         for model, states in self._states.items():
-            for each in states.of_slot(slot, _tokens_of(model, tokens)):
-                name = f"{model}.{each.name}"
-                yield RowCopy(name, each.memory, snapshot.tensor(name), each.rows)
+            held = _tokens_of(model, snapshot.facts.tokens)
+            for each in states.of_slot(slot, _tokens_of(model, tokens), held):
+                name = _saved_name(model, each.name)
+                yield RowCopy(name, each.memory, snapshot.tensor(name), each.rows, each.first)
 
     def _saved(self, tokens: int) -> Edge:
         """What a snapshot of so many tokens holds: a tensor's shape and dtype by its name."""
         return {
-            f"{model}.{name}": kind
+            _saved_name(model, name): kind
             for model, states in self._states.items()
             for name, kind in states.saved(_tokens_of(model, tokens)).items()
         }
 
     def _draft_rows(self, tokens: int) -> int | None:
         return tokens - 1 if self._has_draft else None
+
+
+def _saved_name(model: str, name: str) -> str:
+    """What a snapshot calls a tensor of a model's states."""
+    return f"{STATE_PREFIX}{name}" if is_recurrent(name) else f"{model}.{name}"
 
 
 def _tokens_of(model: str, tokens: int) -> int:

@@ -3,7 +3,8 @@
 Header (`__metadata__.edgellm_snapshot` is JSON: `SnapshotFacts`, and beside it `edgellm_prompt`, where there is one:
 `PromptRecord`), then the tensors without holes, the rows first:
 `base.k_cache_0` [n_kv, N, head_dim] and so on, `draft.k_cache_0` [n_kv, N - 1, head_dim] (of int8 also their scales,
-`base.k_scale_0` [n_kv, N, 1] float32), states of recurrent layers under `base.state.*` (after N - 1 tokens, any shape),
+`base.k_scale_0` [n_kv, N, 1] float32), recurrent states after N - 1 tokens under `base.state.*` (float32; see
+`edgellm.engines.runners.states.ModelStates.saved`), so that N tokens are of use for a prompt of them alone, too,
 `token_ids` [N] int32, and last `sha256` [32] uint8, the `content_digest` of every byte before it, which is cut into
 `Snapshot.sections` for that.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +23,8 @@ import numpy as np
 from edgellm.engines.checkpoints.safetensors_file import DTYPES
 from edgellm.engines.checkpoints.tensors import STORAGE
 from edgellm.engines.directories.digests import is_known_finite_content
-from edgellm.engines.directories.strict_formats import canonical_json, plain_values
+from edgellm.engines.directories.strict_formats import bounded, canonical_json, plain_values
+from edgellm.engines.model.config import LARGEST_CONTEXT
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.content_digest import DIGEST_BYTES, Section
 from edgellm.snapshots.system_prompt import PromptRecord
@@ -48,7 +50,7 @@ _SECTION_BYTES = 2 << 20
 @dataclass(frozen=True)
 class SnapshotFacts:
     """What a snapshot says of itself: `tokens` is N, `created` the time (ISO 8601, UTC), `model` and `label` are for
-    people."""
+    people. Layers that look back on a window have the latest `window_rows` rows at most (0: there are none)."""
 
     format_version: int
     tokens: int
@@ -57,6 +59,7 @@ class SnapshotFacts:
     model: str
     created: str
     created_with: str
+    window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,7 @@ class Snapshot:
 
     @property
     def states(self) -> list[str]:
-        """Names of the tensors that hold states of recurrent layers; with any, all tokens are reused or none."""
+        """Names of the tensors that hold recurrent states; with any, all tokens but the last are reused or none."""
         return [name for name in self.places if name.startswith(STATE_PREFIX)]
 
     def tensor(self, name: str) -> np.ndarray:

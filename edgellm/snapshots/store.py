@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ _MOST_MAPS = 32
 class StoredSnapshot:
     """One snapshot of a store: in memory, on disk, or both. `nbytes` is its size in bytes.
 
-    `has_states`: it is of use as a whole only.
+    `has_states`: it is of use as a whole only, all of its tokens but the last.
     """
 
     facts: SnapshotFacts
@@ -155,11 +155,14 @@ class SnapshotStore:
         """Use a snapshot that lies anywhere; it does not count for the disk budget. Raises SnapshotError."""
         return self._add_file(path, counted=False)
 
-    def find(self, binding: SnapshotBinding, prompt_ids: Sequence[int]) -> Match | None:
+    def find(
+        self, binding: SnapshotBinding, prompt_ids: Sequence[int], cut: Callable[[int, int], int] | None = None
+    ) -> Match | None:
         """What shares the longest prefix with a prompt; None where nothing does.
 
-        A snapshot with states of recurrent layers is of use only as a whole, and its states are those before its last
-        token.
+        One that cannot be `cut` there (see `LayerState.cut`; None: each can) is none; then what a prompt begins with as
+        a whole is of use. A snapshot with states of recurrent layers is of use only as a whole, and its states are
+        those before its last token.
         """
         prompt = token_key(prompt_ids)
         with self._lock:
@@ -167,7 +170,9 @@ class SnapshotStore:
             if index is None:
                 return None
             common, found = index.longest(prompt)
-            if found and found[0].has_states:
+            if cut is not None:
+                found = [stored for stored in found if cut(stored.facts.tokens, common)]
+            if not found or found[0].has_states:
                 common, found = index.longest_whole(prompt)
             if not found:
                 return None

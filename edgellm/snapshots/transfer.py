@@ -25,18 +25,19 @@ _READ_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class RowCopy:
-    """The first `rows` rows of `cache` [n_kv, C, size], which is one slot's, and of `values` [n_kv, N, size] on the
-    host, which are the tensor `name` of a snapshot."""
+    """The rows of `cache` [n_kv, C, size], which is one slot's, from row `first` on (see `Backend.upload_rows`), and
+    the first `rows` of `values` [n_kv, N, size] on the host, which are the tensor `name` of a snapshot."""
 
     name: str
     cache: Array
     values: np.ndarray
     rows: int
+    first: int = 0
 
 
 def download(backend: Backend, copies: Iterable[RowCopy]) -> None:
     """Fill the values from the caches; they are there when this returns."""
-    for transfer in [backend.download_rows(copy.cache, copy.values, copy.rows) for copy in copies]:
+    for transfer in [backend.download_rows(copy.cache, copy.values, copy.rows, copy.first) for copy in copies]:
         transfer.wait()
 
 
@@ -68,7 +69,7 @@ class Uploader:
         # Kept until the next upload, as are the values with them.
         self._under_way = kept = []
         for copy in copies:
-            kept.append(self._backend.upload_rows_beside(copy.cache, copy.values, copy.rows))
+            kept.append(self._backend.upload_rows_beside(copy.cache, copy.values, copy.rows, copy.first))
             yield copy.name, kept[-1]
 
     def upload_file(
@@ -177,7 +178,7 @@ class Uploader:
         """Copy a section that has arrived."""
         cache = copy.cache[section.first : section.first + section.groups]
         values = target.reshape(-1).view(copy.values.dtype).reshape(section.groups, -1, copy.values.shape[2])
-        transfer = self._backend.upload_rows_beside(cache, values, copy.rows)
+        transfer = self._backend.upload_rows_beside(cache, values, copy.rows, copy.first)
         self._under_way = [transfer]
         return transfer
 

@@ -19,6 +19,7 @@ from edgellm.engines.model.states import PRESENT
 from edgellm.kernels.acceptance.contract import AcceptanceKernels
 from edgellm.kernels.arrays import Array, DeviceArray
 from edgellm.kernels.images.contract import ImageKernels
+from edgellm.kernels.recurrent.contract import RecurrentKernels
 from edgellm.kernels.sampling.contract import SamplingKernels
 from edgellm.kernels.tree.contract import TreeKernels
 
@@ -97,6 +98,10 @@ class Backend(Protocol):
         """The kernels of acceptance, loaded when first asked for."""
 
     @property
+    def recurrent(self) -> RecurrentKernels:
+        """The kernels of recurrent layers, loaded when first asked for."""
+
+    @property
     def image_kernels(self) -> ImageKernels:
         """The kernels of images, loaded when first asked for."""
 
@@ -135,21 +140,22 @@ class Backend(Protocol):
         """[nbytes] uint8 of host memory for `upload_rows` and `download_rows` at the full speed of the bus (pinned on
         the GPU). Raises DeviceMemoryError."""
 
-    def upload_rows(self, target: Array, values: np.ndarray, rows: int) -> Transfer:
-        """Set the first `rows` rows of each group of `target` [G, C, D] from those of host `values` [G, N, D] (bfloat16
-        as uint16), in order with the other work. Raises EngineError for another shape or dtype."""
+    def upload_rows(self, target: Array, values: np.ndarray, rows: int, first: int = 0) -> Transfer:
+        """Set `rows` rows of each group of `target` [G, C, D], from row `first` on and behind the last from row 0 on,
+        from the first of host `values` [G, N, D] (bfloat16 as uint16), in order with the other work. Raises EngineError
+        for another shape or dtype."""
 
     def begin_beside(self) -> None:
         """Let the copies of `upload_rows_beside` from now on wait for the work that was enqueued up to now."""
 
-    def upload_rows_beside(self, target: Array, values: np.ndarray, rows: int) -> Transfer:
+    def upload_rows_beside(self, target: Array, values: np.ndarray, rows: int, first: int = 0) -> Transfer:
         """As `upload_rows`, but beside the work that is enqueued since `begin_beside`: what touches `target` must come
         after `wait_for`. Transfers that are made one after the other end in this order."""
 
     def wait_for(self, transfer: Transfer) -> None:
         """Let what is enqueued from now on begin when a transfer of `upload_rows_beside` is done."""
 
-    def download_rows(self, source: Array, values: np.ndarray, rows: int) -> Transfer:
+    def download_rows(self, source: Array, values: np.ndarray, rows: int, first: int = 0) -> Transfer:
         """Fill the first `rows` rows of host `values` [G, N, D] from `source` [G, C, D], as `upload_rows` sets them."""
 
     def load_weights(
@@ -233,11 +239,22 @@ def check_scratch(shape: EngineShape, needed: int, scratch: Array) -> None:
         raise EngineError(f"{shape.name} needs {needed} bytes of scratch, got {scratch.nbytes}")
 
 
-def check_rows(shape: tuple[int, ...], dtype: np.dtype, values: np.ndarray, rows: int) -> None:
-    """Raise EngineError unless an array [G, C, D] of `dtype` and `values` [G, N, D] both have `rows` rows."""
+def row_pieces(capacity: int, rows: int, first: int) -> list[tuple[slice, slice]]:
+    """`rows` rows from row `first` of `capacity` on, and behind the last from row 0 on: which of the array, and which
+    of the values that they are copied from or to."""
+    before = min(rows, capacity - first)
+    pieces = [(slice(first, first + before), slice(0, before)), (slice(0, rows - before), slice(before, rows))]
+    return pieces if before < rows else pieces[:1]
+
+
+def check_rows(shape: tuple[int, ...], dtype: np.dtype, values: np.ndarray, rows: int, first: int = 0) -> None:
+    """Raise EngineError unless an array [G, C, D] of `dtype` and `values` [G, N, D] both have `rows` rows, and the
+    array row `first`."""
     fits = len(shape) == values.ndim == 3 and (values.shape[0], values.shape[2]) == (shape[0], shape[2])
-    if not fits or not 0 <= rows <= min(values.shape[1], shape[1]) or values.dtype != dtype:
+    is_within = fits and 0 <= rows <= min(values.shape[1], shape[1]) and 0 <= first < max(1, shape[1])
+    if not is_within or values.dtype != dtype:
+        start = f" from row {first} on" if first else ""
         raise EngineError(
-            f"cannot copy {rows} rows between {values.dtype} {values.shape} on the host and {dtype} {tuple(shape)}: "
-            "expected [groups, rows, size] that differ in rows only"
+            f"cannot copy {rows} rows{start} between {values.dtype} {values.shape} on the host and {dtype} "
+            f"{tuple(shape)}: expected [groups, rows, size] that differ in rows only"
         )

@@ -12,13 +12,13 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from edgellm.engines.backends.base import check_rows
+from edgellm.engines.backends.base import check_rows, row_pieces
 from edgellm.engines.errors import DeviceMemoryError, EngineError, MissingDependencyError
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.gpu import find_gpu
@@ -224,9 +224,10 @@ class CudaDevice:
                 f"Allocating {nbytes >> 20} MiB of pinned host memory failed: give snapshots a smaller memory budget"
             ) from error
 
-    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
-        """One two-dimensional copy: a line for each of the G groups. Pageable memory works, but slowly."""
-        return self._start_copy(self._upload_copy(target, values, rows), values, target, self.stream)
+    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
+        """One two-dimensional copy, or where the rows begin anew two: a line for each of the G groups. Pageable memory
+        works, but slowly."""
+        return self._start_copies(self._uploads(target, values, rows, first), values, target, self.stream)
 
     def begin_beside(self) -> None:
         """See `Backend.begin_beside`."""
@@ -234,42 +235,56 @@ class CudaDevice:
         before.record(self.stream)
         self._copy_stream.wait_for_event(before)
 
-    def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
+    def upload_rows_beside(self, target: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
         """The same on another stream; see `Backend.upload_rows_beside`."""
-        return self._start_copy(self._upload_copy(target, values, rows), values, target, self._copy_stream)
+        return self._start_copies(self._uploads(target, values, rows, first), values, target, self._copy_stream)
 
     def wait_for(self, transfer: DeviceTransfer) -> None:
         """Let the stream wait for a transfer."""
         self.stream.wait_for_event(transfer.event)
 
-    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> DeviceTransfer:
-        """One two-dimensional copy, the other way."""
-        copy = self._row_copy(source, values, rows)
-        copy.set_src_device(source.pointer)
-        copy.set_dst_host(values)
-        copy.dst_pitch, copy.src_pitch = _pitches(values, source)
-        return self._start_copy(copy, values, source, self.stream)
+    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> DeviceTransfer:
+        """The same copies, the other way."""
+        copies = []
+        for copy, of_device, of_host in self._row_copies(source, values, rows, first):
+            copy.set_src_device(source.pointer)
+            copy.set_dst_host(values)
+            copy.dst_pitch, copy.src_pitch = _pitches(values, source)
+            copy.src_x_in_bytes, copy.dst_x_in_bytes = of_device, of_host
+            copies.append(copy)
+        return self._start_copies(copies, values, source, self.stream)
 
-    def _upload_copy(self, target: DeviceArray, values: np.ndarray, rows: int) -> Any:
-        copy = self._row_copy(target, values, rows)
-        copy.set_src_host(values)
-        copy.set_dst_device(target.pointer)
-        copy.src_pitch, copy.dst_pitch = _pitches(values, target)
-        return copy
+    def _uploads(self, target: DeviceArray, values: np.ndarray, rows: int, first: int) -> list[Any]:
+        copies = []
+        for copy, of_device, of_host in self._row_copies(target, values, rows, first):
+            copy.set_src_host(values)
+            copy.set_dst_device(target.pointer)
+            copy.src_pitch, copy.dst_pitch = _pitches(values, target)
+            copy.src_x_in_bytes, copy.dst_x_in_bytes = of_host, of_device
+            copies.append(copy)
+        return copies
 
-    def _row_copy(self, array: DeviceArray, values: np.ndarray, rows: int) -> Any:
-        """A two-dimensional copy of `rows` rows of `values` [G, N, D] and `array` [G, C, D], without its ends."""
-        check_rows(array.shape, host_dtype(array.dtype), values, rows)
+    def _row_copies(
+        self, array: DeviceArray, values: np.ndarray, rows: int, first: int
+    ) -> Iterator[tuple[Any, int, int]]:
+        """Two-dimensional copies of rows of `values` [G, N, D] and `array` [G, C, D], without their ends, and where in
+        a line they begin: bytes of the device's, and of the host's."""
+        check_rows(array.shape, host_dtype(array.dtype), values, rows, first)
         if not values.flags.c_contiguous:
             raise EngineError("rows are copied from and to contiguous host memory only")
-        copy = self._cuda.Memcpy2D()
-        copy.height = values.shape[0]
-        copy.width_in_bytes = rows * values.shape[2] * values.itemsize
-        return copy
+        row = values.shape[2] * values.itemsize
+        for own, of_values in row_pieces(array.shape[1], rows, first):
+            copy = self._cuda.Memcpy2D()
+            copy.height = values.shape[0]
+            copy.width_in_bytes = (own.stop - own.start) * row
+            yield copy, own.start * row, of_values.start * row
 
-    def _start_copy(self, copy: Any, values: np.ndarray, array: DeviceArray, stream: Any) -> DeviceTransfer:
-        if copy.width_in_bytes and copy.height:
-            copy(stream)
+    def _start_copies(
+        self, copies: Iterable[Any], values: np.ndarray, array: DeviceArray, stream: Any
+    ) -> DeviceTransfer:
+        for copy in copies:
+            if copy.width_in_bytes and copy.height:
+                copy(stream)
         event = self._cuda.Event(self._cuda.event_flags.DISABLE_TIMING)
         event.record(stream)
         return DeviceTransfer(values, array, event)

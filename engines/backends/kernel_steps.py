@@ -6,10 +6,21 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, recurrent_refusal
 from edgellm.engines.lora.config import AdaptedProjection
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.program import Attention, LinearResidual, NormLinear, Program, Scale, SideBySide, Step
-from edgellm.engines.model.states import Edge
+from edgellm.engines.model.program import (
+    Attention,
+    GatedDelta,
+    LinearResidual,
+    NormLinear,
+    Program,
+    Scale,
+    ShortConvolution,
+    SideBySide,
+    Step,
+)
+from edgellm.engines.model.states import Edge, without_layer
 from edgellm.kernels.decode.attention import AttentionShape, attention_partials
 from edgellm.kernels.decode.contract import (
     ACTIVATIONS,
@@ -24,6 +35,8 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
 TOGETHER = "packed"
+#: What a linear layer gives before it is normed and added.
+UNNORMED = "unnormed"
 
 
 def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
@@ -51,6 +64,8 @@ def step_refusal(step: Step, program: Program) -> str | None:
         return attention_refusal(*step.heads, shape.kv_cache == "int8")
     if isinstance(step, Scale | SideBySide):
         return None
+    if isinstance(step, RECURRENT):
+        return recurrent_refusal(step, program)
     if not isinstance(step, NormLinear | LinearResidual):
         return "there is no kernel for it"
     gated = isinstance(step, NormLinear) and step.gated
@@ -64,6 +79,8 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if columns % 8:
         return f"widths must be multiples of 8, not {columns}"
     if isinstance(step, LinearResidual):
+        if step.norm is not None and step.keep is not None:
+            return "features are taken where what is added is normed"
         return "features of all rows are taken where some are selected" if step.selects and step.keep else None
     if step.selects:
         return "features of all rows are taken where some are selected"
@@ -80,6 +97,10 @@ def title(step: Step) -> str:
         return f"the attention of layer {step.index}"
     if isinstance(step, NormLinear | LinearResidual):
         return f"the linear layer {step.linear.name}"
+    if isinstance(step, ShortConvolution | GatedDelta):
+        return (
+            f"the {'gated delta rule' if isinstance(step, GatedDelta) else 'short convolution'} of layer {step.index}"
+        )
     return f"the step {type(step).__name__} to {step.output}"
 
 
@@ -97,7 +118,8 @@ def adapter_words(program: Program) -> int:
 
 def attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
     """What the attention of a layer works on."""
-    return AttentionShape(shape.batch, shape.tokens, *step.heads, shape.kv_rows, shape.kv_cache == "int8")
+    rows, window = (shape.kv_rows, 0) if step.window is None else (shape.window_rows, step.window)
+    return AttentionShape(shape.batch, shape.tokens, *step.heads, rows, shape.kv_cache == "int8", window)
 
 
 def scratch_of(program: Program) -> Edge:
@@ -111,13 +133,20 @@ def scratch_of(program: Program) -> Edge:
         if isinstance(step, Attention):
             dtype = "compute"
             found["partial"] = ((attention_partials(attention_shape(step, shape)),), "float32")
+            if step.gated:
+                found[UNGATED] = ((rows, program.kinds[step.value][0][-1] - width), "float32")
+        elif isinstance(step, RECURRENT):
+            dtype = program.kinds[step.output][1]
         elif isinstance(step, NormLinear):
             dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
             packed = max(packed, rows * padded_columns(columns))
             if step.keep is not None and step.keep.target not in edge:
                 found[step.keep.target] = ((rows, columns // len(step.inputs)), "compute")
+        elif isinstance(step, LinearResidual) and step.norm is not None:
+            most = max(rows * width, found.get(UNNORMED, ((0,), dtype))[0][0])
+            found[UNNORMED] = ((most,), dtype)
         if step.output not in edge:
-            found[step.output] = ((rows, width), dtype)
+            found[without_layer(step.output)] = ((rows, width), dtype)
     return found | {TOGETHER: ((packed,), "compute")}
 
 

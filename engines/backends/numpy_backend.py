@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from edgellm.engines.backends.base import check_rows
+from edgellm.engines.backends.base import check_rows, row_pieces
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
@@ -28,6 +28,7 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.images.twin import NumpyImages
+from edgellm.kernels.recurrent.twin import NumpyRecurrent
 from edgellm.kernels.sampling.twin import NumpySampling
 from edgellm.kernels.tree.twin import NumpyTree
 
@@ -124,6 +125,11 @@ class NumpyBackend:
         return NumpyAcceptance()
 
     @cached_property
+    def recurrent(self) -> NumpyRecurrent:
+        """The kernels of recurrent layers."""
+        return NumpyRecurrent()
+
+    @cached_property
     def image_kernels(self) -> NumpyImages:
         """The kernels of images."""
         return NumpyImages()
@@ -168,26 +174,28 @@ class NumpyBackend:
         """Memory like any other."""
         return self.empty((nbytes,), "uint8")
 
-    def upload_rows(self, target: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
+    def upload_rows(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyTransfer:
         """Copy the rows."""
-        check_rows(target.shape, target.dtype, values, rows)
-        np.copyto(target[:, :rows], values[:, :rows])
+        check_rows(target.shape, target.dtype, values, rows, first)
+        for own, of_values in row_pieces(target.shape[1], rows, first):
+            np.copyto(target[:, own], values[:, of_values])
         return NumpyTransfer()
 
     def begin_beside(self) -> None:
         """Everything is done."""
 
-    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
+    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyTransfer:
         """Copy the rows."""
-        return self.upload_rows(target, values, rows)
+        return self.upload_rows(target, values, rows, first)
 
     def wait_for(self, transfer: NumpyTransfer) -> None:
         """It is done already."""
 
-    def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int) -> NumpyTransfer:
+    def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyTransfer:
         """Copy the rows."""
-        check_rows(source.shape, source.dtype, values, rows)
-        np.copyto(values[:, :rows], source[:, :rows])
+        check_rows(source.shape, source.dtype, values, rows, first)
+        for own, of_values in row_pieces(source.shape[1], rows, first):
+            np.copyto(values[:, of_values], source[:, own])
         return NumpyTransfer()
 
     def load_weights(

@@ -11,9 +11,13 @@ from collections.abc import Mapping, MutableMapping, Sequence
 
 import numpy as np
 
+from edgellm.engines.backends.numpy_activations import ACTIVATIONS
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.operations import Operations
-from edgellm.kernels.quantization.rows import write_rows
+from edgellm.engines.model.program import GatedDelta, ShortConvolution
+from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
+from edgellm.kernels.recurrent.contract import Convolution, DeltaGates
+from edgellm.kernels.recurrent.twin import convolved, delta_gates, delta_nodes, delta_walk, take_columns
 
 _DTYPES = {
     "compute": np.dtype(np.float32),
@@ -45,6 +49,7 @@ class NumpyOperations(Operations[np.ndarray]):
 
     # NumPy's own functions, whose types say more than the operations'. All is float32: asarray gives back what it gets.
     add = staticmethod(np.add)  # type: ignore[assignment]
+    multiply = staticmethod(np.multiply)  # type: ignore[assignment]
     concatenate = staticmethod(np.concatenate)  # type: ignore[assignment]
     to_float32 = to_compute = staticmethod(np.asarray)  # type: ignore[assignment]
 
@@ -193,10 +198,18 @@ class NumpyOperations(Operations[np.ndarray]):
         return np.concatenate((result, x[..., rotated:]), axis=-1) if rest else result
 
     def kv_cache_update(
-        self, cache: np.ndarray, update: np.ndarray, start_index: np.ndarray, scales: np.ndarray | None = None
+        self,
+        cache: np.ndarray,
+        update: np.ndarray,
+        start_index: np.ndarray,
+        scales: np.ndarray | None = None,
+        wraps: bool = False,
     ) -> np.ndarray:
         tokens, rows = update.shape[2], cache.shape[2]
         for sequence, start in enumerate(start_index.tolist()):
+            if wraps:
+                write_ring_rows(sequence, start, update[sequence], cache, scales)
+                continue
             if not 0 <= start <= rows - tokens:
                 raise EngineError(f"rows {start} to {start + tokens - 1} are outside of a KV cache of {rows} rows")
             write_rows((sequence, slice(None), slice(start, start + tokens)), update[sequence], cache, scales)
@@ -228,6 +241,66 @@ class NumpyOperations(Operations[np.ndarray]):
                 for h in range(kv_heads):
                     head = [each[b, h] for each in rows]
                     context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens)
+        return context.reshape(batch, heads, tokens, size)
+
+    def short_convolution(
+        self,
+        step: ShortConvolution,
+        value: np.ndarray,
+        columns: np.ndarray,
+        weight: np.ndarray,
+        bias: np.ndarray | None,
+        parents: np.ndarray | None,
+        tokens: np.ndarray | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        convolution = Convolution(weight, step.activation == "silu", step.gated)
+        output, inputs = convolved(value, convolution, bias, columns, parents)
+        if tokens is not None:
+            take_columns(columns, inputs, [np.arange(count) for count in tokens.tolist()])
+        return output, inputs
+
+    def gated_delta(
+        self,
+        step: GatedDelta,
+        rows: np.ndarray,
+        projected: np.ndarray,
+        matrices: np.ndarray,
+        a_log: np.ndarray,
+        dt_bias: np.ndarray,
+        parents: np.ndarray | None,
+        tokens: np.ndarray | None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        gates = delta_gates(projected, DeltaGates(a_log, dt_bias, step.first))
+        if tokens is None:
+            return delta_nodes(rows, gates, matrices, parents), gates
+        output = np.zeros((*rows.shape[:2], *matrices.shape[1:3]), np.float32)
+        for slot, count in enumerate(tokens.tolist()):
+            output[slot, :count] = delta_walk(rows[slot], gates[slot], matrices[slot], range(count))
+        return output.reshape(*rows.shape[:2], -1), gates
+
+    def window_attention(
+        self,
+        query: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        mask: np.ndarray,
+        start_index: np.ndarray,
+        window: int,
+        scale: float,
+        key_scales: np.ndarray | None = None,
+        value_scales: np.ndarray | None = None,
+    ) -> np.ndarray:
+        batch, heads, tokens, size = query.shape
+        kv_heads, held = keys.shape[1:3]
+        scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
+        grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
+        context = np.empty_like(grouped)
+        for b, start in enumerate(start_index.tolist()):
+            first, hidden = _hidden_in_window(mask[b, 0], start, window)
+            places = np.arange(first, start + tokens) % held
+            rows = [each[b].take(places, axis=1) for each in (keys, values, *scales)]
+            bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
+            context[b] = _attend(grouped[b], rows, bias, 0, tokens)
         return context.reshape(batch, heads, tokens, size)
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
@@ -266,6 +339,23 @@ class NumpyOperations(Operations[np.ndarray]):
         if self._visible is None or mask is not self._mask:
             self._visible, self._mask = VisibleKeys(mask), mask
         return self._visible
+
+
+def _hidden_in_window(mask: np.ndarray, start: int, window: int) -> tuple[int, np.ndarray | None]:
+    """The first position that one of T tokens sees in its window, and which positions from there to `start` + T - 1
+    each does not see, [T, n] bool (None: each sees all); the new tokens' rows of the mask [T, L] begin at `start`."""
+    tokens = len(mask)
+    if tokens == 1:  # it sees itself
+        return max(0, start + 1 - window), None
+    new = np.zeros((tokens, tokens), np.bool_)
+    shown = mask[:, start : start + tokens]  # padding may stand behind the rows that the mask speaks of
+    new[:, : shown.shape[1]] = shown
+    np.fill_diagonal(new, True)
+    first = max(0, start + 1 - window)
+    seen = np.concatenate((np.ones((tokens, start - first), np.bool_), new), axis=1)
+    later = seen.sum(axis=1, keepdims=True) - seen.cumsum(axis=1)  # how many of a token's positions stand behind each
+    hidden = ~seen | (later >= window)
+    return first, hidden
 
 
 class VisibleKeys:
@@ -339,59 +429,3 @@ def _attend(
     context = np.matmul(scores, values)
     context /= total
     return context
-
-
-def silu(x: np.ndarray) -> np.ndarray:
-    """x / (1 + exp(-x))."""
-    result = np.negative(x)
-    with np.errstate(over="ignore"):  # exp of a very negative number: infinity, and silu is 0
-        np.exp(result, out=result)
-    result += _ONE
-    np.divide(x, result, out=result)
-    return result
-
-
-def _gelu(x: np.ndarray) -> np.ndarray:
-    """x (1 + erf(x / sqrt(2))) / 2."""
-    result = _erf(x * np.float32(math.sqrt(0.5)))
-    result += _ONE
-    result *= x
-    result *= np.float32(0.5)
-    return result
-
-
-def _erf(x: np.ndarray) -> np.ndarray:
-    """The error function to 5e-7: formula 7.1.26 of Abramowitz and Stegun, whose own error is 1.5e-7."""
-    size = np.abs(x)
-    t = _ONE / (_ONE + np.float32(0.3275911) * size)
-    result = np.zeros_like(x)
-    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        result += np.float32(coefficient)
-        result *= t
-    result *= np.exp(-size * size)
-    np.subtract(_ONE, result, out=result)
-    return np.copysign(result, x, out=result)
-
-
-def _gelu_tanh(x: np.ndarray) -> np.ndarray:
-    """x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
-    result = x * x
-    result *= np.float32(0.044715)
-    result += _ONE
-    result *= x
-    result *= np.float32(math.sqrt(2 / math.pi))
-    np.tanh(result, out=result)
-    result += _ONE
-    result *= x
-    result *= np.float32(0.5)
-    return result
-
-
-def _quick_gelu(x: np.ndarray) -> np.ndarray:
-    """x sigmoid(1.702 x)."""
-    slope = np.float32(1.702)
-    return silu(x * slope) / slope
-
-
-#: The functions of `Operations.activation` by their names.
-ACTIVATIONS = {"silu": silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "quick_gelu": _quick_gelu}

@@ -39,7 +39,9 @@ from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.recurrent.launcher import CudaRecurrent
 from edgellm.kernels.sampling.launcher import CudaSampling
+from edgellm.kernels.sampling.twin import first_not_finite
 from edgellm.kernels.tree.launcher import CudaTree
 
 logger = logging.getLogger("edgellm.tensorrt")
@@ -92,6 +94,11 @@ class TensorRTBackend(CudaDevice):
         return CudaTree(self._module, self.compute_dtype)
 
     @cached_property
+    def recurrent(self) -> CudaRecurrent:
+        """The kernels of recurrent layers."""
+        return CudaRecurrent(self._module)
+
+    @cached_property
     def acceptance(self) -> CudaAcceptance:
         """The kernels of acceptance."""
         return CudaAcceptance(self._module, self.kernels)
@@ -121,7 +128,7 @@ class TensorRTBackend(CudaDevice):
         dense = [spec for spec in specs if spec.name not in layouts]
         memory = self.zeros_side_by_side(
             {
-                spec.name: (layouts[spec.name].shape, "uint8") if spec.name in layouts else (spec.shape, "compute")
+                spec.name: (layouts[spec.name].shape, "uint8") if spec.name in layouts else (spec.shape, spec.dtype)
                 for spec in specs
             }
         )
@@ -144,9 +151,14 @@ class TensorRTBackend(CudaDevice):
         due = {
             name: weights[spec.name].reshape(-1)[place]
             for spec, name, place in part_places(dense)
-            if check.is_due(name)
+            if check.is_due(name) and spec.dtype == "compute"
         }
-        check.conclude(self._first_not_finite(due))
+        small = {  # the kernel looks at weights of one dtype
+            name: first_not_finite(checkpoint.raw(name).reshape(-1))
+            for spec, name, _ in part_places(dense)
+            if check.is_due(name) and spec.dtype != "compute"
+        }
+        check.conclude(self._first_not_finite(due) | small)
         found: dict[str, DeviceArray | PackedMatrix] = {**weights}
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
         if packed:
@@ -216,11 +228,13 @@ class TensorRTBackend(CudaDevice):
         if refusal is not None:
             return None
         program, kernels = model_program(config, shape), CudaPrefill(self._module)
-        for heads, _, size in {step.heads for step in program.attentions}:  # before a step waits for them
-            kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8")
+        # Before a step waits for them.
+        for (heads, _, size), window in {(step.heads, step.window is not None) for step in program.attentions}:
+            kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8", window)
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
-        return SplitEngine(kernels, program, engines, dtype, set(self._packed_of(shape.model, program)))
+        packed = set(self._packed_of(shape.model, program))
+        return SplitEngine(kernels, program, engines, dtype, packed, self.recurrent)
 
     def _packed_of(self, model: str, program: Program) -> dict[str, DeviceLayout]:
         """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""
@@ -239,7 +253,7 @@ class TensorRTBackend(CudaDevice):
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
         if (executor is ManyRows or self._packed) and self._many is None:
             self._many = CudaTiledKernels(self._module, self.compute_dtype)
-        return StepKernels(few, self._many, capacity_of(self._module))
+        return StepKernels(few, self._many, capacity_of(self._module), self.recurrent)
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""

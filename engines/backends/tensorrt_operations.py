@@ -12,6 +12,7 @@ from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.operations import Operations
+from edgellm.engines.model.program import GatedDelta, ShortConvolution
 from edgellm.engines.model.programs import ModelConfig, model_program
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
@@ -105,6 +106,8 @@ class TensorRTOperations(Operations[Any]):
         functions = self.trt.ActivationType
         if kind == "silu":
             return self._elementwise(x, self._activation(x, functions.SIGMOID), "PROD")
+        if kind == "sigmoid":
+            return self._activation(x, functions.SIGMOID)
         if kind == "quick_gelu":
             slope = self._constant(1.702, len(x.shape), self.compute)
             return self._elementwise(
@@ -114,6 +117,9 @@ class TensorRTOperations(Operations[Any]):
 
     def add(self, a: Any, b: Any) -> Any:
         return self._elementwise(a, b, "SUM")
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        return self._elementwise(a, b, "PROD")
 
     def split(self, x: Any, sizes: Sequence[int], axis: int) -> list[Any]:
         parts, offset = [], 0
@@ -147,7 +153,11 @@ class TensorRTOperations(Operations[Any]):
         cos, sin = self.split(cos_sin, (rotary // 2, rotary // 2), axis=2)
         return self._layer(self.network.add_rotary_embedding(x, cos, sin, False, rotary), "rotary_embedding")
 
-    def kv_cache_update(self, cache: Any, update: Any, start_index: Any, scales: Any | None = None) -> Any:
+    def kv_cache_update(
+        self, cache: Any, update: Any, start_index: Any, scales: Any | None = None, wraps: bool = False
+    ) -> Any:
+        if wraps:
+            raise EngineError("TensorRT's KV caches are no rings: kernels compute the attention within a window")
         if scales is not None:
             raise EngineError("TensorRT's KV caches are not of 8 bits: leave out --kv-cache int8")
         mode = self.trt.KVCacheMode.LINEAR
@@ -202,6 +212,15 @@ class TensorRTOperations(Operations[Any]):
             weights = self._reshape(weights, (batch, kv_heads, group * tokens, seen))
         context = self._product(weights, values, operation.NONE, self.wide_attention)
         return self._reshape(context, (batch, heads, tokens, size))
+
+    def window_attention(self, query: Any, *others: Any) -> Any:
+        raise EngineError("TensorRT has no attention within a window of a ring: kernels compute it")
+
+    def short_convolution(self, step: ShortConvolution, *tensors: Any) -> Any:
+        raise _without_layer("a short convolution", step.index)
+
+    def gated_delta(self, step: GatedDelta, *tensors: Any) -> Any:
+        raise _without_layer("the gated delta rule", step.index)
 
     def gated(self, gate_up: Any, kind: str) -> Any:
         half = gate_up.shape[-1] // 2
@@ -284,6 +303,13 @@ class TensorRTOperations(Operations[Any]):
 
     def _last_axis(self, size: int, like: Any) -> tuple[int, ...]:
         return (1,) * (len(like.shape) - 1) + (size,)
+
+
+def _without_layer(what: str, index: int) -> EngineError:
+    return EngineError(
+        f"TensorRT has nothing for {what}, which layer {index} is: kernels compute it, in float16 or bfloat16, on GPUs "
+        "that they are made for. Elsewhere take --backend numpy"
+    )
 
 
 def build_plan(

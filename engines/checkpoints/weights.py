@@ -142,20 +142,20 @@ def iterate_weight_parts(
 ) -> Iterator[tuple[WeightSpec, int, np.ndarray]]:
     """Yield (spec, offset in bytes, values [n] in `dtype`, bfloat16 as uint16) until every buffer is filled.
 
-    `offset` is where the values belong in the spec's buffer. A tensor that has the dtype already comes whole, as a
-    read-only view of the memory map; others are converted piece by piece. Raises CheckpointError as
-    `load_numpy_weights` does, and for finite values that `dtype` cannot hold.
+    A spec of a dtype of its own has values of that. `offset` is where the values belong in the spec's buffer. A tensor
+    that has the dtype already comes whole, as a read-only view of the memory map; others are converted piece by piece.
+    Raises CheckpointError as `load_numpy_weights` does, and for finite values that the dtype cannot hold.
     """
-    item_size = storage_of(dtype).itemsize
     for spec in specs:
-        offset = 0
+        own = dtype if spec.dtype == "compute" else spec.dtype
+        item_size, offset = storage_of(own).itemsize, 0
         for name, shape in spec.parts:
             values, info = _part(checkpoint, name, shape).reshape(-1), checkpoint.info(name)
-            step = max(1, values.size) if info.dtype == dtype else _PIECE
+            step = max(1, values.size) if info.dtype == own else _PIECE
             for start in range(0, values.size, step):
-                piece, overflowed = convert(values[start : start + step], info.dtype, dtype)
+                piece, overflowed = convert(values[start : start + step], info.dtype, own)
                 if overflowed:
-                    raise overflow_error(info, dtype, overflowed)
+                    raise overflow_error(info, own, overflowed)
                 yield spec, offset + start * item_size, piece
             offset += values.size * item_size
 

@@ -171,11 +171,11 @@ class EngineDirectory:
         """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
         CheckpointError."""
         folders = {"base": self.path}
-        if self.draft is not None:
-            folders["draft"] = self.draft.path
         if self.vision is not None and self.vision.files is not None:
             folders["vision"] = self.vision.path
         found = {model: folder_quantization(folder) for model, folder in folders.items()}
+        if self.draft is not None:
+            found["draft"] = self.draft.quantization()
         return {model: quantization for model, quantization in found.items() if quantization is not None}
 
     @property
@@ -343,6 +343,8 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     for name, bound in context_bounds(config).items():
         if limits.kv_capacity > bound:
             raise values.error(f"'kv_capacity' is {limits.kv_capacity}, by {name} expected at most {bound}")
+    if (problem := limits.window_problem(config)) is not None:
+        raise values.object("limits").error(f"'window_rows': {problem}")
     if _DRAFT_KEY in values.values:
         draft = parse_draft(path / DRAFT_FOLDER, values.object(_DRAFT_KEY))
     if (draft is None) == limits.has_draft or config.feature_layers != (draft.config.feature_layers if draft else ()):

@@ -8,13 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
 from edgellm.engines.directories.digests import FileDigest
-from edgellm.engines.directories.strict_formats import JSONObject
+from edgellm.engines.directories.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
-from edgellm.engines.model.config import FEATURE_NORMS, GATE_ACTIVATIONS, GENERATIONS, HEADS, DecoderConfig, DraftConfig
+from edgellm.engines.model.config import (
+    CONV_WIDTHS,
+    DRAFT_HEAD,
+    FEATURE_NORMS,
+    GATE_ACTIVATIONS,
+    GENERATIONS,
+    HEADS,
+    LAYER_KINDS,
+    MTP,
+    NAMINGS,
+    DecoderConfig,
+    DraftConfig,
+)
 from edgellm.engines.model.decoder import embedding_name, head_format, head_weight_name
+from edgellm.engines.model.draft_decoder import MAPPING, draft_weights, mtp_draft
 from edgellm.engines.model.vision import ACTIVATIONS, LARGEST_IMAGE_SIDE, VISION_FAMILIES, VisionConfig
+from edgellm.engines.quantization.config import folder_quantization
+from edgellm.engines.quantization.layout import Quantization
 
 #: Where the draft head lies in an engine directory.
 DRAFT_FOLDER = "draft"
@@ -37,7 +52,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, eq=False)
 class EngineDraft:
-    """The draft head of an engine directory: its configuration and the digests of its files, by name in `path`."""
+    """The draft head of an engine directory: its configuration and the digests of its files, by name in `path`.
+
+    The weights of a head for multi-token prediction are among the model's own; a file says which rows of the model's
+    head it has, where it has not all.
+    """
 
     path: Path
     config: DraftConfig
@@ -46,7 +65,24 @@ class EngineDraft:
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
         decoder = self.config.decoder
-        return Checkpoint.open(self.path, head_format(self.config.head, decoder.hidden_size, decoder.dtype))
+        head = head_format(self.config.head, decoder.hidden_size, decoder.dtype)
+        if self.config.generation != MTP:
+            return Checkpoint.open(self.path, head)
+        opened = Checkpoint.open(self.path.parent, head, self.path / HEAD_FILE)
+        if self.config.has_mapping:
+            opened.use_shortlist(self.path / VOCABULARY_FILE, MAPPING, head_weight_name(decoder))
+        return opened
+
+    def quantization(self) -> Quantization | None:
+        """What packs its weights; None where they are dense. Raises CheckpointError."""
+        if self.config.generation != MTP:
+            return folder_quantization(self.path)
+        found = folder_quantization(self.path.parent)
+        if found is None:
+            return None
+        parts = [part for spec in draft_weights(self.config) for part in spec.parts if part[0] != DRAFT_HEAD]
+        with self.checkpoint() as opened:
+            return found if any(opened.layout(*part) is not None for part in parts) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +123,11 @@ def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig)
     for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
         choice(values.object("config"), key, choices)
-    files = parse_files(values.object("files"))
+    files = (parse_digests if config.generation == MTP else parse_files)(values.object("files"))
     check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
+    expected = {VOCABULARY_FILE} if config.has_mapping else set()
+    if config.generation == MTP and files.keys() - {HEAD_FILE} != expected:
+        raise values.error(f"its files are {', '.join(files) or 'none'}, expected {', '.join(expected) or 'none'}")
     if config.head != HEADS[0] and not config.has_head:
         raise values.error(f"'head' is {config.head!r}, but 'has_head' is false: it shares the model's")
     return EngineDraft(folder, config, files)
@@ -148,6 +187,10 @@ def check_agreement(
     if draft is not None:
         own, decoder = values.object("draft").object("config"), draft.config.decoder
         _check_decoder(own.object("decoder"), decoder)
+        if draft.config.generation == MTP:
+            reduced = draft.config.draft_vocab_size if draft.config.has_mapping else None
+            if draft.config != mtp_draft(config, reduced, draft.config.head):
+                raise own.error("it is not the head for multi-token prediction of this model")
         for key in ("vocab_size", "hidden_size"):
             if getattr(decoder, key) != getattr(config, key):
                 raise own.error(
@@ -212,13 +255,43 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     if config.hidden_act not in GATE_ACTIVATIONS:
         expected = ", ".join(GATE_ACTIVATIONS)
         raise values.error(f"'hidden_act' is {config.hidden_act!r:.80}, expected one of {expected}")
+    _check_mixers(values, config)
     _check_layers(values, "feature_layers", config.feature_layers, config.num_layers)
     _check_layers(values, "nope_layers", config.nope_layers, config.num_layers - 1)
+    kinds = config.layer_kinds
+    if kinds and (len(kinds) != config.num_layers or not set(kinds) <= set(LAYER_KINDS)):
+        raise values.error(
+            f"'layer_kinds' is {as_json(list(kinds)):.200}, expected for each of {config.num_layers} layers one of "
+            f"{', '.join(LAYER_KINDS)}"
+        )
+    if "window" in kinds and not config.sliding_window:
+        raise values.error(f"'sliding_window' is {config.sliding_window}, expected the window of those 'layer_kinds'")
     if config.deepstack_layers > config.num_layers:
         raise values.error(f"'deepstack_layers' is {config.deepstack_layers}, the model has {config.num_layers} layers")
     beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]
     if beyond:
         raise values.error(f"'eos_token_ids' has {beyond[0]}, the model has {config.vocab_size} tokens")
+
+
+def _check_mixers(values: JSONObject, config: DecoderConfig) -> None:
+    """What mixes the tokens of the layers, and what the checkpoint calls their parts."""
+    kinds = config.layer_kinds
+    if kinds and (len(kinds) != config.num_layers or not set(kinds) <= set(LAYER_KINDS)):
+        found, expected = ", ".join(kinds), ", ".join(LAYER_KINDS)
+        raise values.error(
+            f"'layer_kinds' is {found:.80}, expected for each of {config.num_layers} layers one of {expected}"
+        )
+    if config.naming not in NAMINGS:
+        raise values.error(f"'naming' is {config.naming!r:.80}, expected one of {', '.join(NAMINGS)}")
+    least, most = CONV_WIDTHS
+    if config.is_recurrent and not least <= config.conv_width <= most:
+        raise values.error(f"'conv_width' is {config.conv_width}, expected {least} to {most}")
+    heads = config.delta_heads
+    if "delta" in kinds and (len(heads) != 4 or min(heads) < 1 or heads[1] % heads[0]):
+        raise values.error(
+            f"'delta_heads' is {list(heads)}, expected the numbers of key heads, of value heads, a multiple of that, "
+            "and their sizes"
+        )
 
 
 def _check_layers(values: JSONObject, key: str, layers: tuple[int, ...], count: int) -> None:

@@ -63,6 +63,10 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "float | None": ("a number or null", lambda value: value is None or is_number(value)),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "dict": ("an object", lambda value: isinstance(value, dict)),
+    "tuple[str, ...]": (
+        f"a list of at most {_MOST_ITEMS} texts",
+        lambda value: isinstance(value, list) and len(value) <= _MOST_ITEMS and all(isinstance(v, str) for v in value),
+    ),
     "dict[str, Any] | None": ("an object or null", lambda value: value is None or isinstance(value, dict)),
 }
 #: The same for whole numbers: the range. Plain `int` fields are sizes, "count" is a number of bytes.

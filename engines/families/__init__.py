@@ -9,8 +9,9 @@ from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.cwm import CWM
 from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.gemma import GEMMA
+from edgellm.engines.families.gemma import GEMMA, GEMMA3
 from edgellm.engines.families.granite import GRANITE
+from edgellm.engines.families.lfm2 import LFM2
 from edgellm.engines.families.llama import LLAMA
 from edgellm.engines.families.llava import LLAVA
 from edgellm.engines.families.ministral3 import MINISTRAL3
@@ -20,6 +21,7 @@ from edgellm.engines.families.phi3 import PHI3
 from edgellm.engines.families.qwen2 import QWEN2
 from edgellm.engines.families.qwen2_5_vl import QWEN2_5_VL
 from edgellm.engines.families.qwen3 import QWEN3
+from edgellm.engines.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from edgellm.engines.families.qwen3_vl import QWEN3_VL
 from edgellm.engines.families.seed_oss import SEED_OSS
 from edgellm.engines.families.smollm3 import SMOLLM3
@@ -31,8 +33,9 @@ __all__ = ["FAMILIES", "decoder_config"]
 FAMILIES = {
     family.name: family
     for family in (
-        *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, SEED_OSS, CWM, PHI3, GRANITE, SMOLLM3, GEMMA),
-        *(QWEN2_5_VL, QWEN3_VL, LLAVA, MISTRAL3),
+        *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, SEED_OSS, CWM, PHI3, GRANITE, SMOLLM3, GEMMA, GEMMA3),
+        *(LFM2, QWEN3_5_TEXT),
+        *(QWEN2_5_VL, QWEN3_VL, LLAVA, MISTRAL3, QWEN3_5),
     )
 }
 _ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}

@@ -8,8 +8,9 @@ from edgellm.engines.model.config import DecoderConfig
 
 
 def read_cwm(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """Attention has no biases, `mlp_bias` gives all three projections of the MLP one."""
-    return read_decoder(fields, dtype, mlp_bias=fields.switch("mlp_bias"))
+    """Every fourth layer, from the first on, attends to all, unless `layer_types` says otherwise. Attention has no
+    biases, `mlp_bias` gives all three projections of the MLP one."""
+    return read_decoder(fields, dtype, windowed=lambda layer: layer % 4 > 0, mlp_bias=fields.switch("mlp_bias"))
 
 
 CWM = Family(

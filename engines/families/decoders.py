@@ -63,6 +63,7 @@ def read_decoder(
     mrope: tuple[tuple[int, ...], bool] = ((), False),
     rotary_share: float = 1.0,
     activations: Mapping[str | None, str] = SILU,
+    windowed: Callable[[int], bool] | None = None,
     **own: Any,
 ) -> DecoderConfig:
     """Read and check the fields that all families have; `own` are those of `DecoderConfig` that the family adds.
@@ -70,7 +71,8 @@ def read_decoder(
     A `num_key_value_heads` of null means as many as query heads, a `head_dim` of null hidden_size /
     num_attention_heads. `dtype` is used where the file names none. A family with M-RoPE has `mrope`: its usual sections
     and whether they are interleaved; others may not have M-RoPE. `rotary_share` is the part of a head that is rotated;
-    `activations` say what the words of `hidden_act` stand for. Problems are noted in `fields`; the result is of use
+    `activations` say what the words of `hidden_act` stand for, `windowed` which layers look back on a window
+    where there is one (see `ConfigFields.windows`). Problems are noted in `fields`; the result is of use
     where there are none.
     """
     vocab_size, hidden = fields.size("vocab_size"), fields.size("hidden_size")
@@ -88,12 +90,16 @@ def read_decoder(
         sections, interleaved = read_mrope(fields, rotary_dim, sections, interleaved)
     rope_theta, rope_scaling = read_rope(fields, rotary_dim, max_positions)
     beginnings = fields.token_ids("bos_token_id", 0)
+    layers = fields.size("num_hidden_layers", largest=LARGEST_DEPTH)
+    window, kinds = fields.windows(layers, windowed)
+    if kinds:
+        own = {"layer_kinds": kinds} | own
     config = DecoderConfig(
         family=fields.family,
         vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=fields.size("intermediate_size"),
-        num_layers=fields.size("num_hidden_layers", largest=LARGEST_DEPTH),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
@@ -109,7 +115,7 @@ def read_decoder(
         mrope_section=sections,
         mrope_interleaved=interleaved,
         hidden_act=fields.word("hidden_act", activations),
-        sliding_window=fields.sliding_window(),
+        sliding_window=window,
         **own,
     )
     fields.refuse_unsupported()

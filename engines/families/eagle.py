@@ -159,7 +159,8 @@ class _Reader:
             mlp_bias=self._has("gate_proj.bias", self._declared("mlp_bias"), f"{self.layer_prefix}mlp."),
             qk_norm=self._has("q_norm.weight", None, attention),
         )
-        for name in context_bounds(decoder):
+        windows = () if decoder.sliding_window is None else ("sliding_window",)
+        for name in (*windows, *context_bounds(decoder)):
             fields.unsupported.append(f"{name} is there, supported are heads without it")
         return decoder
 

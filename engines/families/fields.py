@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from edgellm.engines.directories.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH, LAYER_KINDS
 from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
 
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
@@ -42,6 +43,11 @@ _FEATURES = {
 }
 _DTYPES = ("float16", "bfloat16", "float32")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def every_layer(layer: int) -> bool:
+    """Which layers look back on a window where all do."""
+    return True
 
 
 class ConfigFields:
@@ -101,21 +107,63 @@ class ConfigFields:
         self.unsupported.append(f"{key} is {as_json(value)}, supported is {' or '.join(filter(None, words))}")
         return ""
 
-    def sliding_window(self) -> int | None:
-        """How many tokens attention looks back on, its own included, in any of the layers; None for all.
+    def windows(self, layers: int, usual: Callable[[int], bool] | None = None) -> tuple[int | None, tuple[str, ...]]:
+        """How many tokens layers look back on, their own included (None: on all), and the kind of each layer, one of
+        `LAYER_KINDS` (none where all attend to all, or which do not is not known).
 
-        `use_sliding_window` can switch the window off.
+        `use_sliding_window` can switch the window off. `layer_types` says which layers have one; `usual` says it of
+        each layer where the file does not, and of `every_layer` alone whatever the file says. It is None of a family
+        that knows no windows.
         """
-        kinds = self.values.get("layer_types")
-        if kinds is not None and not (isinstance(kinds, list) and all(kind in _LAYER_TYPES for kind in kinds)):
-            self.unsupported.append(f"layer_types is {as_json(kinds)}, supported are {' and '.join(_LAYER_TYPES)}")
-            kinds = None
         switch = self.values.get("use_sliding_window")
+        window = None
         if self.values.get("sliding_window") is not None and (switch is None or self.switch("use_sliding_window")):
-            return self.size("sliding_window")
-        if kinds and _LAYER_TYPES[1] in kinds:
+            window = self.size("sliding_window")
+        types = self.values.get("layer_types")
+        if types is None:
+            types = [_LAYER_TYPES[window is not None and usual is not None and usual(layer)] for layer in range(layers)]
+        elif not isinstance(types, list) or not all(kind in _LAYER_TYPES for kind in types):
+            self.unsupported.append(f"layer_types is {as_json(types)}, supported are {' and '.join(_LAYER_TYPES)}")
+            return window, ()
+        elif layers and len(types) != layers:
+            self.wrong.append(f"layer_types has {len(types)} entries, expected one for each of {layers} layers")
+        in_window = [kind == _LAYER_TYPES[1] for kind in types]
+        if any(in_window) and window is None:
             self.wrong.append(f"layer_types has {_LAYER_TYPES[1]}, but there is no sliding_window in use")
-        return None
+        if usual is None:
+            return window, ()
+        if usual is every_layer and window is not None and not all(in_window):
+            self.unsupported.append(f"layer_types is {as_json(types)}, supported is {_LAYER_TYPES[1]} in every layer")
+        if window is None or not any(in_window):
+            return None, ()
+        return window, tuple(LAYER_KINDS[is_window] for is_window in in_window)
+
+    def layer_kinds(self, kinds: Mapping[str, str], default: Sequence[str]) -> tuple[str, ...]:
+        """What `layer_types` says of each layer, in the words that `kinds` has for its own; `default` are those of a
+        file without it. The field is then read."""
+        given = self.values.get("layer_types")
+        self.values = {key: value for key, value in self.values.items() if key != "layer_types"}
+        types, count = list(default) if given is None else given, layer_count(self)
+        if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
+            self.wrong.append(f"layer_types is {as_json(types)}, expected a list of {' and '.join(kinds)}")
+            return ()
+        unknown = sorted(set(types) - set(kinds))
+        if unknown:
+            listed = ", ".join(unknown)
+            self.unsupported.append(f"layer_types has {listed}, supported are {' and '.join(kinds)}")
+        elif len(types) != count:
+            self.wrong.append(f"layer_types has {len(types)} layers, but num_hidden_layers is {count}")
+        return tuple(kinds.get(each, "") for each in types)
+
+    def layers(self, key: str, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
+        """A list of some of the layers, which are numbered from 0; `default` stands for absence and null."""
+        value = self.values.get(key)
+        if value is None:
+            return default
+        if isinstance(value, list) and all(is_integer(each) and 0 <= each < count for each in value):
+            return tuple(value)
+        self._note(key, f"a list of layers from 0 to {count - 1}")
+        return ()
 
     def dtype(self, fallback: str | None) -> str:
         """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `fallback`."""
@@ -182,6 +230,20 @@ class ConfigFields:
     def _note(self, key: str, expected: str) -> None:
         found = f"is {as_json(self.values[key])}" if key in self.values else "is missing"
         self.wrong.append(f"{key} {found}, expected {expected}")
+
+
+def layer_count(fields: ConfigFields) -> int:
+    """`num_hidden_layers`, or 0 where that is wrong, which is noted where it is read."""
+    layers = fields.values.get("num_hidden_layers")
+    return layers if is_integer(layers) and 0 <= layers <= LARGEST_DEPTH else 0
+
+
+def read_conv_width(fields: ConfigFields, key: str) -> int:
+    """How many tokens a short convolution reaches over; problems are noted in `fields`."""
+    width, (least, most) = fields.size(key), CONV_WIDTHS
+    if width and not least <= width <= most:
+        fields.unsupported.append(f"{key} is {width}, supported are short convolutions of {least} to {most} tokens")
+    return width
 
 
 #: The base of the original rotary embedding; Llama's first releases do not write it down.

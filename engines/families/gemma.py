@@ -1,15 +1,19 @@
-"""Gemma 1: norms by 1 + weight, a gate with the tanh-GELU, scaled embeddings, heads of 256."""
+"""Gemma 1: norms by 1 + weight, a gate with the tanh-GELU, scaled embeddings, heads of 256. Gemma 3's language model:
+windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from edgellm.engines.directories.strict_formats import as_json
+from edgellm.engines.directories.strict_formats import as_json, is_number
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.rotary import LARGEST_THETA
 
 _TANH_GELU = "gelu_pytorch_tanh"
+#: The rotary base of Gemma 3's layers with a window, where the file does not say.
+_LOCAL_THETA = 10000.0
 
 
 def read_gemma(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
@@ -34,4 +38,80 @@ GEMMA = Family(
     "GemmaForCausalLM",
     read_gemma,
     {"num_key_value_heads": 16, "head_dim": 256, "hidden_act": _TANH_GELU, "tie_word_embeddings": True},
+)
+
+
+def read_gemma3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+    """Every `sliding_window_pattern`-th layer attends to all, unless `layer_types` says otherwise.
+
+    The first files write the bases of the rotary embedding as `rope_theta` and, of layers with a window, as
+    `rope_local_base_freq`; later ones have the parameters of both kinds of layers in `rope_parameters`.
+    """
+    if fields.values.get("hidden_activation") not in (None, _TANH_GELU):
+        found = as_json(fields.values["hidden_activation"])
+        fields.unsupported.append(f"hidden_activation is {found}, supported is {_TANH_GELU}")
+    local_theta = _take_local_theta(fields)
+    if fields.values.get("sliding_window") is None:
+        fields.wrong.append("sliding_window is null, expected a whole number: there is no sliding_window in use")
+    pattern, bias = fields.size("sliding_window_pattern", 6), fields.switch("attention_bias")
+    scalar = fields.positive("query_pre_attn_scalar", 256, largest=1e6)
+    config = read_decoder(
+        fields,
+        dtype,
+        activations={None: "gelu_tanh", _TANH_GELU: "gelu_tanh"},
+        windowed=lambda layer: (layer + 1) % max(1, pattern) > 0,
+        attention_bias=bias,
+        attention_output_bias=bias,
+        qk_norm=True,
+        norm_offset=1.0,
+        attention_scale=scalar**-0.5,
+        post_norms=True,
+    )
+    return replace(
+        config,
+        embedding_scale=config.hidden_size**0.5,
+        local_rope_theta=local_theta if config.layer_kinds else None,
+    )
+
+
+def _take_local_theta(fields: ConfigFields) -> float:
+    """The base of the layers with a window; `rope_parameters` is then that of the others, as `read_rope` wants it."""
+    parameters = fields.values.get("rope_parameters")
+    theta, name = fields.values.get("rope_local_base_freq"), "rope_local_base_freq"
+    if isinstance(parameters, dict) and any(isinstance(value, dict) for value in parameters.values()):
+        own = parameters.get("sliding_attention") or {}
+        fields.values = fields.values | {"rope_parameters": parameters.get("full_attention") or {}}
+        name = "rope_parameters: sliding_attention"
+        if not isinstance(own, dict) or own.get("rope_type", "default") != "default":
+            fields.unsupported.append(f"{name} is {as_json(own)}, supported is the rope_type default")
+            return _LOCAL_THETA
+        theta, name = own.get("rope_theta", theta), f"{name}: rope_theta"
+    if theta is None:
+        return _LOCAL_THETA
+    if not is_number(theta) or not 1 < theta <= LARGEST_THETA:
+        fields.wrong.append(f"{name} is {as_json(theta)}, expected a number above 1 up to {LARGEST_THETA:g}")
+        return _LOCAL_THETA
+    return float(theta)
+
+
+GEMMA3 = Family(
+    "gemma3_text",
+    "Gemma3ForCausalLM",
+    read_gemma3,
+    {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
 )

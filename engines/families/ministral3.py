@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from edgellm.engines.families.decoders import Family, read_decoder
+from edgellm.engines.families.decoders import Family
+from edgellm.engines.families.mistral import read_mistral
 
 MINISTRAL3 = Family(
     "ministral3",
     "Ministral3ForCausalLM",
-    read_decoder,
+    read_mistral,
     {
         "vocab_size": 131072,
         "hidden_size": 4096,

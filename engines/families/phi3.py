@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.families.decoders import Family, read_decoder
-from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.fields import ConfigFields, every_layer
 from edgellm.engines.model.config import DecoderConfig
 
 _SHARE = "partial_rotary_factor"
@@ -18,7 +18,8 @@ def read_phi3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     for key in ("attention_bias", "mlp_bias"):
         if fields.switch(key):
             fields.unsupported.append(f"{key} is true, which is not supported")
-    config = read_decoder(fields, dtype, rotary_share=fields.positive(_SHARE, 1.0), fused_projections=True)
+    share = fields.positive(_SHARE, 1.0)
+    config = read_decoder(fields, dtype, rotary_share=share, windowed=every_layer, fused_projections=True)
     if config.rope_scaling is not None:  # the class also reads "su" and "yarn" as longrope
         kind = config.rope_scaling["rope_type"]
         fields.unsupported.append(f"rope_type is {as_json(kind)}, supported is the rotary embedding without scaling")

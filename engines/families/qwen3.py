@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.qwen2 import QWEN2
+from edgellm.engines.families.qwen2 import QWEN2, behind_full_layers
 from edgellm.engines.model.config import DecoderConfig
 
 
@@ -13,7 +13,15 @@ def read_qwen3(
 ) -> DecoderConfig:
     """`attention_bias` gives all four projections of the attention a bias; `mrope` is for `read_decoder`."""
     bias = fields.switch("attention_bias")
-    return read_decoder(fields, dtype, mrope=mrope, attention_bias=bias, attention_output_bias=bias, qk_norm=True)
+    return read_decoder(
+        fields,
+        dtype,
+        mrope=mrope,
+        windowed=behind_full_layers(fields),
+        attention_bias=bias,
+        attention_output_bias=bias,
+        qk_norm=True,
+    )
 
 
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3, {**QWEN2.defaults, "head_dim": 128})

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from edgellm.engines.directories.strict_formats import as_json, is_integer
+from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.families.decoders import Family
-from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.fields import ConfigFields, layer_count
 from edgellm.engines.families.llama import read_llama
-from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
+from edgellm.engines.model.config import DecoderConfig
 
 
 def read_smollm3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
@@ -17,8 +17,7 @@ def read_smollm3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
 
 def _nope_layers(fields: ConfigFields) -> tuple[int, ...]:
     """By the list of all layers, which may be longer than there are; else every so many layers, the last of these."""
-    layers = fields.values.get("num_hidden_layers")
-    count = layers if is_integer(layers) and 0 <= layers <= LARGEST_DEPTH else 0  # what is wrong with it is noted later
+    count = layer_count(fields)
     rotated = fields.values.get("no_rope_layers")
     if rotated is None:
         interval = fields.size("no_rope_layer_interval")

@@ -28,8 +28,23 @@ DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_siz
 KV_CACHES = ("compute", "int8")
 #: What a model's head may be: as it was published, or packed when the engine directory was built.
 HEADS = ("as-published", "int8", "int4")
+#: What mixes the tokens of a layer, as `DecoderConfig.layer_kinds` has it.
+LAYER_KINDS = ("attention", "window", "convolution", "delta")
+#: Those of them whose state follows from the whole text before, and cannot be cut.
+RECURRENT_KINDS = ("convolution", "delta")
+#: How many tokens a short convolution may reach over, its own included; published models have 3, 4 and 7.
+CONV_WIDTHS = (2, 8)
+#: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
+NAMINGS = ("llama", "lfm2", "qwen3_5")
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
 GATE_ACTIVATIONS = ("silu", "gelu_tanh")
+#: Tokens of the largest tree of a base model without a draft: its candidates are given.
+GIVEN_NODES = 32
+#: How many tokens a window can be cut back by, so that the end of an answer, or a message, can be edited: the rows of
+#: so many tokens beside it take 5 MiB of a model of Gemma-3-1B's shapes.
+WINDOW_SLACK = 256
+#: The rows of a window are whole tiles of the attention kernels.
+WINDOW_STEP = 64
 #: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
 #: the arithmetic of few tokens.
 _CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
@@ -58,9 +73,16 @@ class DecoderConfig:
     (Gemma: 1). Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
     `residual_scale`, scores of attention by `attention_scale` (None: head_dim ** -0.5), logits by `logits_scale`.
     `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
-    `qkv_proj`, gate and up as `gate_up_proj`. Layers may look back on `sliding_window` tokens alone, their own included
-    (None: on all); a directory is built for no longer context. A packed `head`, one of `HEADS`, is a weight of its own;
-    with `embeds_by_head` tokens are looked up there.
+    `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window" look back on `sliding_window` tokens alone,
+    their own included; `local_rope_theta` is the base of their rotary embedding, unscaled, where it is one of its own
+    (Gemma 3). With `post_norms` what attention and MLP give is normed, too, before it is added. A packed `head`, one of
+    `HEADS`, is a weight of its own; with `embeds_by_head` tokens are looked up there.
+
+    `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
+    attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule
+    behind such a convolution, whose `delta_heads` are the numbers of key and value heads and their sizes. With
+    `attention_gate` each query head of the q projection is followed by a gate for what it attends to. `naming` is what
+    the checkpoint calls the parts of a layer, one of `NAMINGS`.
     """
 
     family: str
@@ -101,6 +123,24 @@ class DecoderConfig:
     sliding_window: int | None = field(default=None, metadata=ADDED_LATER)
     head: str = field(default=HEADS[0], metadata=ADDED_LATER)
     embeds_by_head: bool = field(default=False, metadata=ADDED_LATER)
+    layer_kinds: tuple[str, ...] = field(default=(), metadata=ADDED_LATER)
+    conv_width: int = field(default=0, metadata=ADDED_LATER)
+    conv_bias: bool = field(default=False, metadata=ADDED_LATER)
+    delta_heads: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    attention_gate: bool = field(default=False, metadata=ADDED_LATER)
+    naming: str = field(default="llama", metadata=ADDED_LATER)
+    local_rope_theta: float | None = field(default=None, metadata=ADDED_LATER)
+    post_norms: bool = field(default=False, metadata=ADDED_LATER)
+
+    @property
+    def window(self) -> int | None:
+        """How many tokens the layers look back on that do not look back on all; None without such layers."""
+        return self.sliding_window if "window" in self.layer_kinds else None
+
+    @property
+    def rotary_columns(self) -> int:
+        """Width of a token's rotary row: that of all layers, then that of the layers with a base of their own."""
+        return self.rotary_dim * (1 if self.local_rope_theta is None else 2)
 
     @property
     def query_size(self) -> int:
@@ -112,17 +152,34 @@ class DecoderConfig:
         """Width of all key heads (or of all value heads) together."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def delta_channels(self) -> int:
+        """Width of the delta rule's queries, keys and values together, which are convolved."""
+        key_heads, value_heads, key_size, value_size = self.delta_heads
+        return 2 * key_heads * key_size + value_heads * value_size
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether there are layers whose state is more than KV rows."""
+        return any(kind in RECURRENT_KINDS for kind in self.layer_kinds)
+
+    def layer_kind(self, index: int) -> str:
+        """What mixes the tokens of a layer, one of `LAYER_KINDS`."""
+        return self.layer_kinds[index] if self.layer_kinds else LAYER_KINDS[0]
+
 
 @dataclass(frozen=True)
 class WeightSpec:
     """One weight as an engine takes it: a buffer that one or several checkpoint tensors fill, one behind the other.
 
-    `shape` is the whole; `parts` are (checkpoint tensor name, shape), joined along the first axis.
+    `shape` is the whole; `parts` are (checkpoint tensor name, shape), joined along the first axis. `dtype` is "compute"
+    or "float32", which it then has on every backend.
     """
 
     name: str
     shape: tuple[int, ...]
     parts: tuple[tuple[str, tuple[int, ...]], ...] = field(repr=False)
+    dtype: str = field(default="compute", repr=False)
 
 
 @dataclass(frozen=True)
@@ -140,7 +197,8 @@ class EngineShape:
     Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
     `vision.encode-p1024`.
 
-    `kv_cache` is the dtype of KV rows, one of `KV_CACHES`; plans are for "compute" alone.
+    `kv_cache` is the dtype of KV rows, one of `KV_CACHES`, and `window_rows` as in `EngineLimits`; plans are for
+    "compute" and no windows alone.
     """
 
     phase: str
@@ -154,6 +212,7 @@ class EngineShape:
     lora_rank: int = field(default=0, metadata=ADDED_LATER)
     segment: int | None = field(default=None, metadata=ADDED_LATER, repr=False)
     kv_cache: str = field(default="compute", metadata=ADDED_LATER, repr=False)
+    window_rows: int = field(default=0, metadata=ADDED_LATER, repr=False)
 
     @property
     def name(self) -> str:
@@ -175,7 +234,9 @@ class EngineLimits:
     without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
     without. With a vision encoder: `image_rows` are the rows of its engines, ascending (see
     `VisionConfig.patches_within`). `kv_cache` is one of `KV_CACHES`; a draft's rows are always of "compute". `packed`:
-    the base's weights are, and chunks of prompts are those that are cheapest then.
+    the base's weights are, and chunks of prompts are those that are cheapest then. `window_rows` is how many rows a
+    layer of the base holds that looks back on a window, position p in row p % window_rows; 0 where none looks back on
+    less than the context, so that all hold `kv_rows`.
     """
 
     max_batch: int = field(default=1, metadata=bounded(LARGEST_BATCH))
@@ -189,6 +250,7 @@ class EngineLimits:
     image_rows: tuple[int, ...] = field(default=(), metadata=bounded(LARGEST_IMAGE_ROWS, True))
     kv_cache: str = field(default="compute", metadata=ADDED_LATER)
     packed: bool = field(default=False, metadata=ADDED_LATER)
+    window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
 
     @property
     def has_lora(self) -> bool:
@@ -222,6 +284,35 @@ class EngineLimits:
         step = self.prefill_chunks[0]
         held = [sum(sizes) - step * number for number, sizes in enumerate(self._cheapest_chunks)]
         return self.kv_capacity + max(step + max(held), self.tree_rows)
+
+    @cached_property
+    def window_step(self) -> int:
+        """How far behind a sequence's committed rows a step may write, that of a sequence that goes on unread or was
+        stopped meanwhile included: it takes these rows from a window's oldest."""
+        return max(self.prefill_chunk, 2 * max(self.tree_rows, GIVEN_NODES))
+
+    def rows_for_window(self, window: int | None) -> int:
+        """The `window_rows` of layers that look back on so many tokens: these, the largest step, and the slack by which
+        a text can be cut; as many as without a window where that is no more."""
+        if window is None or window >= self.kv_capacity:
+            return 0
+        return min(_rounded_up(window + self.window_step + WINDOW_SLACK, WINDOW_STEP), self._whole_rows)
+
+    def window_problem(self, config: DecoderConfig) -> str | None:
+        """What is wrong with `window_rows` for a model, if anything."""
+        window = config.window
+        if window is None or not self.rows_for_window(window):
+            is_needless = f"it is {self.window_rows}, expected 0: no window is shorter than the context"
+            return is_needless if self.window_rows else None
+        least = min(window + self.window_step, self.kv_rows)
+        if self.window_rows >= least:
+            return None
+        return f"it is {self.window_rows}, expected at least {least}: a window of {window} and what a step writes"
+
+    @property
+    def _whole_rows(self) -> int:
+        """A window's rows that hold all that `kv_rows` do."""
+        return _rounded_up(self.kv_rows, WINDOW_STEP)
 
     @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:
@@ -285,7 +376,16 @@ class EngineLimits:
 
     def base_shape(self, phase: str, batch: int, tokens: int, key_range: int, selected: int = 1) -> EngineShape:
         """An engine of the base without adapters; see `EngineShape`."""
-        return EngineShape(phase, batch, tokens, key_range, self.kv_rows, selected, kv_cache=self.kv_cache)
+        return EngineShape(
+            phase,
+            batch,
+            tokens,
+            key_range,
+            self.kv_rows,
+            selected,
+            kv_cache=self.kv_cache,
+            window_rows=self.window_rows,
+        )
 
     def with_adapters(self, shape: EngineShape) -> EngineShape:
         """The engine of the base that does what `shape` does and applies LoRA adapters."""
@@ -323,9 +423,12 @@ class EngineLimits:
         return shapes + self._prefill_shapes("draft")
 
     def _prefill_shapes(self, model: str) -> list[EngineShape]:
-        kv_cache = self.kv_cache if model == "base" else "compute"
+        if model == "base":
+            own: dict[str, Any] = {"kv_cache": self.kv_cache, "window_rows": self.window_rows}
+        else:
+            own = {"model": model}
         return [
-            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, model=model, kv_cache=kv_cache)
+            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, **own)
             for chunk in self.prefill_chunks
             for key_range in self.key_ranges
             if chunk <= key_range
@@ -341,8 +444,10 @@ def _rounded_up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
+#: The head for multi-token prediction that ships inside a checkpoint, as `DraftConfig.generation` has it.
+MTP = "mtp"
 #: EAGLE-1 and EAGLE-2 have one kind of head; EAGLE-3.1 is EAGLE-3 with normed features.
-GENERATIONS = ("1", "3", "3.1")
+GENERATIONS = ("1", "3", "3.1", MTP)
 #: How the features are normed before `fc`: not at all, each by its own norm, or all of them by one.
 FEATURE_NORMS = ("none", "each", "whole")
 #: Names of the head's own tables, as the engines take them.
@@ -353,16 +458,18 @@ DRAFT_EMBEDDING, DRAFT_HEAD = "embed_tokens.weight", "lm_head.weight"
 class DraftConfig:
     """Dimensions and switches of a draft head, read from its `config.json` and the names of its tensors.
 
-    `generation` is one of `GENERATIONS`. `decoder` describes the head's one decoder layer; its `hidden_size` H and
-    `vocab_size` are the base's too. `draft_vocab_size` is the number of logits; `has_mapping` says whether `d2t` maps
-    them to the base's ids (else they are the same). `feature_layers` are the layers of the base whose input is a
-    feature (see `DecoderConfig.feature_layers`), in the order in which they are concatenated; `feature_norm` is one of
-    `FEATURE_NORMS`. `layer_prefix` begins the names of the layer's tensors in the checkpoint ("midlayer.", or
-    "layers.0."; with "model." before it where the checkpoint has that). Without `has_embedding` the base's table
-    `base_embedding` embeds tokens, without `has_head` the base's `base_head` gives the logits. `norm_before_residual`:
-    the residual stream is the normed feature. `feed_back_normed`: a propose step takes the hidden state after the
-    final norm, not the one before it. `image_embeddings`: at an image's tokens it takes the base's image rows as
-    embeddings, else the embedding of the image token. `head` is one of `HEADS`: what its own head is, where it has one.
+    `generation` is one of `GENERATIONS`; the weights of an `MTP` head are in its base's own files, and a head with a
+    mapping has those rows of the base's head that the mapping names. `decoder` describes the head's one decoder layer;
+    its `hidden_size` H and `vocab_size` are the base's too. `draft_vocab_size` is the number of logits; `has_mapping`
+    says whether `d2t` maps them to the base's ids (else they are the same). `feature_layers` are the layers of the base
+    whose input is a feature (see `DecoderConfig.feature_layers`), in the order in which they are concatenated;
+    `feature_norm` is one of `FEATURE_NORMS`. `layer_prefix` begins the names of the layer's tensors in the checkpoint
+    ("midlayer.", or "layers.0."; with "model." before it where the checkpoint has that). Without `has_embedding` the
+    base's table `base_embedding` embeds tokens, without `has_head` the base's `base_head` gives the logits.
+    `norm_before_residual`: the residual stream is the normed feature. `feed_back_normed`: a propose step takes the
+    hidden state after the final norm, not the one before it. `image_embeddings`: at an image's tokens it takes the
+    base's image rows as embeddings, else the embedding of the image token. `head` is one of `HEADS`: what its own head
+    is, where it has one.
     """
 
     generation: str
@@ -399,5 +506,5 @@ class DraftConfig:
 
     @property
     def checkpoint_prefix(self) -> str:
-        """What begins the names of all tensors but head and mapping: "model." or nothing."""
-        return "model." if self.layer_prefix.startswith("model.") else ""
+        """What begins the names of all tensors but head and mapping: "model.", "mtp." or nothing."""
+        return self.layer_prefix.removesuffix("midlayer.").removesuffix("layers.0.")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from edgellm.engines.model.config import HEADS, DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.model.config import HEADS, RECURRENT_KINDS, DecoderConfig, EngineShape, WeightSpec
 from edgellm.engines.model.program import (
     Add,
     Attention,
+    GatedDelta,
+    GatedNorm,
     Input,
     Keep,
     Linear,
@@ -17,11 +19,14 @@ from edgellm.engines.model.program import (
     NormLinear,
     Program,
     Scale,
+    ShortConvolution,
     Step,
+    kept_states,
     single_weight,
+    state_inputs,
     token_inputs,
 )
-from edgellm.engines.model.states import Edge
+from edgellm.engines.model.states import DeltaMatrix, Edge
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: Columns of a packed head of 4 bits that may share a scale, best first: fewer are better, and take more memory.
@@ -29,37 +34,72 @@ HEAD_GROUPS = (128, 64, 32)
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
+#: By `DecoderConfig.naming`, what a checkpoint calls a module otherwise than Llama's.
+_PUBLISHED = {
+    "llama": {},
+    "lfm2": {
+        "norm": "embedding_norm",
+        "input_layernorm": "operator_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_norm": "self_attn.q_layernorm",
+        "self_attn.k_norm": "self_attn.k_layernorm",
+        "self_attn.o_proj": "self_attn.out_proj",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    },
+    "qwen3_5": {},
+}
+#: By the same, what begins the names of tensors beside the decoder's: of a draft head.
+_UNREAD = {"qwen3_5": ("mtp.",)}
+#: Of the weights of convolutions and decays: they are small, and a decay counts once for each token behind it.
+_SMALL = "float32"
+
 
 class LayerWeights:
     """Makes the weights and steps of a layer: `prefix` begins their names, `source` those in the checkpoint."""
 
     def __init__(self, config: DecoderConfig, prefix: str, source: str) -> None:
         self._config, self._prefix, self._source = config, prefix, source
+        self._published = _PUBLISHED[config.naming]
 
-    def norm(self, name: str, size: int | None = None) -> Norm:
-        """An RMS norm, by default of the hidden size."""
+    def weight(self, name: str, *shape: int, dtype: str = "compute", part: tuple[int, ...] | None = None) -> WeightSpec:
+        """One tensor, `name` without prefix, in the shape `part` in the checkpoint where that is another."""
+        module, _, kind = name.rpartition(".")
+        source = f"{self._source}{self._published.get(module, module)}.{kind}"
+        return WeightSpec(f"{self._prefix}{name}", shape, ((source, part or shape),), dtype)
+
+    def norm(self, name: str, size: int | None = None, offset: float | None = None) -> Norm:
+        """An RMS norm, by default of the hidden size, and with the model's own offset."""
         config = self._config
-        weight = single_weight(
-            f"{self._prefix}{name}.weight", size or config.hidden_size, source=f"{self._source}{name}.weight"
-        )
-        return Norm(weight, config.rms_norm_eps, offset=config.norm_offset)
+        weight = self.weight(f"{name}.weight", size or config.hidden_size)
+        return Norm(weight, config.rms_norm_eps, offset=config.norm_offset if offset is None else offset)
 
     def linear(self, name: str, parts: Mapping[str, int], columns: int, bias: bool) -> Linear:
         """A linear layer that `parts` (names and rows in the checkpoint) fill one behind the other."""
         folder = name[: name.rindex(".") + 1]
 
         def spec(kind: str, *width: int) -> WeightSpec:
-            sources = tuple((f"{self._source}{folder}{part}.{kind}", (rows, *width)) for part, rows in parts.items())
+            names = {part: self._published.get(f"{folder}{part}", f"{folder}{part}") for part in parts}
+            sources = tuple((f"{self._source}{names[part]}.{kind}", (rows, *width)) for part, rows in parts.items())
             return WeightSpec(f"{self._prefix}{name}.{kind}", (sum(parts.values()), *width), sources)
 
         return Linear(f"{self._prefix}{name}", spec("weight", columns), spec("bias") if bias else None)
 
     def attention(
-        self, index: int, inputs: tuple[Input, ...], rotary: int, masks_all: bool = False, keep: Keep | None = None
+        self,
+        index: int,
+        inputs: tuple[Input, ...],
+        rotary: int,
+        masks_all: bool = False,
+        keep: Keep | None = None,
+        windows: bool = False,
     ) -> list[Step]:
-        """From the `inputs` of the q, k and v projections to the value "context"; see `Attention`, `NormLinear`."""
-        config = self._config
-        parts = {"q_proj": config.query_size, "k_proj": config.kv_size, "v_proj": config.kv_size}
+        """From the `inputs` of the q, k and v projections to the value "context"; see `Attention`, `NormLinear`.
+        `windows`: the context is longer than those that layers look back on."""
+        config, in_window = self._config, self._config.layer_kind(index) == "window"
+        queries = config.query_size * (2 if config.attention_gate else 1)
+        parts = {"q_proj": queries, "k_proj": config.kv_size, "v_proj": config.kv_size}
         if config.fused_projections:
             parts = {"qkv_proj": sum(parts.values())}
         qkv = self.linear("self_attn.qkv_proj", parts, len(inputs) * config.hidden_size, config.attention_bias)
@@ -74,23 +114,81 @@ class LayerWeights:
             self.norm("self_attn.q_norm", size) if config.qk_norm else None,
             self.norm("self_attn.k_norm", size) if config.qk_norm else None,
             masks_all,
+            config.attention_gate,
+            config.sliding_window if in_window and windows else None,
+            config.rotary_dim if in_window and config.local_rope_theta is not None else 0,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), attention]
 
-    def residual(self, residual: str, selects: bool, keep: Keep | None = None) -> list[Step]:
-        """From "context" and the `residual` through the gated MLP to "hidden", or with `selects` to "selected"."""
+    def attention_output(self) -> Linear:
+        """What "context" goes through on its way to the residual stream."""
+        config = self._config
+        return self.linear(
+            "self_attn.o_proj", {"o_proj": config.hidden_size}, config.query_size, config.attention_output_bias
+        )
+
+    def convolution(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
+        """LFM2's gated short convolution, to "convolved", and what that goes through."""
+        hidden, width, bias = self._config.hidden_size, self._config.conv_width, self._config.conv_bias
+        project = self.linear("conv.in_proj", {"in_proj": 3 * hidden}, hidden, bias)
+        weight = self.weight("conv.conv.weight", hidden, width, dtype=_SMALL, part=(hidden, 1, width))
+        offset = self.weight("conv.conv.bias", hidden, dtype=_SMALL) if bias else None
+        convolve = ShortConvolution("convolved", "projected", index, hidden, width, weight, offset, gated=True)
+        output = self.linear("conv.out_proj", {"out_proj": hidden}, hidden, bias)
+        return [NormLinear("projected", (normed,), project), convolve], output
+
+    def delta(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
+        """Qwen3.5's gated delta net, to "recalled", and what that goes through. One linear layer projects queries, keys
+        and values, the gate z of the norm, and the gates b and a of the rule."""
+        config, channels, width = self._config, self._config.delta_channels, self._config.conv_width
+        key_heads, heads, key_size, size = config.delta_heads
+        parts = {"in_proj_qkv": channels, "in_proj_z": heads * size, "in_proj_b": heads, "in_proj_a": heads}
+        weight = self.weight("linear_attn.conv1d.weight", channels, width, dtype=_SMALL, part=(channels, 1, width))
+        rows, _ = DeltaMatrix(index, (key_heads, heads), (key_size, size)).kept_names
+        steps = [
+            NormLinear("projected", (normed,), self.linear("linear_attn.in_proj", parts, config.hidden_size, False)),
+            ShortConvolution(rows, "projected", index, channels, width, weight, activation="silu"),
+            GatedDelta(
+                "delta",
+                rows,
+                "projected",
+                index,
+                (key_heads, heads),
+                (key_size, size),
+                channels + heads * size,
+                self.weight("linear_attn.A_log", heads, dtype=_SMALL),
+                self.weight("linear_attn.dt_bias", heads, dtype=_SMALL),
+            ),
+            GatedNorm("recalled", "delta", "projected", channels, heads, self.norm("linear_attn.norm", size, 0.0)),
+        ]
+        return steps, self.linear("linear_attn.out_proj", {"out_proj": config.hidden_size}, heads * size, False)
+
+    def residual(
+        self,
+        residual: str,
+        selects: bool,
+        keep: Keep | None = None,
+        mixed: str = "context",
+        output: Linear | None = None,
+    ) -> list[Step]:
+        """From the value `mixed`, which goes through `output` (attention's own), and the `residual` through the gated
+        MLP to "hidden", or with `selects` to "selected"."""
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {"gate_up_proj": 2 * inner} if config.fused_projections else {"gate_proj": inner, "up_proj": inner}
-        output = self.linear("self_attn.o_proj", {"o_proj": hidden}, config.query_size, config.attention_output_bias)
+        output = output or self.attention_output()
         result, activation = ("selected", "selected_activation") if selects else ("hidden", "activation")
-        normed = Input(result, (self.norm("post_attention_layernorm"),))
+        before, of_attention, of_mlp = "post_attention_layernorm", None, None
+        if config.post_norms:
+            of_attention, of_mlp = self.norm(before), self.norm("post_feedforward_layernorm")
+            before = "pre_feedforward_layernorm"
+        normed = Input(result, (self.norm(before),))
         gate_up = self.linear("mlp.gate_up_proj", parts, hidden, bias)
         down = self.linear("mlp.down_proj", {"down_proj": hidden}, inner, bias)
         return [
-            LinearResidual(result, "context", output, residual, config.residual_scale, keep, selects),
+            LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention),
             NormLinear(activation, (normed,), gate_up, config.hidden_act, gated=True),
-            LinearResidual(result, activation, down, result, config.residual_scale),
+            LinearResidual(result, activation, down, result, config.residual_scale, norm=of_mlp),
         ]
 
 
@@ -103,7 +201,9 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     hidden, layers, taps = config.hidden_size, config.num_layers, config.feature_layers
     selects = shape.selected < shape.tokens
     selects_late = selects and (layers in taps or config.deepstack_layers >= layers)
-    inputs = token_inputs(shape, hidden, config.rotary_dim)
+    inputs = token_inputs(shape, hidden, config.rotary_columns)
+    if config.is_recurrent:
+        inputs |= state_inputs(shape)
     steps: list[Step] = []
     value = "inputs_embeds"
     if config.embedding_scale != 1.0:
@@ -111,7 +211,8 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         value = "hidden"
     for index in range(layers):
         selecting = selects and not selects_late and index == layers - 1
-        steps += decoder_layer(config, index, value, selecting, _tap(taps, index, raw=True))
+        keep, windows = _tap(taps, index, raw=True), shape.window_rows > 0
+        steps += decoder_layer(config, index, value, selecting, keep, windows)
         value = steps[-1].output
         if shape.phase == "prefill" and index < config.deepstack_layers:
             name = f"deepstack_features_{index}"
@@ -126,17 +227,30 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     outputs: Edge = {"logits": ((shape.batch, shape.selected, config.vocab_size), "float32")}
     if taps:
         outputs["hidden_states"] = ((shape.batch, shape.tokens, len(taps) * hidden), "compute")
+    outputs |= kept_states(steps, shape)
     return Program(shape, inputs, tuple(steps), outputs, wide_residual=True)
 
 
 def decoder_layer(
-    config: DecoderConfig, index: int, value: str, selects: bool = False, keep: Keep | None = None
+    config: DecoderConfig,
+    index: int,
+    value: str,
+    selects: bool = False,
+    keep: Keep | None = None,
+    windows: bool = False,
 ) -> list[Step]:
-    """The steps of one layer, from the residual stream `value` to "hidden", or with `selects` to "selected"."""
-    layer = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}.")
+    """The steps of one layer, from the residual stream `value` to "hidden", or with `selects` to "selected"; `windows`
+    as in `LayerWeights.attention`."""
+    layer, kind = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}."), config.layer_kind(index)
     normed = Input(value, (layer.norm("input_layernorm"),))
-    steps = layer.attention(index, (normed,), 0 if index in config.nope_layers else config.rotary_dim)
-    return steps + layer.residual(value, selects, keep)
+    if kind in RECURRENT_KINDS:
+        steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
+        return steps + layer.residual(value, selects, keep, steps[-1].output, output)
+    rotary = 0 if index in config.nope_layers else config.rotary_dim
+    # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
+    early, late = (keep, None) if config.post_norms else (None, keep)
+    steps = layer.attention(index, (normed,), rotary, keep=early, windows=windows)
+    return steps + layer.residual(value, selects, late)
 
 
 def _tap(taps: tuple[int, ...], layer: int, raw: bool = False) -> Keep | None:
@@ -160,6 +274,11 @@ def decoder_weights(config: DecoderConfig) -> list[WeightSpec]:
     table = single_weight(embedding_name(config), config.vocab_size, config.hidden_size)
     program = decoder_program(config, EngineShape("decode", 1, 1, 1, 1))
     return list(({table.name: table} | program.weights).values())
+
+
+def unread_tensors(config: DecoderConfig) -> tuple[str, ...]:
+    """What begins the names of tensors that a checkpoint may have beside the decoder's."""
+    return _UNREAD.get(config.naming, ())
 
 
 def head_format(head: str, columns: int, dtype: str) -> WeightFormat | None:

@@ -17,6 +17,8 @@ from edgellm.engines.model.program import (
     Attention,
     DropFirst,
     EncoderAttention,
+    GatedDelta,
+    GatedNorm,
     Gather,
     Input,
     Keep,
@@ -29,7 +31,9 @@ from edgellm.engines.model.program import (
     Program,
     Reshape,
     Scale,
+    ShortConvolution,
     SideBySide,
+    Stateful,
 )
 from edgellm.engines.model.states import PRESENT
 
@@ -55,6 +59,9 @@ class ProgramGraph(Generic[Tensor]):
             NormLinear: cls._norm_linear,
             LinearResidual: cls._linear_residual,
             Attention: cls._attention,
+            ShortConvolution: cls._short_convolution,
+            GatedDelta: cls._gated_delta,
+            GatedNorm: cls._gated_norm,
             EncoderAttention: cls._encoder_attention,
             Gather: cls._gather,
             Prepend: cls._prepend,
@@ -63,7 +70,6 @@ class ProgramGraph(Generic[Tensor]):
             SideBySide: cls._side_by_side,
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
-        self._states = {step.index: step.state(program.shape) for step in program.attentions}
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
         residuals = {step.residual for step in program.steps if isinstance(step, LinearResidual)}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
@@ -142,13 +148,22 @@ class ProgramGraph(Generic[Tensor]):
         y = self._to_residual(self._linear(x, step.linear))
         if step.scale != 1.0:
             y = operations.scale(y, step.scale)
+        if step.norm is not None:
+            y = self._to_residual(self._norm(y, step.norm))
         values[step.output] = operations.add(residual, y)
 
     def _attention(self, step: Attention) -> None:
         operations, given = self._operations, self._values
-        heads, kv_heads, _ = step.heads
-        qkv = operations.split_heads(given[step.value], heads + 2 * kv_heads)
-        cos_sin = given["rope_rotary_cos_sin"] if step.rotary else None
+        heads, kv_heads, size = step.heads
+        projected, gate = given[step.value], None
+        if step.gated:
+            pairs, rest = operations.split(projected, (2 * heads * size, 2 * kv_heads * size), axis=2)
+            query, gate = operations.split(operations.split_heads(pairs, heads), (size, size), axis=3)
+            rest = operations.split_heads(rest, 2 * kv_heads)
+            qkv = operations.concatenate((query, rest), axis=1)
+        else:
+            qkv = operations.split_heads(projected, heads + 2 * kv_heads)
+        cos_sin = self._rotary_rows(step) if step.rotary else None
         if step.q_norm is not None and step.k_norm is not None:
             query, key, value = operations.split(qkv, (heads, kv_heads, kv_heads), axis=1)
             query, key = self._norm(query, step.q_norm), self._norm(key, step.k_norm)
@@ -159,15 +174,74 @@ class ProgramGraph(Generic[Tensor]):
             if cos_sin is not None:
                 rotated = operations.rotary_embedding(rotated, cos_sin)
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
-        mask, start, names = given["attention_mask"], given["kvcache_start_index"], self._states[step.index].names
+        mask, start, names = given["attention_mask"], given["kvcache_start_index"], self._state_names(step)
         keys, values, *scales = (given[name] for name in names)
         key_scales, value_scales = scales or (None, None)
-        keys = operations.kv_cache_update(keys, key, start, key_scales)
-        values = operations.kv_cache_update(values, value, start, value_scales)
+        keys = operations.kv_cache_update(keys, key, start, key_scales, step.window is not None)
+        values = operations.kv_cache_update(values, value, start, value_scales, step.window is not None)
         for name, tensor in zip(names, (keys, values, *scales), strict=True):
             operations.output(PRESENT + name, tensor)
-        context = operations.attention(query, keys, values, mask, step.scale, *scales)
+        if step.window is None:
+            context = operations.attention(query, keys, values, mask, step.scale, *scales)
+        else:
+            context = operations.window_attention(query, keys, values, mask, start, step.window, step.scale, *scales)
+        if gate is not None:
+            context = operations.multiply(context, operations.activation(gate, "sigmoid"))
         given[step.output] = operations.merge_heads(context)
+
+    def _rotary_rows(self, step: Attention) -> Tensor:
+        """The columns of the rotary rows that the layer takes; cut once for all layers that take the same."""
+        name, given = "rope_rotary_cos_sin", self._values
+        width = self._program.inputs[name][0][-1]
+        if width == step.rotary:
+            return given[name]
+        part = f"{name}.{step.rotary_first}"
+        if part not in given:
+            first = step.rotary_first
+            sizes = [size for size in (first, step.rotary, width - first - step.rotary) if size]
+            given[part] = self._operations.split(given[name], sizes, axis=2)[1 if first else 0]
+        return given[part]
+
+    def _short_convolution(self, step: ShortConvolution) -> None:
+        given, (columns,) = self._values, self._state_names(step)
+        weight, bias = self._weights[step.weight.name], None if step.bias is None else self._weights[step.bias.name]
+        (kept,) = step.state(self._program.shape).kept_names
+        given[step.output], given[kept] = self._operations.short_convolution(
+            step, given[step.value], given[columns], weight, bias, given.get("node_parents"), given.get("state_tokens")
+        )
+        self._say_committed(step)
+
+    def _gated_delta(self, step: GatedDelta) -> None:
+        given, weights, (matrices,) = self._values, self._weights, self._state_names(step)
+        _, kept = step.state(self._program.shape).kept_names  # the rows are kept under their own name
+        given[step.output], given[kept] = self._operations.gated_delta(
+            step,
+            given[step.value],
+            given[step.gates],
+            given[matrices],
+            weights[step.a_log.name],
+            weights[step.dt_bias.name],
+            given.get("node_parents"),
+            given.get("state_tokens"),
+        )
+        self._say_committed(step)
+
+    def _gated_norm(self, step: GatedNorm) -> None:
+        operations, value = self._operations, self._values[step.value]
+        width = step.heads * step.norm.weight.shape[0]
+        normed = operations.merge_heads(self._norm(operations.split_heads(value, step.heads), step.norm))
+        gate = operations.split(self._values[step.gate], (step.first, width), axis=2)[1]
+        gate = operations.activation(operations.to_float32(gate), "silu")
+        self._values[step.output] = operations.to_compute(operations.multiply(operations.to_float32(normed), gate))
+
+    def _state_names(self, step: Stateful) -> tuple[str, ...]:
+        return step.state(self._program.shape).names
+
+    def _say_committed(self, step: Stateful) -> None:
+        """Give out the states of a step that took its tokens into them."""
+        if "state_tokens" in self._program.inputs:
+            for name in self._state_names(step):
+                self._operations.output(PRESENT + name, self._values[name])
 
     def _encoder_attention(self, step: EncoderAttention) -> None:
         operations, heads, size = self._operations, step.heads, step.head_size

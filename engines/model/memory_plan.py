@@ -9,14 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.engines.lora.config import adapted_projections, adapter_bytes
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, WeightSpec
+from edgellm.engines.model.config import GIVEN_NODES, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.draft_decoder import draft_weights
-from edgellm.engines.model.states import decoder_states, exchange_bytes, state_bytes, state_edge
+from edgellm.engines.model.states import (
+    LayerState,
+    WindowRows,
+    decoder_states,
+    exchange_bytes,
+    kept_edge,
+    recurrent_states,
+    state_bytes,
+    state_edge,
+)
 from edgellm.kernels.arrays import ITEM_SIZES
 
 MEBIBYTE = 1 << 20
-#: Tokens of the largest tree of a base model without a draft: its candidates are given.
-GIVEN_NODES = 32
 
 
 @dataclass
@@ -55,17 +62,19 @@ def plan_memory(
     what a vision encoder takes, and `known` what the engines share, and what is known better: packed weights.
     """
     item = ITEM_SIZES[dtype]
-    weights = sum(math.prod(spec.shape) for spec in specs) * item
-    states = state_edge(decoder_states(config, limits.kv_cache), limits.max_batch, limits.kv_rows)
+    weights = sum(weight_bytes(spec, dtype) for spec in specs)
+    layers = decoder_states(config, limits.kv_cache, limits)
+    states, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_states(layers)
+    windows = window_bytes(layers, limits.max_batch, dtype)
     tokens = max(limits.max_batch, limits.prefill_chunk)
-    step = tokens * ((config.hidden_size + config.rotary_dim) * item + ITEM_SIZES["int32"])
+    step = tokens * ((config.hidden_size + config.rotary_columns) * item + ITEM_SIZES["int32"])
     if config.deepstack_layers:  # and their zeros
         step += (1 + config.deepstack_layers) * limits.prefill_chunk * config.hidden_size * item
     sampling = limits.max_batch * config.vocab_size * 3 * ITEM_SIZES["float32"]
-    rotary = limits.kv_rows * config.rotary_dim * ITEM_SIZES["float32"]
+    rotary = limits.kv_rows * config.rotary_columns * ITEM_SIZES["float32"]
     items = {
         "weights": weights,
-        "KV caches": state_bytes(states, dtype),
+        "KV caches": state_bytes(states, dtype) - recurrent_bytes(layers, limits.max_batch) - windows,
         "step buffers": step + rotary,
         "logits and sampling": sampling,
         # On the host and on the device, which may be the same memory: a mask, and its number, for each row of logits.
@@ -74,11 +83,25 @@ def plan_memory(
     }
     if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
         items["slot exchange"] = exchange_bytes(states, dtype)
+    if windows:
+        items["KV rows of windows"] = windows
+    if recurrent:
+        items["recurrent states"] = recurrent_bytes(layers, limits.max_batch) + exchange_bytes(
+            state_edge(recurrent, 1, 1), dtype
+        )
+        items["inputs of recurrent layers"] = kept_bytes(layers, limits.max_batch, 1) + (
+            kept_bytes(layers, limits.max_batch, limits.verify_sizes[-1]) if draft is not None else 0
+        )
     if draft is not None:
         items |= _plan_draft_memory(draft, limits, dtype)
     if adapters:
         items["LoRA adapters"] = adapter_bytes(adapted_projections(specs), limits, dtype)
     return MemoryPlan(items | dict(vision_memory or {}) | dict(known or {}))
+
+
+def weight_bytes(spec: WeightSpec, dtype: str) -> int:
+    """What a weight that is not packed takes where the model computes in `dtype`."""
+    return math.prod(spec.shape) * ITEM_SIZES[dtype if spec.dtype == "compute" else spec.dtype]
 
 
 def mask_rows(limits: EngineLimits) -> int:
@@ -87,10 +110,25 @@ def mask_rows(limits: EngineLimits) -> int:
     return limits.max_batch * max((GIVEN_NODES, *limits.verify_sizes))
 
 
+def recurrent_bytes(states: Sequence[LayerState], slots: int) -> int:
+    """What recurrent states take, however many tokens they have taken."""
+    return state_bytes(state_edge(recurrent_states(states), slots, 1), "float32")
+
+
+def window_bytes(states: Sequence[LayerState], slots: int, dtype: str) -> int:
+    """What the rows of layers take that look back on a window, however long the context is."""
+    return state_bytes(state_edge((state for state in states if isinstance(state, WindowRows)), slots, 0), dtype)
+
+
+def kept_bytes(states: Sequence[LayerState], slots: int, tokens: int) -> int:
+    """What steps of up to so many tokens keep of their inputs for commits of recurrent states."""
+    return state_bytes(kept_edge(states, slots, tokens), "float32")
+
+
 def token_bytes(config: DecoderConfig, limits: EngineLimits, dtype: str, draft: DraftConfig | None = None) -> int:
     """What the rows of one token of one sequence take, those of the draft included."""
-    states = [*decoder_states(config, limits.kv_cache)]
-    rows = state_bytes(state_edge(states, 1, 1), dtype)
+    states = decoder_states(config, limits.kv_cache)  # of the latest tokens: a window lets go of those before
+    rows = state_bytes(state_edge(states, 1, 1), dtype) - recurrent_bytes(states, 1)
     return rows + (0 if draft is None else state_bytes(state_edge(decoder_states(draft.decoder), 1, 1), dtype))
 
 

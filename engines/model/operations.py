@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
+from edgellm.engines.model.program import GatedDelta, ShortConvolution
+
 Tensor = TypeVar("Tensor")
 
 
@@ -57,11 +59,16 @@ class Operations(ABC, Generic[Tensor]):
     @abstractmethod
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """One of these functions of each element: "silu" x sigmoid(x); "gelu" x Phi(x), with the normal distribution;
-        "gelu_tanh" its approximation by tanh, and "quick_gelu" that by sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
+        "gelu_tanh" its approximation by tanh, and "quick_gelu" that by sigmoid(1.702 x) (Hendrycks and Gimpel 2016);
+        "sigmoid"."""
 
     @abstractmethod
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """The sum of two tensors of one shape."""
+
+    @abstractmethod
+    def multiply(self, a: Tensor, b: Tensor) -> Tensor:
+        """The product, element by element, of two tensors of one shape."""
 
     @abstractmethod
     def split(self, x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
@@ -88,9 +95,10 @@ class Operations(ABC, Generic[Tensor]):
 
     @abstractmethod
     def kv_cache_update(
-        self, cache: Tensor, update: Tensor, start_index: Tensor, scales: Tensor | None = None
+        self, cache: Tensor, update: Tensor, start_index: Tensor, scales: Tensor | None = None, wraps: bool = False
     ) -> Tensor:
-        """Write `update` [B, n, T, D] to rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place.
+        """Write `update` [B, n, T, D] to rows start_index[b]..start_index[b]+T-1 of `cache` [B, n, C, D], in place; if
+        it `wraps`, to these rows modulo C.
 
         With `scales` [B, n, C, 1] float32, which are written too, the cache is int8, and each row is quantized as
         `edgellm.kernels.quantization.rows` says.
@@ -112,6 +120,62 @@ class Operations(ABC, Generic[Tensor]):
         `mask` [B, 1, T, L], or [B, 1, 1, L] for all T alike, is True where a key is visible; None shows every row. The
         softmax is computed in float32. Keys and values of int8 have scales [B, nkv, C, 1], which multiply scores and
         weights. Query head h uses key-value head h // (nq / nkv).
+        """
+
+    @abstractmethod
+    def short_convolution(
+        self,
+        step: ShortConvolution,
+        value: Tensor,
+        columns: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        parents: Tensor | None,
+        tokens: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What the step computes of `value` [B, T, ..]: the output [B, T, C], and what is convolved, [B, T, C] float32.
+
+        `columns` [B, C, W - 1] float32 are the inputs before, the latest last; `weight` is [C, W], `bias` [C]. Each row
+        follows the one before it or, with `parents` [B, T], the row of that number; -1 follows the columns. With
+        `tokens` [B] the columns become, in place, those behind so many rows; what rows behind these get is no matter.
+        """
+
+    @abstractmethod
+    def gated_delta(
+        self,
+        step: GatedDelta,
+        rows: Tensor,
+        projected: Tensor,
+        matrices: Tensor,
+        a_log: Tensor,
+        dt_bias: Tensor,
+        parents: Tensor | None,
+        tokens: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """What the step computes of `rows` [B, T, 2 Hk Dk + Hv Dv]: the output [B, T, Hv Dv], and g, then beta, of each
+        value head, [B, T, 2 Hv]; both float32.
+
+        b and a stand in `projected` [B, T, ..]. `matrices` [B, Hv, Dv, Dk] float32 are the turned ones of the tokens
+        before; `parents` and `tokens` are those of `short_convolution`, of the matrices.
+        """
+
+    @abstractmethod
+    def window_attention(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor,
+        start_index: Tensor,
+        window: int,
+        scale: float,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> Tensor:
+        """The same within a window, of rows that are a ring: position p in row p modulo C.
+
+        A token has the positions before start_index[b] and those of the new ones that the mask shows it, and sees the
+        latest `window` of these.
         """
 
     @abstractmethod

@@ -9,13 +9,24 @@ Axis letters: B sequences, T tokens of each, H hidden size, n heads, D head size
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 
+from edgellm.engines.directories.strict_formats import ADDED_LATER
 from edgellm.engines.lora.config import SCALES, AdaptedProjection, adapted_projections
 from edgellm.engines.model.config import EngineShape, WeightSpec
-from edgellm.engines.model.states import PRESENT, Edge, KVRows, state_edge
+from edgellm.engines.model.states import (
+    PRESENT,
+    ConvColumns,
+    DeltaMatrix,
+    Edge,
+    KVRows,
+    WindowRows,
+    is_recurrent,
+    kept_edge,
+    state_edge,
+)
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 
@@ -72,6 +83,16 @@ class Step:
         """Its weights, in order of use."""
         return _weights(self)
 
+    def __repr__(self) -> str:
+        """As dataclasses print, but for fields that came later where they have their defaults: a plan is built anew
+        where the text of its program is another."""
+        shown = (
+            f"{each.name}={getattr(self, each.name)!r}"
+            for each in fields(self)
+            if not each.metadata.get("added_later") or getattr(self, each.name) != each.default
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
 
 def _weights(part: object) -> Iterator[WeightSpec]:
     if isinstance(part, WeightSpec):
@@ -125,9 +146,9 @@ class NormLinear(Step):
     selects: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearResidual(Step):
-    """output = residual + scale * linear(value). `keep` gets the residual; `selects` as in `NormLinear`."""
+    """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)). `keep` gets the residual; `selects` as in `NormLinear`."""
 
     value: str
     linear: Linear
@@ -135,16 +156,20 @@ class LinearResidual(Step):
     scale: float = 1.0
     keep: Keep | None = None
     selects: bool = False
+    norm: Norm | None = field(default=None, metadata=ADDED_LATER)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attention(Step):
     """Grouped-query attention over the KV rows of layer `index`: q/k norm, rotary embedding, row write, softmax of
     scores.
 
     `value` [.., (n + 2 n_kv) D] holds query, key and value heads, `heads` are n, n_kv and D. `rotary` is the size that
     is rotated (0: none).
-    `masks_all`: the mask decides about the rows before the new ones too (trees of a draft).
+    `masks_all`: the mask decides about the rows before the new ones too (trees of a draft). `gated`: in `value`
+    [.., (2 n + 2 n_kv) D] a gate stands behind each query head, and what the head attends to is multiplied by its
+    sigmoid. With a `window` each token sees the latest so many of the rows that it would see, its own included, and the
+    layer's rows are a ring; the rotary embedding has the columns of the rotary rows from `rotary_first` on.
     """
 
     value: str
@@ -155,10 +180,79 @@ class Attention(Step):
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     masks_all: bool = False
+    gated: bool = field(default=False, metadata=ADDED_LATER)
+    window: int | None = field(default=None, metadata=ADDED_LATER)
+    rotary_first: int = field(default=0, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
-        """The layer's state in an engine of a shape."""
-        return KVRows(self.index, *self.heads[1:], shape.kv_cache)
+        """The layer's state in an engine of a shape, which need not know what of it is saved."""
+        rows = KVRows(self.index, *self.heads[1:], shape.kv_cache)
+        if self.window is None:
+            return rows
+        return WindowRows(rows.index, rows.heads, rows.size, rows.dtype, self.window, shape.window_rows)
+
+
+@dataclass(frozen=True)
+class ShortConvolution(Step):
+    """A causal convolution of each channel by itself over the last `width` tokens, in float32.
+
+    y_t = sum over j < width of weight[:, width - 1 - j] u_{t-j}, plus the bias, through `activation` ("silu" or none);
+    t - j counts along a node's path where tokens are a tree. u is the first `channels` columns of `value`, and y the
+    output, in float32. `gated` (LFM2's): `value` [.., 3 C] holds B, C and x side by side, u = B x, output = C y.
+    """
+
+    value: str
+    index: int
+    channels: int
+    width: int
+    weight: WeightSpec
+    bias: WeightSpec | None = None
+    activation: str | None = None
+    gated: bool = False
+
+    def state(self, shape: EngineShape) -> ConvColumns:
+        """The layer's state of this step in an engine of a shape."""
+        return ConvColumns(self.index, self.channels, self.width)
+
+
+@dataclass(frozen=True)
+class GatedDelta(Step):
+    """The gated delta rule (Yang et al. 2024, "Gated Delta Networks"), in float32, token by token.
+
+    `value` [.., 2 Hk Dk + Hv Dv] holds queries, keys and values behind their convolution; `heads` are Hk and Hv,
+    `sizes` Dk and Dv, and value head h has the query and key of head h // (Hv / Hk). In `gates` stand b and a, [Hv]
+    each, from column `first` on. Queries and keys are divided by sqrt(sum of squares + 1e-6), queries by sqrt(Dk), too.
+    A head's matrix S [Dk, Dv] becomes exp(g) S + k (beta (v - exp(g) S^T k))^T with g = -exp(a_log) softplus(a +
+    dt_bias) and beta = sigmoid(b); its output [Dv] is then S^T q, in float32.
+    """
+
+    value: str
+    gates: str
+    index: int
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+    first: int
+    a_log: WeightSpec
+    dt_bias: WeightSpec
+
+    def state(self, shape: EngineShape) -> DeltaMatrix:
+        """The layer's state of this step in an engine of a shape."""
+        return DeltaMatrix(self.index, self.heads, self.sizes)
+
+
+@dataclass(frozen=True)
+class GatedNorm(Step):
+    """output = norm of each of the `heads` parts of value, times silu(the columns of `gate` from `first` on)."""
+
+    value: str
+    gate: str
+    first: int
+    heads: int
+    norm: Norm
+
+
+#: The steps that have a state.
+Stateful = Attention | ShortConvolution | GatedDelta
 
 
 @dataclass(frozen=True)
@@ -243,6 +337,11 @@ class Program:
         return tuple(step for step in self.steps if isinstance(step, Attention))
 
     @cached_property
+    def stateful(self) -> tuple[Stateful, ...]:
+        """The steps that have a state, KV rows or another."""
+        return tuple(step for step in self.steps if isinstance(step, Stateful))
+
+    @cached_property
     def kinds(self) -> Edge:
         """Shape and dtype of every value between the steps of a decoder; those of one name are alike."""
         kinds, residual = self.inputs | self.outputs, "float32" if self.wide_residual else "compute"
@@ -260,6 +359,14 @@ class Program:
             elif isinstance(step, Attention):
                 batch, rows, _ = kinds[step.value][0]
                 kinds.setdefault(step.output, ((batch, rows, step.heads[0] * step.heads[2]), "compute"))
+            elif isinstance(step, ShortConvolution):
+                batch, rows, _ = kinds[step.value][0]
+                kinds.setdefault(step.output, ((batch, rows, step.channels), "compute" if step.gated else "float32"))
+            elif isinstance(step, GatedDelta):
+                batch, rows, _ = kinds[step.value][0]
+                kinds.setdefault(step.output, ((batch, rows, step.heads[1] * step.sizes[1]), "float32"))
+            elif isinstance(step, GatedNorm):
+                kinds.setdefault(step.output, (kinds[step.value][0], "compute"))
             elif isinstance(step, Scale | Add):
                 kinds.setdefault(step.output, (kinds[step.value][0], residual))
             else:
@@ -268,9 +375,19 @@ class Program:
 
     @cached_property
     def states(self) -> Edge:
-        """The tensors of the layers' states, which an engine changes where they are."""
+        """The tensors of the layers' states."""
         shape = self.shape
-        return state_edge((step.state(shape) for step in self.attentions), shape.batch, shape.kv_rows)
+        return state_edge((step.state(shape) for step in self.stateful), shape.batch, shape.kv_rows)
+
+    @cached_property
+    def changed(self) -> Edge:
+        """Those of `states` that the engine changes where they are: not what a later commit changes."""
+        return {name: kind for name, kind in self.states.items() if not (self.kept and is_recurrent(name))}
+
+    @cached_property
+    def kept(self) -> Edge:
+        """Those of `outputs` from which a later commit takes the accepted tokens into the states."""
+        return kept_states(self.stateful, self.shape)
 
     @cached_property
     def adapted(self) -> dict[str, AdaptedProjection]:
@@ -281,7 +398,7 @@ class Program:
 
     @cached_property
     def matrices(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of weights and adapters, all in compute dtype, by name."""
+        """The shapes of weights and adapters by name."""
         shape, found = self.shape, {name: spec.shape for name, spec in self.weights.items()}
         for each in self.adapted.values():
             found |= dict(each.edge(shape.lora_slots, shape.lora_rank))
@@ -297,23 +414,43 @@ class Program:
     def edge(self) -> Edge:
         """Every tensor that an engine of this program is bound to."""
         matrices: Edge = {name: (size, "compute") for name, size in self.matrices.items()}
-        present = {PRESENT + name: kind for name, kind in self.states.items()}
+        matrices |= {name: (spec.shape, spec.dtype) for name, spec in self.weights.items()}
+        present = {PRESENT + name: kind for name, kind in self.changed.items()}
         return self.values | matrices | present | self.outputs
 
 
-def token_inputs(shape: EngineShape, hidden_size: int, rotary_dim: int) -> Edge:
+def token_inputs(shape: EngineShape, hidden_size: int, rotary_columns: int) -> Edge:
     """What every engine of a language model reads: embeddings, rotary rows, mask, where its KV rows begin, and the
     rows that get logits where not all do."""
     batch, tokens = shape.batch, shape.tokens
     inputs: Edge = {
         "inputs_embeds": ((batch, tokens, hidden_size), "compute"),
-        "rope_rotary_cos_sin": ((batch, tokens, rotary_dim), "compute"),
+        "rope_rotary_cos_sin": ((batch, tokens, rotary_columns), "compute"),
         "attention_mask": ((batch, 1, tokens, shape.key_range), "bool"),
         "kvcache_start_index": ((batch,), "int32"),
     }
     if shape.selected < tokens:
         inputs["last_token_ids"] = ((batch, shape.selected), "int32")
     return inputs
+
+
+def state_inputs(shape: EngineShape) -> Edge:
+    """What an engine reads whose layers have states other than KV rows.
+
+    A chunk of a prompt takes the first `state_tokens` of its rows into the states, the rest is padding. Nodes of a tree
+    that is verified have their `node_parents`, -1 where a node follows the last committed token.
+    """
+    if shape.phase == "prefill":
+        return {"state_tokens": ((shape.batch,), "int32")}
+    return {"node_parents": ((shape.batch, shape.tokens), "int32")} if shape.phase == "verify" else {}
+
+
+def kept_states(steps: Iterable[Step], shape: EngineShape) -> Edge:
+    """What an engine with such steps gives out for a later commit: nothing where it commits itself."""
+    if shape.phase == "prefill":
+        return {}
+    states = (step.state(shape) for step in steps if isinstance(step, Stateful))
+    return kept_edge(states, shape.batch, shape.tokens)
 
 
 def single_weight(name: str, *shape: int, source: str | None = None) -> WeightSpec:

@@ -35,7 +35,8 @@ FAR_SCALING = "llama_4_scaling_beta"
 
 
 def rotary_table(config: DecoderConfig, positions: int, context: int | None = None) -> np.ndarray:
-    """Cosine half then sine half for positions 0..positions-1: float32 [positions, rotary_dim].
+    """Cosine half then sine half for positions 0..positions-1: float32 [positions, rotary_columns]. Behind the columns
+    of all layers stand those of the layers with a base of their own, where there are such.
 
     Column j and column j + rotary_dim/2 belong to inverse frequency j; the attention factor is multiplied in. `context`
     is the longest text in tokens, by default `positions`: up to `max_position_embeddings` dynamic scaling leaves the
@@ -44,18 +45,22 @@ def rotary_table(config: DecoderConfig, positions: int, context: int | None = No
     unknown or incomplete.
     """
     frequencies, attention_factor = inverse_frequencies(config, positions if context is None else context)
-    angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
-    table = np.empty((positions, config.rotary_dim), np.float32)
+    parts = [(frequencies, attention_factor)]
+    if config.local_rope_theta is not None:
+        parts.append((_unscaled(config.local_rope_theta, config.rotary_dim), 1.0))
+    table = np.empty((positions, config.rotary_columns), np.float32)
     half = config.rotary_dim // 2
-    table[:, :half] = np.cos(angles) * attention_factor
-    table[:, half:] = np.sin(angles) * attention_factor
+    for first, (frequencies, attention_factor) in zip(range(0, 4 * half, 2 * half), parts, strict=False):
+        angles = np.arange(positions, dtype=np.float64)[:, None] * frequencies
+        table[:, first : first + half] = np.cos(angles) * attention_factor
+        table[:, first + half : first + 2 * half] = np.sin(angles) * attention_factor
     return table
 
 
 def context_bounds(config: DecoderConfig) -> dict[str, int]:
     """What of a model is not computed: up to how many tokens of context it changes nothing, by the field's name."""
     bounds = {}
-    if config.sliding_window is not None:
+    if config.sliding_window is not None and not config.layer_kinds:  # as earlier releases wrote it, of some layers
         bounds["sliding_window"] = config.sliding_window
     scaling = config.rope_scaling or {}
     if scaling.get(FAR_SCALING) and is_number(scaling.get(_LENGTH)):

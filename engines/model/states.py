@@ -1,8 +1,13 @@
 """What layers keep of the tokens before: the state of each, as engines take it, memory holds it and snapshots save it.
 
-A kind of state says which tensors it has (`tensors`), what of them a snapshot holds (`saved`) and to which earlier
-place it can be cut (`cut`); `ModelStates` of the runners does the same with each kind. Nobody else builds the names of
-these tensors.
+A kind of state (`LayerState`) says which tensors it has (`tensors`), what of them a snapshot holds (`saved`), which
+inputs of a step a later commit asks for (`kept`) and to which earlier place it can be cut (`cut`); `ModelStates` of the
+runners does the same with each kind. Nobody else builds the names of these tensors.
+
+KV rows are written by the step itself, behind those that count; those of a window in a ring, over the oldest. Columns
+of a convolution and recurrent matrices are not: a step reads them, keeps its inputs, and a commit then takes those of
+the accepted tokens into the state. So a step whose tokens are not known yet, or may be refused, changes nothing. A
+chunk of a prompt, all of whose tokens count, commits itself, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +17,9 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
-from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.config import WINDOW_SLACK, DecoderConfig, EngineLimits
 from edgellm.kernels.arrays import ITEM_SIZES
 
 #: Shape and dtype ("compute", or one of `ITEM_SIZES`) by name.
@@ -21,7 +27,36 @@ Edge = dict[str, tuple[tuple[int, ...], str]]
 
 #: What begins the name of the output by which an engine says that it changed a state in its own memory.
 PRESENT = "present_"
-_NAME = re.compile(r"[kv]_(cache|scale)_(?:0|[1-9][0-9]{0,3})")
+_NAME = re.compile(r"(?:[kv]_(cache|scale)|(conv_columns|delta_matrix))_(?:0|[1-9][0-9]{0,3})")
+
+
+class LayerState(Protocol):
+    """What layer `index` keeps of the tokens before. B slots, T tokens of a step, C rows of memory."""
+
+    @property
+    def index(self) -> int:
+        """The layer's number."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of its tensors."""
+
+    def tensors(self, slots: int, rows: int) -> Edge:
+        """In memory, for so many slots, and so many rows where it has rows at all."""
+
+    def saved(self, tokens: int) -> Edge:
+        """What a snapshot holds of one sequence of so many tokens."""
+
+    def kept(self, slots: int, tokens: int) -> Edge:
+        """The inputs that a step of so many tokens keeps for the commit of those that are accepted."""
+
+    def first_saved(self, tokens: int) -> int:
+        """Of a sequence of so many tokens, the row in memory where the first row that a snapshot holds stands; the
+        others follow, row 0 behind the last."""
+
+    def cut(self, held: int, wanted: int) -> int:
+        """Which place, at most `wanted`, a state can be cut to that has taken `held` tokens since it began anew or was
+        restored, those that were cut off meanwhile included (0: it begins anew)."""
 
 
 @dataclass(frozen=True)
@@ -44,28 +79,190 @@ class KVRows:
 
     def tensors(self, slots: int, rows: int) -> Edge:
         """Of so many sequences and rows: [B, n_kv, rows, D] of `dtype`, and scales [B, n_kv, rows, 1] float32."""
-        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved(rows).items()}
+        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved_rows(rows).items()}
 
     def saved(self, tokens: int) -> Edge:
         """What a snapshot holds of one sequence of so many tokens: their rows."""
+        return self.saved_rows(tokens)
+
+    def saved_rows(self, tokens: int) -> Edge:
+        """So many rows of a sequence."""
         kinds = ((self.size, self.dtype),) * 2 + ((1, "float32"),) * 2
         return {
             name: ((self.heads, tokens, width), dtype) for name, (width, dtype) in zip(self.names, kinds, strict=False)
         }
 
+    def kept(self, slots: int, tokens: int) -> Edge:
+        """Nothing: the rows themselves are there."""
+        return {}
+
+    def first_saved(self, tokens: int) -> int:
+        """The first."""
+        return 0
+
     def cut(self, held: int, wanted: int) -> int:
-        """Which place, at most `wanted`, a state of `held` tokens can be cut to: any, by dropping rows."""
+        """Any place, by dropping rows."""
         return min(held, wanted)
 
 
-def decoder_states(config: DecoderConfig, kv_cache: str = "compute") -> list[KVRows]:
-    """The states of a decoder's layers, in their order."""
-    return [KVRows(index, config.num_kv_heads, config.head_dim, kv_cache) for index in range(config.num_layers)]
+@dataclass(frozen=True)
+class WindowRows(KVRows):
+    """The same of a layer that looks back on `window` tokens, the new one's own included: a ring of `rows` rows, the
+    token at position p in row p % rows.
+
+    Of a sequence the latest `reach` rows are surely there, whatever the latest step wrote behind them: those of the
+    window, and by how far it can be cut.
+    """
+
+    window: int = 0
+    rows: int = 0
+    reach: int = 0
+
+    def tensors(self, slots: int, rows: int) -> Edge:
+        """As many rows as the ring has, whatever the context."""
+        return super().tensors(slots, self.rows)
+
+    def saved(self, tokens: int) -> Edge:
+        """What a snapshot holds: the latest rows, in the order of their positions."""
+        return self.saved_rows(min(tokens, self.reach))
+
+    def first_saved(self, tokens: int) -> int:
+        """The first in reach."""
+        return max(0, tokens - self.reach) % self.rows
+
+    def cut(self, held: int, wanted: int) -> int:
+        """A place whose window is in reach, or the beginning."""
+        wanted = min(held, wanted)
+        return wanted if max(0, wanted - self.window + 1) >= held - self.reach else 0
 
 
-def state_edge(states: Iterable[KVRows], slots: int, rows: int) -> Edge:
+@dataclass(frozen=True)
+class ConvColumns:
+    """The last `width` - 1 inputs of layer `index`'s short convolution over `channels`, the latest last, float32.
+
+    A sequence of fewer tokens has zeros before its first, as the convolution asks for.
+    """
+
+    index: int
+    channels: int
+    width: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The columns."""
+        return (f"conv_columns_{self.index}",)
+
+    def tensors(self, slots: int, rows: int) -> Edge:
+        """[B, channels, width - 1] float32."""
+        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved(rows).items()}
+
+    def saved(self, tokens: int) -> Edge:
+        """The columns, whatever the tokens are."""
+        return dict.fromkeys(self.names, ((self.channels, self.width - 1), "float32"))
+
+    @property
+    def kept_names(self) -> tuple[str]:
+        """Of what is convolved."""
+        return (f"conv_inputs_{self.index}",)
+
+    def kept(self, slots: int, tokens: int) -> Edge:
+        """What is convolved: [B, T, channels] float32."""
+        return dict.fromkeys(self.kept_names, ((slots, tokens, self.channels), "float32"))
+
+    def first_saved(self, tokens: int) -> int:
+        """The first."""
+        return 0
+
+    def cut(self, held: int, wanted: int) -> int:
+        """The place where it is, or the beginning."""
+        return held if wanted >= held else 0
+
+
+@dataclass(frozen=True)
+class DeltaMatrix:
+    """The recurrent matrix S of each value head of layer `index`'s gated delta rule, float32.
+
+    `heads` are the numbers of key and of value heads, `sizes` those of a key (Dk) and of a value (Dv). It is held
+    turned, [value heads, Dv, Dk], since the elements of a value are independent of each other.
+    """
+
+    index: int
+    heads: tuple[int, int]
+    sizes: tuple[int, int]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The matrices."""
+        return (f"delta_matrix_{self.index}",)
+
+    def tensors(self, slots: int, rows: int) -> Edge:
+        """[B, value heads, Dv, Dk] float32."""
+        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved(rows).items()}
+
+    def saved(self, tokens: int) -> Edge:
+        """The matrices, whatever the tokens are."""
+        return dict.fromkeys(self.names, ((self.heads[1], self.sizes[1], self.sizes[0]), "float32"))
+
+    @property
+    def kept_names(self) -> tuple[str, str]:
+        """Of queries, keys and values; of decays and weights."""
+        return f"delta_rows_{self.index}", f"delta_gates_{self.index}"
+
+    def kept(self, slots: int, tokens: int) -> Edge:
+        """Queries, keys and values behind the convolution, [B, T, 2 * key heads * Dk + value heads * Dv], and the
+        logarithm of each value head's decay, then the weight of each one's new value, [B, T, 2 * value heads]; all
+        float32."""
+        rows, gates = self.kept_names
+        width = 2 * self.heads[0] * self.sizes[0] + self.heads[1] * self.sizes[1]
+        return {
+            rows: ((slots, tokens, width), "float32"),
+            gates: ((slots, tokens, 2 * self.heads[1]), "float32"),
+        }
+
+    def first_saved(self, tokens: int) -> int:
+        """The first."""
+        return 0
+
+    def cut(self, held: int, wanted: int) -> int:
+        """The place where it is, or the beginning."""
+        return held if wanted >= held else 0
+
+
+def decoder_states(
+    config: DecoderConfig, kv_cache: str = "compute", limits: EngineLimits | None = None
+) -> list[LayerState]:
+    """The states of a decoder's layers, in their order; a layer may have several. Without `limits` they are those of a
+    draft, or of a context that no window is shorter than."""
+    return [state for index in range(config.num_layers) for state in _layer_states(config, index, kv_cache, limits)]
+
+
+def _layer_states(config: DecoderConfig, index: int, kv_cache: str, limits: EngineLimits | None) -> list[LayerState]:
+    kind = config.layer_kind(index)
+    if kind == "convolution":
+        return [ConvColumns(index, config.hidden_size, config.conv_width)]
+    if kind == "delta":
+        key_heads, value_heads, key_size, value_size = config.delta_heads
+        matrix = DeltaMatrix(index, (key_heads, value_heads), (key_size, value_size))
+        return [ConvColumns(index, config.delta_channels, config.conv_width), matrix]
+    rows = KVRows(index, config.num_kv_heads, config.head_dim, kv_cache)
+    if limits is None or kind != "window" or not limits.window_rows or config.sliding_window is None:
+        return [rows]
+    held, reach = limits.window_rows, config.sliding_window + WINDOW_SLACK
+    if held < limits.kv_rows:  # else nothing is ever written over
+        reach = min(reach, held - limits.window_step)
+    return [WindowRows(index, rows.heads, rows.size, kv_cache, config.sliding_window, held, reach)]
+
+
+def state_edge(states: Iterable[LayerState], slots: int, rows: int) -> Edge:
     """The tensors of several layers' states, layer by layer."""
     return {name: kind for state in states for name, kind in state.tensors(slots, rows).items()}
+
+
+def without_layer(name: str) -> str:
+    """The name of the rows that a convolution gives the delta rule without the number of their layer; others as they
+    are. Where they are not kept, one place serves all layers."""
+    prefix, _, number = name.rpartition("_")
+    return prefix if prefix == "delta_rows" and number.isdigit() else name
 
 
 def saved_dtype(name: str, kv_cache: str) -> str | None:
@@ -76,9 +273,25 @@ def saved_dtype(name: str, kv_cache: str) -> str | None:
     return kv_cache if match[1] == "cache" else "float32"
 
 
+def is_recurrent(name: str) -> bool:
+    """Whether a tensor of this name is a recurrent state."""
+    match = _NAME.fullmatch(name)
+    return match is not None and match[2] is not None
+
+
+def kept_edge(states: Iterable[LayerState], slots: int, tokens: int) -> Edge:
+    """What a step of so many tokens keeps for its commit, layer by layer."""
+    return {name: kind for state in states for name, kind in state.kept(slots, tokens).items()}
+
+
 def state_bytes(edge: Edge, compute_dtype: str) -> int:
     """The bytes of tensors."""
     return sum(math.prod(shape) * _item_size(dtype, compute_dtype) for shape, dtype in edge.values())
+
+
+def recurrent_states(states: Iterable[LayerState]) -> list[LayerState]:
+    """Those of them that a step only reads, and a commit changes: they are of one place in a text, and of no other."""
+    return [state for state in states if state.kept(1, 1)]
 
 
 def exchange_sizes(edge: Edge) -> dict[str, int]:

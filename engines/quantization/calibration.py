@@ -16,7 +16,7 @@ from edgellm.engines.checkpoints.tensors import float32_into
 from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_layer
 from edgellm.engines.model.graph import ProgramGraph
-from edgellm.engines.model.program import Program, token_inputs
+from edgellm.engines.model.program import Program, state_inputs, token_inputs
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.statistics import InputStatistics, Observation
@@ -97,7 +97,9 @@ class CalibrationRows:
             "attention_mask": np.tri(tokens, dtype=np.bool_)[None, None],
             "kvcache_start_index": np.zeros(1, np.int32),
         }
-        values |= {name: np.empty(shape, np.float32) for name, (shape, _) in program.states.items()}
+        if self._config.is_recurrent:
+            values["state_tokens"] = np.full(1, tokens, np.int32)
+        values |= {name: np.zeros(shape, np.float32) for name, (shape, _) in program.states.items()}
         ProgramGraph(_ObservedOperations(values, weights, observe, self._arithmetic), program).run()
         return values["hidden"][0]
 
@@ -127,6 +129,8 @@ class _ObservedOperations(NumpyOperations):
 def layer_program(config: DecoderConfig, index: int, tokens: int) -> Program:
     """One layer by itself over so many tokens of one text, from "inputs_embeds" to "hidden"."""
     shape = EngineShape("prefill", 1, tokens, tokens, tokens, tokens)
-    inputs = token_inputs(shape, config.hidden_size, config.rotary_dim)
+    inputs = token_inputs(shape, config.hidden_size, config.rotary_columns)
+    if config.is_recurrent:
+        inputs |= state_inputs(shape)
     steps = decoder_layer(config, index, "inputs_embeds")
     return Program(shape, inputs, tuple(steps), {"hidden": (inputs["inputs_embeds"][0], "float32")}, wide_residual=True)

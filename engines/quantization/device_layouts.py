@@ -9,9 +9,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import HEAD, head_format
+from edgellm.engines.model.memory_plan import weight_bytes
 from edgellm.engines.model.programs import ModelConfig, model_weights
 from edgellm.engines.model.vision import VisionConfig
-from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.quantization.device_layout import DeviceLayout, layout_refusal
 
 #: By model ("base", "draft"), of those with packed weights, their layouts on the device by name.
@@ -80,7 +80,7 @@ def packed_memory(models: Mapping[str, ModelConfig], packed: PackedLayouts, dtyp
     found = {}
     for model, layouts in packed.items():
         specs = model_weights(models[model])
-        dense = sum(math.prod(spec.shape) for spec in specs if spec.name not in layouts) * ITEM_SIZES[dtype]
+        dense = sum(weight_bytes(spec, dtype) for spec in specs if spec.name not in layouts)
         name = "weights" if model == "base" else f"{model} weights"
         found[name] = dense + sum(math.prod(layout.shape) for layout in layouts.values())
     return found

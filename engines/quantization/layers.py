@@ -83,7 +83,8 @@ def layer_tensors(
                 values, overflowed = convert(weights[spec.name][part], "float32", info.dtype)
                 if overflowed:
                     raise overflow_error(info, info.dtype, overflowed)
-                tensors[info.name] = StoredTensor(info.dtype, np.asarray(values, STORAGE[info.dtype]))
+                elements = np.asarray(values, STORAGE[info.dtype]).reshape(info.shape)
+                tensors[info.name] = StoredTensor(info.dtype, elements)
     return tensors
 
 

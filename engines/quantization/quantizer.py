@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -27,7 +28,7 @@ from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
@@ -111,7 +112,7 @@ def quantize_checkpoint(
             return replace(report, seconds=time.perf_counter() - started)
         _check_options(options, texts)
         config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
-        checkpoint.check(decoder_weights(config))
+        checkpoint.check(decoder_weights(config), unread_tensors(config))
         _check_groups(config, options)
         longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
         texts = [text[:longest] for text in texts if len(text) > 0]
@@ -275,7 +276,7 @@ def _assemble(
             size += sum(info.nbytes for info in file.tensors.values())
             file.close()
         contents = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        settings = quantization_config(options.format(checkpoint.dtype or config.dtype), _ignored(checkpoint))
+        settings = quantization_config(options.format(checkpoint.dtype or config.dtype), _ignored(checkpoint, config))
         values = checkpoint.config | {"quantization_config": settings}
         for name, content in ((INDEX_FILE, contents), ("config.json", values)):
             (staged.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -294,11 +295,13 @@ def _elements(checkpoint: Checkpoint, name: str) -> np.ndarray:
     return data.view(dtype).reshape(info.shape)
 
 
-def _ignored(checkpoint: Checkpoint) -> list[str]:
+def _ignored(checkpoint: Checkpoint, config: DecoderConfig) -> list[str]:
     """The linear layers that stay as published: names, and patterns as compressed-tensors matches them."""
     published = [info.name for info in checkpoint.tensors.values()]
     parts = {prefix.split(".")[-2] for prefix in VISION_PREFIXES if any(name.startswith(prefix) for name in published)}
-    return ["lm_head", *(f"re:.*{part}[.].*" for part in sorted(parts))]
+    heads = [prefix for prefix in unread_tensors(config) if any(name.startswith(prefix) for name in published)]
+    patterns = [f"re:.*{part}[.].*" for part in sorted(parts)] + [f"re:^{re.escape(prefix)}.*" for prefix in heads]
+    return ["lm_head", *patterns]
 
 
 def _copy_others(source: Path, folder: Path) -> list[str]:
@@ -346,7 +349,8 @@ def _check_options(options: QuantizationOptions, texts: Sequence[Sequence[int]])
 
 def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:
     """CheckpointError that names the layers whose columns are no whole groups, and what would divide."""
-    layers = linears(layer_program(config, 0, 1))
+    kinds = {config.layer_kind(index): index for index in reversed(range(config.num_layers))}
+    layers = [linear for index in sorted(kinds.values()) for linear in linears(layer_program(config, index, 1))]
     wrong = [linear for linear in layers if linear.weight.shape[1] % (options.group_size or 1)]
     if not wrong:
         return

@@ -52,7 +52,8 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
                 projection = makers[maker.value]
                 if isinstance(projection, NormLinear):
                     heads, kv_heads, size = maker.heads
-                    found[step.linear.name] = Folding(linear=projection.linear, start=(heads + kv_heads) * size)
+                    before = (2 * heads if maker.gated else heads) + kv_heads
+                    found[step.linear.name] = Folding(linear=projection.linear, start=before * size)
             elif isinstance(maker, NormLinear) and maker.gated:
                 start = maker.linear.weight.shape[0] // 2
                 found[step.linear.name] = Folding(linear=maker.linear, start=start)

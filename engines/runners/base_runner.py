@@ -7,19 +7,19 @@ Invariants: the last token of a sequence has no KV row yet; `kvcache_start_index
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, product
+from itertools import product
 from typing import Protocol
 
 import numpy as np
 
-from edgellm.engines.backends.base import Backend, Engine, Readback, Transfer, uploaded
+from edgellm.engines.backends.base import Backend, Engine, Readback, uploaded
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.lora.slots import AdaptedRunner, AdapterSlots, require_adapters
+from edgellm.engines.lora.slots import AdapterSlots, require_adapters
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name
 from edgellm.engines.model.memory_plan import mask_rows, plan_memory
@@ -27,13 +27,14 @@ from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
+from edgellm.engines.runners.prefill import PrefillingRunner, Stops
 from edgellm.engines.runners.prompt_images import PromptImages
-from edgellm.engines.runners.rows import ArrivingRows, StepBuffers, bound_inputs
+from edgellm.engines.runners.rows import StepBuffers, bound_inputs
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues, StepRules
 from edgellm.engines.runners.states import ModelStates
-from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.arrays import Array
 from edgellm.kernels.contracts import rows_of
-from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState
 
 _PHASES = ("prefill", "decode")
 #: Of a decode step: sequences, KV rows, whether all draw by argmax, have adapters, are under masks or biases.
@@ -58,7 +59,7 @@ class FeatureUser(Protocol):
         """The slots have taken `tokens` [n] int32, drawn after rows whose features are `features` [n, 1, F]."""
 
 
-class BaseEngineRunner(AdaptedRunner):
+class BaseEngineRunner(PrefillingRunner):
     """Owns engines, weights, KV caches and device state of one base model.
 
     `limits.max_batch` slots each hold one sequence. Not thread-safe. A `draft` counts in the memory plan, as does
@@ -86,6 +87,8 @@ class BaseEngineRunner(AdaptedRunner):
         self._feature_user = feature_user
         if adapters is not None:
             require_adapters(limits)
+        if (problem := limits.window_problem(config)) is not None:
+            raise EngineError(f"the limits' window_rows: {problem}")
         shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
         #: Of phases prefill and decode.
         self.engines = LoadedEngines(
@@ -108,20 +111,20 @@ class BaseEngineRunner(AdaptedRunner):
         rotary = uploaded(backend, rotary_table(config, limits.kv_rows, limits.kv_capacity))
         self.offsets = backend.zeros((limits.max_batch,), "int32")
         self._tables = ModelTables(self.weights[embedding_name(config)], rotary, self.offsets)
-        layers, start = decoder_states(config, limits.kv_cache), backend.zeros((limits.max_batch,), "int32")
-        #: The KV rows of the slots; those of idle ones may be exchanged and copied.
+        layers, start = decoder_states(config, limits.kv_cache, limits), backend.zeros((limits.max_batch,), "int32")
+        #: The states of the slots; those of idle ones may be exchanged and copied.
         self.states = ModelStates(backend, layers, limits.max_batch, limits.kv_rows, start)
         self.adapters: AdapterSlots | None = None
         if adapters is not None:
             self.adapters = AdapterSlots(backend, config, limits)
             for name, adapter in adapters.items():
                 self.adapters.add(name, adapter)
+        self._kept = self.states.kept_inputs(limits.max_batch, 1)
         self._allocate_state(start)
         self._steps = CapturedSteps(backend)
         self._stages: dict[StepKey, tuple[Stages, Stages, Stages]] = {}
         self._decode_shapes: dict[tuple[int, bool], EngineShape] = {}
         self.lengths = [0] * limits.max_batch
-        self._arriving: ArrivingRows | None = None
 
     def start(
         self,
@@ -132,9 +135,11 @@ class BaseEngineRunner(AdaptedRunner):
         images: PromptImages | None = None,
         rules: StepRules | None = None,
         generated: int = 0,
+        stops: Stops | None = None,
     ) -> Readback:
-        """Prefill `slot` with the prompt [N], whose first `reused` tokens have their KV rows already, and draw a token,
-        one of those that the `rules` allow. The last `generated` tokens are an answer that goes on.
+        """Prefill `slot` with the prompt [N], whose first `reused` tokens its states have taken already, and draw a
+        token, one of those that the `rules` allow. The last `generated` tokens are an answer that goes on. On the way
+        is done what `stops` has for places behind `reused`.
 
         Returns the readback of that token, [1] int32. Raises EngineError if the prompt is empty, longer than the
         context allows, not in the vocabulary, or has its image tokens elsewhere than its `images`; the slot is then
@@ -149,12 +154,9 @@ class BaseEngineRunner(AdaptedRunner):
         ids = self.checked_ids(ids, images)
         one = slice(slot, slot + 1)
         self._set_offset(slot, images)
-        position = reused
-        for tokens, chunk in self._chunks(count - reused):
-            self._prefill(slot, ids[position : position + tokens], position, chunk, images)
+        for position, tokens, chunk in self._prompt(slot, ids, reused, images, stops or {}):
             if self._feature_user is not None:
                 self._feature_user.take_chunk(slot, ids, position, tokens, self._buffers.features(1, chunk), images)
-            position += tokens
         self.await_rows()
         self._set_sequence(slot, prompt_ids, generated, sampling)
         drawn = self._tokens[one]
@@ -186,49 +188,12 @@ class BaseEngineRunner(AdaptedRunner):
         self.force_token(slot, text_ids[-1])
         self.lengths[slot] = len(text_ids) - 1
 
-    def _set_offset(self, slot: int, images: PromptImages | None) -> None:
-        delta = images.position_delta if images else 0
-        self.backend.upload(self.offsets[slot : slot + 1], np.asarray([delta], np.int32))
-
     def _set_sequence(self, slot: int, text_ids: Sequence[int], generated: int, sampling: SamplingValues) -> None:
         """Let the slot hold a text [N] of which all but the last token is committed."""
         self.sampling.set(slot, sampling, text_ids, generated)
         state, count = self._state, len(text_ids)
         for array, value in ((state.kvcache_start_index, count - 1), (state.positions, count), (state.active, 1)):
             self.backend.upload(array[slot : slot + 1], np.asarray([value], np.int32))
-
-    def fill(self, slot: int, token_ids: np.ndarray) -> None:
-        """Write the KV rows of the first tokens [N] of a text, which are checked, to an idle slot; no draft goes
-        along."""
-        self.backend.upload(self.offsets[slot : slot + 1], np.zeros(1, np.int32))
-        position = 0
-        for tokens, chunk in self._chunks(len(token_ids)):
-            self._prefill(slot, token_ids[position : position + tokens], position, chunk, None)
-            position += tokens
-
-    def checked_ids(self, ids: np.ndarray, images: PromptImages | None = None) -> np.ndarray:
-        """Token ids as int32; EngineError where they are not this model's, or have image tokens without `images`."""
-        last = self.config.vocab_size - 1
-        wrong = ids[(ids < 0) | (ids > last)]
-        if wrong.size:
-            raise EngineError(
-                f"the prompt has the token id {wrong[0]}, this model's are 0..{last}: use its own tokenizer"
-            )
-        ids = ids.astype(np.int32)
-        self._image_inputs.check(ids, images)
-        return ids
-
-    def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
-        """KV rows of an idle slot are copied by `Backend.upload_rows_beside` as `rows` is read: those of `states` in
-        their order, then perhaps others', each with its transfer. What `start` enqueues next waits for them, layer by
-        layer where the engine can."""
-        self._arriving = ArrivingRows(self.backend, rows)
-
-    def await_rows(self) -> None:
-        """Let everything that is enqueued from now on wait for the rows that are expected."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None:
-            arriving.wait_for_all()
 
     def begin(self, batch: int) -> StepKey:
         """Enqueue the forward pass of the next step in the `batch` leading slots, whose tokens may be under way, and
@@ -314,7 +279,7 @@ class BaseEngineRunner(AdaptedRunner):
         self.backend.upload(self._state.token_ids[slot : slot + 1], np.asarray([[token_id]], np.int32))
 
     def stop(self, slot: int) -> None:
-        """Leave `slot` idle; its KV rows stay."""
+        """Leave `slot` idle; its states stay."""
         self.backend.upload(self._state.active[slot : slot + 1], np.zeros(1, np.int32))
         self.set_adapter(slot, None)
         self.lengths[slot] = 0
@@ -368,16 +333,6 @@ class BaseEngineRunner(AdaptedRunner):
         token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)
 
-    def _chunks(self, count: int) -> list[tuple[int, int]]:
-        """Cut `count` prompt tokens into (tokens, engine's T), of which the last alone may be padded."""
-        largest = self.limits.prefill_chunk
-        sizes = [largest] * (count // largest)
-        rest = count % largest
-        if rest:
-            sizes += self.limits.cheapest_chunks(rest) if self.backend.fixed_shapes else [rest]
-        ends = accumulate(sizes, initial=0)
-        return [(min(size, count - first), size) for first, size in zip(ends, sizes, strict=False)]
-
     def _decode_shape(self, batch: int, adapts: bool) -> EngineShape:
         """The decode engine of the largest key range."""
         shape = self._decode_shapes.get((batch, adapts))
@@ -390,12 +345,15 @@ class BaseEngineRunner(AdaptedRunner):
         """The engine for a shape, bound to the KV rows and logits of the slots."""
 
         def of_slots() -> dict[str, Array]:
-            bindings = self.adapter_inputs(shape, slots) | self._buffers.outputs(shape) | self.states.bound(slots)
+            kept = self._kept.of(shape.batch, 1) if shape.phase == "decode" else None
+            bindings = self.adapter_inputs(shape, slots) | self._buffers.outputs(shape) | self.states.bound(slots, kept)
             return bindings | {"logits": self._logits[slots].reshape(shape.batch, 1, self.config.vocab_size)}
 
         def constant() -> dict[str, Array]:
             inputs = bound_inputs(self._step_inputs(shape))
             bound = self.engine_weights() | inputs | self._image_inputs.engine_inputs(shape)
+            if shape.phase == "prefill" and self.states.is_recurrent:
+                bound["state_tokens"] = self._buffers.state_tokens
             return bound | ({"last_token_ids": self._buffers.last_token_ids} if shape.selected < shape.tokens else {})
 
         keep = shape.phase == "decode"  # prompts come in any length: not worth keeping
@@ -406,39 +364,6 @@ class BaseEngineRunner(AdaptedRunner):
         if head_weight_name(self.config) == EMBEDDING:
             return self.weights
         return {name: weight for name, weight in self.weights.items() if name != EMBEDDING}
-
-    def _step_inputs(self, shape: EngineShape) -> StepInputs:
-        """What kernels write for an engine."""
-        starts = self._state.kvcache_start_index[: shape.batch]
-        return self._buffers.inputs(shape, self._buffers.prefill_start if shape.phase == "prefill" else starts)
-
-    def tables(self, slots: slice) -> ModelTables:
-        """What steps of the slots look rows up in."""
-        return self._tables._replace(position_offsets=self.offsets[slots])
-
-    def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
-        """Write the KV rows of `ids` [n], n <= chunk, from row `start` on; logits are those after the last of them."""
-        padded = np.full((1, chunk), -1, np.int32)
-        padded[0, : len(ids)] = ids
-        token_ids = leading(self._buffers.prefill_ids, (1, chunk))
-        self.backend.upload(token_ids, padded)
-        self.backend.upload(self._buffers.prefill_start, np.asarray([start], np.int32))
-        self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
-        one = slice(slot, slot + 1)
-        plain = self.limits.base_shape("prefill", 1, chunk, self.limits.key_ranges[-1])
-        widest = self.engine_shape(plain, one)
-        shape = replace(widest, key_range=self.engines.key_range(widest, start + len(ids)))
-        engine, inputs = self._engine(shape, one), self._step_inputs(shape)
-        self.backend.kernels.prepare_step(self.tables(one), token_ids, inputs)
-        bound = inputs._asdict()
-        self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, bound)
-        by_layer = getattr(engine, "enqueue_by_layer", None)
-        arriving = self._arriving
-        if arriving is not None and by_layer is not None:
-            by_layer(lambda index: arriving.wait_for(self.states.last_of(index)))
-        else:
-            self.await_rows()
-            engine.enqueue()
 
     def _decode_step(
         self, batch: int, key_range: int, plain: bool, adapts: bool, constrained: bool
@@ -453,6 +378,7 @@ class BaseEngineRunner(AdaptedRunner):
         prepare = partial(self.backend.kernels.prepare_step, self.tables(slots), state.token_ids, inputs)
         sampling, user, features = self.sampling, self._feature_user, self._buffers.features(batch, 1)
         logits, tokens = self._logits[slots], self._tokens[slots]
+        commit = self.states.commit_step(slots, state.active, self._kept.of(batch, 1))
 
         def forward() -> None:
             prepare()
@@ -461,6 +387,8 @@ class BaseEngineRunner(AdaptedRunner):
         def choose() -> None:
             if constrained:
                 sampling.constrain(slots, logits)
+            if commit is not None:
+                commit()
             sampling.select(slots, logits, tokens, state, plain)
             if user is not None:
                 user.take_tokens(slots, tokens, features)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from edgellm.engines.backends.base import uploaded
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
@@ -46,6 +47,9 @@ class FollowingLogits:
         self._buffers = StepBuffers(backend, base.config, own, self._engines)
         vocabulary = base.config.vocab_size
         self._logits = backend.zeros((self._sizes[-1] * vocabulary,), "float32")
+        self._kept = base.states.kept_inputs(1, self._sizes[-1])
+        chain = np.arange(self._sizes[-1], dtype=np.int32)[np.newaxis]
+        self._parents, self._path = uploaded(backend, chain - 1), uploaded(backend, chain)
         self._read = backend.host_memory(4 * self._sizes[-1] * vocabulary).view(np.float32)
 
     def blocks(self, slot: int, token_ids: Sequence[int], first: int) -> Iterator[np.ndarray]:
@@ -103,12 +107,18 @@ class FollowingLogits:
         logits = leading(self._logits, (1, size, vocabulary))
 
         def bindings() -> dict[str, Array]:
-            bound = base.engine_weights() | bound_inputs(inputs) | buffers.outputs(shape)
-            return bound | base.states.bound(one) | base.adapter_inputs(shape, one) | {"logits": logits}
+            bound = base.engine_weights() | bound_inputs(inputs) | buffers.outputs(shape) | {"logits": logits}
+            if base.states.is_recurrent and size > 1:
+                bound["node_parents"] = leading(self._parents.reshape(-1), (1, size))
+            return bound | base.states.bound(one, self._kept.of(1, size)) | base.adapter_inputs(shape, one)
 
         engine = self._engines.bound(shape, one, bindings)
         backend.kernels.prepare_step(base.tables(one), token_ids, inputs)
         engine.enqueue()
+        if base.states.is_recurrent:
+            backend.upload(buffers.state_tokens, np.asarray([len(ids)], np.int32))
+            path = leading(self._path.reshape(-1), (1, size))
+            base.states.replay(one, self._kept.of(1, size), path, buffers.state_tokens)()
         values = self._read[: size * vocabulary].reshape(1, size, vocabulary)
         backend.download_rows(logits, values, len(ids)).wait()
         return values[0, : len(ids)]

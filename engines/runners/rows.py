@@ -57,7 +57,8 @@ class StepBuffers:
     """Buffers for steps of up to `limits.max_batch` sequences and prefills of up to `limits.prefill_chunk` tokens.
 
     `mask` [n] bool is the memory of all masks. A prefill's own inputs are `prefill_ids` [C] int32, the row of its first
-    token `prefill_start` [1] int32, and the place of its last one `last_token_ids` [1, 1] int32.
+    token `prefill_start` [1] int32, the place of its last one `last_token_ids` [1, 1] int32, and `state_tokens` [1]
+    int32, how many there are.
     """
 
     def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits, engines: LoadedEngines) -> None:
@@ -67,11 +68,12 @@ class StepBuffers:
         self._feature_size = len(config.feature_layers) * config.hidden_size
         self._features = backend.zeros((rows * self._feature_size,), "compute")
         self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
-        self._cos_sin = backend.zeros((rows * config.rotary_dim,), "compute")
+        self._cos_sin = backend.zeros((rows * config.rotary_columns,), "compute")
         self.mask = backend.zeros((engines.mask_size("base", rows, max(limits.key_ranges)),), "bool")
         self.prefill_ids = backend.zeros((limits.prefill_chunk,), "int32")
         self.prefill_start = backend.zeros((1,), "int32")
         self.last_token_ids = backend.zeros((1, 1), "int32")
+        self.state_tokens = backend.zeros((1,), "int32")
 
     def inputs(self, shape: EngineShape, start: Array) -> StepInputs:
         """The inputs that `prepare_step` fills; the new rows begin at `start` [B] int32. A mask that the shape's engine
@@ -80,7 +82,7 @@ class StepBuffers:
         keys = shape.key_range if self._engines.reads_mask(shape) else 0
         return StepInputs(
             leading(self._embeds, (batch, tokens, config.hidden_size)),
-            leading(self._cos_sin, (batch, tokens, config.rotary_dim)),
+            leading(self._cos_sin, (batch, tokens, config.rotary_columns)),
             leading(self.mask, (batch, 1, tokens, keys)),
             start,
         )

@@ -2,32 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from edgellm.engines.backends.base import Backend
-from edgellm.engines.model.states import PRESENT, Edge, KVRows, exchange_sizes, state_edge
+from edgellm.engines.model.states import (
+    PRESENT,
+    ConvColumns,
+    DeltaMatrix,
+    Edge,
+    LayerState,
+    WindowRows,
+    exchange_sizes,
+    kept_edge,
+    recurrent_states,
+    state_edge,
+)
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.recurrent.contract import AcceptedPath, LayerColumns, LayerMatrices
+
+#: The arrays by name in which a step keeps what a commit asks for; none of a model that attends in every layer.
+Kept = Mapping[str, Array]
 
 
 class SlotRows(NamedTuple):
-    """The memory [groups, C, size] that a tensor `name` has for one slot, and how many of the rows a snapshot holds."""
+    """The memory [groups, C, size] that a tensor `name` has for one slot, and how many of the rows a snapshot holds,
+    from row `first` of the memory on and, behind its last, from its first."""
 
     name: str
     memory: Array
     rows: int
+    first: int = 0
+
+
+class KeptInputs:
+    """Memory for what steps of up to `tokens` tokens in up to `slots` slots keep of their inputs for a commit."""
+
+    def __init__(self, backend: Backend, layers: Sequence[LayerState], slots: int, tokens: int) -> None:
+        self._layers = recurrent_states(layers)
+        edge = kept_edge(self._layers, slots, tokens)
+        flat = {name: ((math.prod(shape),), dtype) for name, (shape, dtype) in edge.items()}
+        self._buffers = backend.zeros_side_by_side(flat) if flat else {}
+
+    def of(self, batch: int, tokens: int) -> Kept:
+        """The arrays [batch, tokens, ...] of a step of that size."""
+        edge = kept_edge(self._layers, batch, tokens)
+        return {name: leading(self._buffers[name], shape) for name, (shape, _) in edge.items()}
 
 
 class ModelStates:
     """Owns the tensors of all layers' states, by name, the slots as their first axis.
 
     `starts` [S] int32 is the row that an idle slot's part in a step writes: it changes places with the states, so that
-    a step of the slots before it never writes over what an idle one holds.
+    a step of the slots before it never writes over what an idle one holds. Recurrent states change by commits alone,
+    where a slot is active, and by what is prefilled there.
     """
 
-    def __init__(self, backend: Backend, layers: Sequence[KVRows], slots: int, rows: int, starts: Array) -> None:
+    def __init__(self, backend: Backend, layers: Sequence[LayerState], slots: int, rows: int, starts: Array) -> None:
         self._backend, self._layers, self._starts = backend, tuple(layers), starts
         edge = state_edge(layers, slots, rows)
         self.tensors = backend.zeros_side_by_side(edge)
@@ -37,15 +71,42 @@ class ModelStates:
         if slots > 1:
             sizes = {"int32": 1} | exchange_sizes(edge)
             self._spare = {dtype: backend.empty((size,), dtype) for dtype, size in sizes.items()}
+        self._rings = {name for state in layers if isinstance(state, WindowRows) for name in state.names}
+        self._last = {state.index: state.names[-1] for state in layers}
+        recurrent = recurrent_states(layers)
+        self._recurrent = {name: kind for state in recurrent for name, kind in state.tensors(slots, rows).items()}
+        self._zeros: Array | None = None
+        self._first: Array | None = None
+        if recurrent:
+            self._zeros = backend.zeros((max(exchange_sizes(self._recurrent).values()),), "float32")
+            self._first = backend.zeros((slots, 1), "int32")
 
-    def bound(self, slots: slice) -> dict[str, Array]:
-        """What an engine of the slots is bound to: it changes the states where they are."""
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a layer has a state that is of one place in a text alone."""
+        return bool(self._recurrent)
+
+    def bound(self, slots: slice, kept: Kept | None = None) -> dict[str, Array]:
+        """What an engine of the slots is bound to: it changes the states where they are. One of a step that is
+        committed later changes rows alone, and keeps its inputs in `kept`."""
         parts = {name: tensor[slots] for name, tensor in self.tensors.items()}
-        return parts | {PRESENT + name: part for name, part in parts.items()}
+        changed = (name for name in parts if kept is None or name not in self._recurrent)
+        return parts | {PRESENT + name: parts[name] for name in changed} | dict(kept or {})
+
+    def kept_inputs(self, slots: int, tokens: int) -> KeptInputs:
+        """Memory for what steps of these states keep."""
+        return KeptInputs(self._backend, self._layers, slots, tokens)
 
     def last_of(self, layer: int) -> str:
-        """The last of a layer's tensors."""
-        return self._layers[layer].names[-1]
+        """The last tensor of a layer."""
+        return self._last[layer]
+
+    def clear_slot(self, slot: int) -> None:
+        """Let a slot's recurrent states be those before the first token."""
+        for name in self._recurrent:
+            part = self.tensors[name][slot : slot + 1]
+            assert self._zeros is not None
+            self._backend.copy(part, leading(self._zeros, tuple(part.shape)))
 
     def swap(self, first: int, second: int) -> None:
         """Exchange what two slots hold."""
@@ -60,29 +121,73 @@ class ModelStates:
         for array, _ in self._of_slots():
             self._backend.copy(array[target : target + 1], array[source : source + 1])
 
-    def commit(self, start: Array, accepted: Accepted, features: Array, pending: Pending) -> Callable[[], None]:
-        """What keeps of the tokens behind row `start` [B] those that were `accepted`, at consecutive places, and their
-        features for the draft; before lengths advance."""
-        move = self._backend.acceptance.move_accepted
-        return partial(move, list(self.tensors.values()), start, accepted, features, pending)
+    def commit(
+        self, start: Array, accepted: Accepted, features: Array, pending: Pending, kept: Kept | None = None
+    ) -> Callable[[], None]:
+        """What keeps of the tokens behind row `start` [B] those that were `accepted`: rows at consecutive places, their
+        features for the draft, and recurrent states by a replay of what was `kept`; before lengths advance."""
+        move_accepted = self._backend.acceptance.move_accepted
+        steps: list[Callable[[], None]] = []
+        for wraps in (False, True):  # features move with the first, and once more with the second
+            names = (name for name in self.tensors if name not in self._recurrent)
+            moved = [self.tensors[name] for name in names if (name in self._rings) is wraps]
+            if moved:
+                steps.append(partial(move_accepted, moved, start, accepted, features, pending, wraps))
+        if self._recurrent:
+            steps.append(self.replay(slice(0, start.shape[0]), kept or {}, accepted.indices, accepted.lengths))
+
+        def commit() -> None:
+            for step in steps:
+                step()
+
+        return commit
+
+    def commit_step(self, slots: slice, active: Array, kept: Kept) -> Callable[[], None] | None:
+        """What takes the token of a plain step into the recurrent states of those slots that are `active` [B] int32 (1,
+        or 0); None where there are no such states."""
+        return None if self._first is None else self.replay(slots, kept, self._first[: active.shape[0]], active)
+
+    def replay(self, slots: slice, kept: Kept, indices: Array, counts: Array) -> Callable[[], None]:
+        """What takes the first `counts` [B] of the tokens `indices` [B, N] of a step, in this order, into the recurrent
+        states of the slots, from what was `kept` of the step."""
+        layers: dict[type[LayerState], list[list[Array]]] = {}
+        for state in recurrent_states(self._layers):
+            held = [self.tensors[name][slots] for name in state.names]
+            layers.setdefault(type(state), []).append([*held, *(kept[name] for name in state.kept(1, 1))])
+        kernels, replayed, launches = self._backend.recurrent, AcceptedPath(indices, counts), []
+        if columns := layers.get(ConvColumns):
+            launches.append(kernels.commit_columns([LayerColumns(*each) for each in columns], replayed))
+        if matrices := layers.get(DeltaMatrix):
+            launches.append(kernels.commit_matrices([LayerMatrices(*each) for each in matrices], replayed))
+
+        def run() -> None:
+            for launch in launches:
+                launch()
+
+        return run
 
     def saved(self, tokens: int) -> Edge:
-        """What a snapshot holds of a slot of so many tokens."""
+        """What a snapshot holds of a slot of so many tokens: tensors [groups, rows, size]."""
         compute = self._backend.compute_dtype
         return {
-            name: (shape, compute if dtype == "compute" else dtype)
+            name: (shape if len(shape) == 3 else (1, *shape), compute if dtype == "compute" else dtype)
             for layer in self._layers
             for name, (shape, dtype) in layer.saved(tokens).items()
         }
 
-    def of_slot(self, slot: int, tokens: int) -> Iterator[SlotRows]:
-        """The memory of what is `saved` of a slot, tensor by tensor, to be filled or read."""
-        if slot not in self._views:
-            self._views[slot] = {
-                name: tensor[slot : slot + 1].reshape(*tensor.shape[1:]) for name, tensor in self.tensors.items()
-            }
-        for name, memory in self._views[slot].items():
-            yield SlotRows(name, memory, tokens)
+    def of_slot(self, slot: int, tokens: int, held: int | None = None) -> Iterator[SlotRows]:
+        """The memory of what is `saved` of a slot, tensor by tensor, to be filled or read: of so many tokens, or the
+        first of them of a text of `held`, of which windows have the latest rows."""
+        views = self._of_slot(slot)
+        for layer in self._layers:
+            count = tokens if held is None or not isinstance(layer, WindowRows) else held
+            for name, (shape, _) in layer.saved(count).items():
+                if name in views:
+                    yield SlotRows(name, views[name], shape[-2], layer.first_saved(count))
+
+    def recurrent_of_slot(self, slot: int) -> Iterator[SlotRows]:
+        """The same of the recurrent states alone, which are as large after any number of tokens."""
+        return (each for each in self.of_slot(slot, 0) if each.name in self._recurrent)
 
     def cut(self, held: int, wanted: int) -> int:
         """Which place, at most `wanted`, the states of `held` tokens can all be cut to."""
@@ -90,11 +195,34 @@ class ModelStates:
             wanted = layer.cut(held, wanted)
         return wanted
 
+    @property
+    def window_reach(self) -> int:
+        """Of how many tokens a snapshot holds rows in layers that look back on a window; 0 without such layers."""
+        return max((layer.reach for layer in self._layers if isinstance(layer, WindowRows)), default=0)
+
+    def cut_windows(self, held: int, wanted: int) -> int:
+        """As `cut`, of the layers that look back on a window alone."""
+        for layer in self._layers:
+            if isinstance(layer, WindowRows):
+                wanted = layer.cut(held, wanted)
+        return wanted
+
     def clear(self) -> None:
         """Let go of the memory."""
         self.tensors.clear()
         self._views.clear()
         self._spare.clear()
+        self._recurrent.clear()
+        self._zeros = self._first = None
+
+    def _of_slot(self, slot: int) -> dict[str, Array]:
+        """A slot's memory by name: [groups, C, size], one group where a tensor has none."""
+        if slot not in self._views:
+            parts = {name: tensor[slot : slot + 1] for name, tensor in self.tensors.items()}
+            self._views[slot] = {
+                name: part.reshape(*part.shape[1:]) if len(part.shape) == 4 else part for name, part in parts.items()
+            }
+        return self._views[slot]
 
     def _of_slots(self) -> Iterator[tuple[Any, str]]:
         """Everything that a slot has, with its dtype."""

@@ -25,6 +25,7 @@ from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
+from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
@@ -142,11 +143,12 @@ class DecodingRunner:
         images: PromptImages | None = None,
         rules: StepRules | None = None,
         generated: int = 0,
+        stops: Stops | None = None,
     ) -> Readback:
         """As `BaseEngineRunner.start`; the first `reused` rows must be there in the base and in the draft."""
         if self.draft is not None:
             self.backend.upload(self.draft.pending.counts[slot : slot + 1], np.zeros(1, np.int32))
-        first = self.base.start(slot, prompt_ids, reused, sampling, images, rules, generated)
+        first = self.base.start(slot, prompt_ids, reused, sampling, images, rules, generated, stops)
         self._latest_round = None
         self._progress.start(slot, len(prompt_ids))
         return first
@@ -348,7 +350,7 @@ class DecodingRunner:
         return None if self.draft is None else self._progress.draft_rows[slot]
 
     def stop(self, slot: int) -> None:
-        """Leave `slot` idle; its KV rows stay."""
+        """Leave `slot` idle; its states stay."""
         self.base.stop(slot)
         self._progress.stop(slot)
 
@@ -368,12 +370,12 @@ class DecodingRunner:
         self.stop(source)
 
     def swap_rows(self, first: int, second: int) -> None:
-        """Exchange the KV rows of two idle slots."""
+        """Exchange what two idle slots hold."""
         for model in self._models():
             model.states.swap(first, second)
 
     def copy_rows(self, source: int, target: int) -> None:
-        """Let the idle slot `target` hold the KV rows of the idle slot `source`, too."""
+        """Let the idle slot `target` hold what the idle slot `source` holds."""
         for model in self._models():
             model.states.copy(source, target)
 
@@ -416,17 +418,30 @@ class DecodingRunner:
         pending, state = rows_of(self.draft.pending, slots), self.base.sequences(slots)
         self.backend.acceptance.append_pending(features, tokens, state, pending)
 
+    def complete_draft(self, slot: int, batch: int) -> None:
+        """Let the draft's rows of a slot, of the `batch` leading ones, reach as far as the base's; everything must have
+        been waited for. The others' pending entries stay: taken twice they give the same rows."""
+        if self.draft is not None and self._progress.pending[slot]:
+            self._take_pending(batch)
+            self._progress.draft_rows[slot] = self._progress.base_rows[slot]
+
     def _flush(self, batch: int) -> None:
         """Let the draft take the pending entries, so that there is room for more."""
+        assert self.draft is not None
+        bucket = self._take_pending(batch)
+        counts = self.draft.pending.counts[:bucket]
+        self.backend.upload(counts, np.zeros(bucket, np.int32))
+        self._progress.draft_took_pending(batch)
+
+    def _take_pending(self, batch: int) -> int:
+        """Enqueue the draft's step over the pending entries; for how many slots."""
         assert self.draft is not None
         bucket = self._bucket(batch)
         tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
         widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
         key_range = self._engines.key_range(widest, max(self.base.lengths[:batch]) + tokens)
         self._steps.run(*self._flush_step(bucket, tokens, key_range))
-        counts = self.draft.pending.counts[:bucket]
-        self.backend.upload(counts, np.zeros(bucket, np.int32))
-        self._progress.draft_took_pending(batch)
+        return bucket
 
     def _flush_step(self, batch: int, tokens: int, key_range: int) -> tuple[tuple, Stages]:
         assert self.draft is not None

@@ -46,7 +46,7 @@ class TreeLimits:
 def tree_bytes(config: DecoderConfig, limits: TreeLimits, dtype: str) -> int:
     """What the arrays of `VerifiedTrees` take, but for a few integers."""
     features = len(config.feature_layers) * config.hidden_size
-    computed = (config.hidden_size + config.rotary_dim + features) * ITEM_SIZES[dtype]
+    computed = (config.hidden_size + config.rotary_columns + features) * ITEM_SIZES[dtype]
     wide = (config.vocab_size + 6) * ITEM_SIZES["float32"]  # logits, and one of each of the node's own numbers
     return limits.slots * limits.nodes * (computed + wide + limits.nodes + limits.keys)
 
@@ -65,7 +65,7 @@ class VerifiedTrees:
         ancestors = backend.zeros((rows * limits.nodes,), "bool")
         self._nodes = TreeNodes(integers(rows), integers(rows), integers(rows), ancestors, integers(rows))
         self._embeds = backend.zeros((rows * config.hidden_size,), "compute")
-        self._cos_sin = backend.zeros((rows * config.rotary_dim,), "compute")
+        self._cos_sin = backend.zeros((rows * config.rotary_columns,), "compute")
         self._mask = backend.zeros((rows * limits.keys,), "bool")
         logits, thresholds = (backend.zeros((size,), "float32") for size in (rows * config.vocab_size, rows))
         self._logits = NodeLogits(logits, thresholds, integers(rows))
@@ -91,7 +91,7 @@ class VerifiedTrees:
             _views(self._nodes, per_node, per_node, per_node, (*per_node, nodes), per_node),
             StepInputs(
                 leading(self._embeds, (*per_node, config.hidden_size)),
-                leading(self._cos_sin, (*per_node, config.rotary_dim)),
+                leading(self._cos_sin, (*per_node, config.rotary_columns)),
                 leading(self._mask, (batch, 1, nodes, key_range)),
                 start,
             ),

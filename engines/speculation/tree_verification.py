@@ -7,9 +7,11 @@ from functools import partial
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
-from edgellm.engines.model.memory_plan import GIVEN_NODES
+from edgellm.engines.model.memory_plan import GIVEN_NODES, kept_bytes
+from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.runners.states import Kept, KeptInputs
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.tree import (
@@ -43,7 +45,8 @@ def given_tree_bytes(config: DecoderConfig, limits: EngineLimits, nodes: int, dt
     """What `TreeVerification` allocates for them; the logits of all nodes are the largest part."""
     size = given_limits(limits, nodes)
     pending = size.slots * size.emitted * len(config.feature_layers) * config.hidden_size * ITEM_SIZES[dtype]
-    return tree_bytes(config, size, dtype) + pending
+    kept = kept_bytes(decoder_states(config, limits.kv_cache), size.slots, nodes)
+    return tree_bytes(config, size, dtype) + pending + kept
 
 
 class TreeVerification:
@@ -64,7 +67,7 @@ class TreeVerification:
         else:
             largest = limits.verify_sizes[-1], limits.accept_tokens, limits.tree_key_ranges[-1]
             self._limits = TreeLimits(limits.max_batch, *largest)
-        self._made: tuple[VerifiedTrees, Pending] | None = None
+        self._made: tuple[VerifiedTrees, Pending, KeptInputs] | None = None
         self._given: CandidateBuffers | None = None
         self._draft_probabilities: Array | None = None
         self._workspaces: dict[str, Array] = {}
@@ -183,7 +186,8 @@ class TreeVerification:
             typical = kernels.typical_accept
             steps.append(partial(kernels.draw_nodes, logits, nodes, state, rows))
             steps.append(partial(typical, logits, nodes, active, rows, bounds, accepted, self._workspace()))
-        steps.append(self._base.states.commit(state.kvcache_start_index, accepted, tree.features, pending))
+        kept = self._kept(tree)
+        steps.append(self._base.states.commit(state.kvcache_start_index, accepted, tree.features, pending, kept))
         steps.append(partial(kernels.advance_accepted, accepted, state, pending, tree.emitted))
 
         def accept_all() -> None:
@@ -207,7 +211,7 @@ class TreeVerification:
             self._workspace(of_draft=True),
         )
 
-    def _arrays(self) -> tuple[VerifiedTrees, Pending]:
+    def _arrays(self) -> tuple[VerifiedTrees, Pending, KeptInputs]:
         if self._made is None:
             limits, backend, config = self._limits, self._backend, self._base.config
             if self._draft is not None:
@@ -215,7 +219,8 @@ class TreeVerification:
             else:
                 features = len(config.feature_layers) * config.hidden_size
                 pending = pending_entries(backend, limits.slots, limits.emitted, features)
-            self._made = VerifiedTrees(backend, config, limits), pending
+            kept = self._base.states.kept_inputs(limits.slots, limits.nodes)
+            self._made = VerifiedTrees(backend, config, limits), pending, kept
         return self._made
 
     def _chain(self, candidates: Candidates, plan: DraftPlan) -> Chain:
@@ -233,8 +238,15 @@ class TreeVerification:
         bound = self._base.engine_weights() | tree.inputs._asdict() | {"logits": tree.logits.logits}
         if tree.features.shape[2]:
             bound["hidden_states"] = tree.features
-        slots = slice(0, shape.batch)
-        return bound | self._base.states.bound(slots) | self._base.adapter_inputs(shape, slots)
+        slots, states = slice(0, shape.batch), self._base.states
+        if states.is_recurrent:
+            bound["node_parents"] = tree.nodes.parents
+        return bound | states.bound(slots, self._kept(tree)) | self._base.adapter_inputs(shape, slots)
+
+    def _kept(self, tree: VerifiedTree) -> Kept:
+        """Where the step that verifies a tree keeps its inputs."""
+        batch, nodes = tree.nodes.tokens.shape
+        return self._arrays()[2].of(batch, nodes)
 
     def _workspace(self, of_draft: bool = False) -> Array:
         """The workspace of the acceptance kernels, for the largest tree, or of draws from the draft; allocated when

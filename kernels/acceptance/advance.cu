@@ -24,19 +24,23 @@ __device__ inline void compact_rows(
     unsigned length = min(max(__ldcg(a.accepted.lengths + slot), 0), int(a.W));
     long long start = __ldcg(a.kvcache_start_index + slot);
     const int* indices = a.accepted.indices + (size_t)slot * a.W;
+    // Where a ring has the row of an index.
+    auto row_of = [&](long long index) {
+        return a.wraps && index >= 0 ? (long long)((unsigned)(start + index) % rows) : start + index;
+    };
     for (unsigned first = 0; first < length; first += BATCH) {
         Element values[BATCH];
         bool moves[BATCH];
 #pragma unroll
         for (unsigned i = 0; i < BATCH; ++i) {
             int index = first + i < length ? __ldcg(indices + first + i) : int(first + i);
-            long long source = start + index, target = start + first + i;
+            long long source = row_of(index), target = row_of(first + i);
             moves[i] = source != target && min(source, target) >= 0 && max(source, target) < rows;
             if (moves[i]) values[i] = __ldcg(column + source * elements);
         }
 #pragma unroll
         for (unsigned i = 0; i < BATCH; ++i) {
-            if (moves[i]) column[(start + first + i) * elements] = values[i];
+            if (moves[i]) column[row_of(first + i) * elements] = values[i];
         }
     }
 }

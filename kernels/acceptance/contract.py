@@ -286,12 +286,14 @@ class AcceptanceKernels(Protocol):
         accepted: Accepted,
         hidden_states: Annotated[OwnArray, "BTF compute"],
         pending: Pending,
+        wraps: bool,
     ) -> None:
         """Move the accepted rows of every cache, and their features, to consecutive places, before lengths advance.
 
         In each of `caches` (keys and values of all layers, and their scales: alike but for dtype and C) row
         kvcache_start_index[b] + indices[b, i] of slot b goes to row kvcache_start_index[b] + i, i = 0..n-1. Indices
-        must ascend, as acceptance writes them; rows outside the cache are left out. Pending feature i becomes row
+        must ascend, as acceptance writes them; rows outside the cache are left out, or if it `wraps` are these
+        rows modulo R, of which a tree has each once. Pending feature i becomes row
         indices[b, i] of `hidden_states`; others keep what they hold.
         """
 

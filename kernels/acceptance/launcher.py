@@ -227,11 +227,12 @@ class CudaAcceptance(Launcher):
         accepted: Accepted,
         hidden_states: DeviceArray,
         pending: Pending,
+        wraps: bool = False,
     ) -> None:
         """Move the accepted rows of all caches and features together, one launch for each 256 caches whose rows have
         the same size."""
         check_alike(caches)
-        arguments = (caches[0], kvcache_start_index, accepted, hidden_states, pending)
+        arguments = (caches[0], kvcache_start_index, accepted, hidden_states, pending, wraps)
         sizes = self._check("move_accepted", *arguments)
         packed = self._check.pack("move_accepted", sizes, *arguments)
         by_size: dict[int, list[DeviceArray]] = {}

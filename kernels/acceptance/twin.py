@@ -185,16 +185,19 @@ class NumpyAcceptance:
         accepted: Accepted,
         hidden_states: np.ndarray,
         pending: Pending,
+        wraps: bool = False,
     ) -> None:
         """Move accepted rows and features together; rows in place already are not touched. See the contract."""
         check_alike(caches)
-        sizes = _check("move_accepted", caches[0], kvcache_start_index, accepted, hidden_states, pending)
+        sizes = _check("move_accepted", caches[0], kvcache_start_index, accepted, hidden_states, pending, wraps)
         for slot, (start, length) in enumerate(zip(kvcache_start_index, accepted.lengths, strict=True)):
             places = np.arange(min(length, sizes["W"]))
             indices = accepted.indices[slot, : places.size]
             known = (indices >= 0) & (indices < sizes["T"])
             pending.features[slot, places[known]] = hidden_states[slot, indices[known]]
             sources, targets = start + indices, start + places
+            if wraps:
+                sources, targets = np.where(indices < 0, -1, sources % sizes["R"]), targets % sizes["R"]
             inside = (np.minimum(sources, targets) >= 0) & (np.maximum(sources, targets) < sizes["R"])
             moved = inside & (sources != targets)
             if not moved.any():

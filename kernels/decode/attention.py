@@ -9,7 +9,7 @@ from itertools import product
 from math import ceil
 from typing import NamedTuple
 
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode.arguments import CUDA_TYPES, addresses, decode_kernel
 from edgellm.kernels.decode.contract import (
     MAX_TOKENS,
@@ -61,13 +61,15 @@ class _Attention(ctypes.Structure):
             for name in ("kv_rows", "tokens", "token_blocks", "mask_keys", "masks_all", "span_bits")
         ),
         *((name, ctypes.c_int) for name in ("states", "slot_bits", "row_tiles", "stages", "in_cluster", "split_bits")),
+        *((name, ctypes.c_int) for name in ("rotary_columns", "window", "window_bits")),
     ]
 
 
 class AttentionShape(NamedTuple):
     """What attention works on: new tokens of `batch` sequences, heads of `size` elements, rows of the caches.
 
-    `int8`: the rows are, and each has a scale.
+    `int8`: the rows are, and each has a scale. With a `window` (0: none) tokens see so many of them, and they are a
+    ring.
     """
 
     batch: int
@@ -77,6 +79,7 @@ class AttentionShape(NamedTuple):
     size: int
     kv_rows: int
     int8: bool = False
+    window: int = 0
 
     @property
     def group(self) -> int:
@@ -94,8 +97,28 @@ class AttentionShape(NamedTuple):
         return max(16, min(64, 256 // self.kv_heads)).bit_length() - 1
 
     @property
+    def window_bits(self) -> int:
+        """Spans of a window have 2 to this power tiles: by the model alone, so that there are no more than otherwise,
+        wherever in a span a window begins and however many new tokens stand behind it."""
+        tiles = -(-(self.window + MAX_TOKENS) // _KEY_TILE) + 1
+        return next(bits for bits in range(32) if (tiles - 1 >> bits) + 2 <= 1 << self.span_bits)
+
+    @property
+    def most_keys(self) -> int:
+        """That a sequence can have, those before its window in the same span included."""
+        span = _KEY_TILE << self.window_bits
+        return self.window + span + self.tokens if self.window else self.kv_rows
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether spans may have several tiles."""
+        return self.window_bits > 0 if self.window else self.kv_rows > _KEY_TILE << self.span_bits
+
+    @property
     def spans(self) -> int:
         """The most that there can be of a sequence."""
+        if self.window:
+            return -(-self.most_keys // (_KEY_TILE << self.window_bits))
         return min(-(-self.kv_rows // _KEY_TILE), 1 << self.span_bits)
 
     @property
@@ -136,7 +159,7 @@ class AttentionGeometry:
         new_rows = -(-shape.tokens // 16) * 16
         scales = 2 * (ring + new_rows) if shape.int8 else 0
         new_scores = queries * (new_rows + 4)
-        unfinished = self.warps * _ROWS if shape.kv_rows > _KEY_TILE << shape.span_bits else 0
+        unfinished = self.warps * _ROWS if shape.has_unfinished else 0
         states = (unfinished + self._own_states(shape)) * shape.state
         return 2 * (ring + shape.tokens) * row + queries * query + 4 * (scales + new_scores + states)
 
@@ -160,8 +183,11 @@ class AttentionGeometry:
 _SMALLEST = AttentionGeometry(1, 1, 1, 1)
 
 
-def attention_kernel(dtype: str, head_size: int, shares: bool = True, int8: bool = False) -> Kernel:
-    """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are."""
+def attention_kernel(
+    dtype: str, head_size: int, shares: bool = True, int8: bool = False, window: bool = False
+) -> Kernel:
+    """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are;
+    `window`: they are a ring, of which tokens see a part."""
     sample = AttentionGeometry(2, 2, 3, 2), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
@@ -172,6 +198,7 @@ def attention_kernel(dtype: str, head_size: int, shares: bool = True, int8: bool
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
         ("HOST_BLOCK_BYTES", sample[0].shared_bytes(sample[1])),
         ("HOST_INT8", int(int8)),
+        ("HOST_WINDOW", int(window)),
     )
     expression = (
         f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(shares).lower()}>"
@@ -191,31 +218,42 @@ def attention_launch(
     """See `NumpyDecodeKernels.attention`. `geometry`: other than the fastest."""
     mask, (batch, kv_heads, kv_rows, size) = step.attention_mask, step.k_cache.shape
     tokens, mask_keys = (1, 0) if mask is None else mask.shape[2:]
-    heads, rotary = context.size // (batch * tokens * size), step.rope_rotary_cos_sin.shape[-1] if weights.rotary else 0
+    columns = step.rope_rotary_cos_sin.shape[-1]
+    heads, (first, rotary) = context.size // (batch * tokens * size), weights.rotary_part or (0, columns)
+    rotary, cos_sin = (rotary if weights.rotary else 0), step.rope_rotary_cos_sin
     int8 = step.k_scale is not None
     refusal = attention_refusal(heads, kv_heads, size, int8)
     if refusal is not None:
         raise KernelError(refusal)
-    if tokens > MAX_TOKENS or rotary > size or rotary % 4:
+    window = step.window or 0
+    if window and (kv_rows % _KEY_TILE or window + tokens - 1 > kv_rows or step.masks_all):
+        raise KernelError(
+            f"a ring of {kv_rows} rows for a window of {window} and {tokens} new tokens, masks_all {step.masks_all}; "
+            f"expected at least both, in whole tiles of {_KEY_TILE}, and no mask of all rows"
+        )
+    if tokens > MAX_TOKENS or first + rotary > columns or first % 4 or rotary > size or rotary % 4:
         raise KernelError(
             f"decode attention takes up to {MAX_TOKENS} tokens a sequence and rotates at most a head, by fours of "
             f"elements, found {tokens} tokens and {rotary} rotated elements of {size}"
         )
-    shape = AttentionShape(batch, tokens, heads, kv_heads, size, kv_rows, int8)
+    shape = AttentionShape(batch, tokens, heads, kv_heads, size, kv_rows, int8, window)
     if geometry is None:
         geometry = attention_geometry(shape, module)
     group, splits = shape.group, geometry.splits
     token_blocks = -(-tokens // (geometry.row_tiles * shape.tile_tokens))
     arguments = _Attention(
-        *addresses(qkv, weights.q_norm, weights.k_norm, step.rope_rotary_cos_sin, step.kvcache_start_index, mask),
+        *addresses(qkv, weights.q_norm, weights.k_norm),
+        cos_sin.pointer + first * ITEM_SIZES[cos_sin.dtype],
+        *addresses(step.kvcache_start_index, mask),
         *addresses(step.k_cache, step.v_cache, step.k_scale, step.v_scale, context, *scratch),
         *(weights.epsilon, weights.offset, weights.scale * 1.4426950408889634, 1 / size),
         *(group, -(-65_536 // group), shape.tile_tokens, -(-65_536 // shape.tile_tokens), size, rotary),
         *(kv_rows, tokens, token_blocks, mask_keys, step.masks_all, shape.span_bits),
         *(shape.spans, geometry.slots.bit_length() - 1, geometry.row_tiles, geometry.stages),
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
+        *(columns, window, shape.window_bits if window else 0),
     )
-    kernel = attention_kernel(context.dtype, size, geometry.shares, int8)
+    kernel = attention_kernel(context.dtype, size, geometry.shares, int8, window > 0)
     grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 
@@ -227,11 +265,11 @@ def attention_geometry(shape: AttentionShape, gpu: KernelModule) -> AttentionGeo
 
 @cache
 def _fastest(shape: AttentionShape, multiprocessors: int, limit: int, has_clusters: bool) -> AttentionGeometry:
-    usual = min(shape.kv_rows, _USUAL_KEYS)
+    usual = min(shape.most_keys, _USUAL_KEYS)
 
     def microseconds(geometry: AttentionGeometry) -> float:
         often = _microseconds(geometry, shape, usual, multiprocessors, limit)
-        return often + _microseconds(geometry, shape, shape.kv_rows, multiprocessors, limit) / 8
+        return often + _microseconds(geometry, shape, shape.most_keys, multiprocessors, limit) / 8
 
     most = _MOST_IN_CLUSTER if has_clusters else shape.spans
     if not has_clusters and shape.batch * shape.tokens > _MOST_ROWS_IN_MEMORY:
@@ -250,7 +288,7 @@ def _microseconds(
 ) -> float:
     """An estimate for a sequence of so many keys."""
     tiles, sixty_fours = -(-keys // _KEY_TILE), -(-shape.size // 64)
-    tile_bits = (tiles - 1 >> shape.span_bits).bit_length()
+    tile_bits = shape.window_bits if shape.window else (tiles - 1 >> shape.span_bits).bit_length()
     spans = -(-tiles >> tile_bits)
     rounds = -(-spans // (geometry.splits * geometry.slots)) << tile_bits
     active = min(geometry.splits, -(-spans // geometry.slots))

@@ -22,6 +22,12 @@ template <bool IS, typename A, typename B> struct Choice { using Type = A; };
 template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
 template <typename T> using CacheElement = typename Choice<INT8, signed char, T>::Type;
 
+// Whether tokens see the latest `window` of their keys alone, and the caches are rings: position p is in row p % kv_rows, which
+// are whole tiles. Positions in a block are then counted from the beginning of the first span that one of its sequence's new
+// tokens sees. Spans begin at multiples of 2^window_bits tiles, whatever a token sees of them, and a tile or a span of which
+// it sees nothing changes none of its sums: so a token's bits depend on its own position alone.
+constexpr bool WINDOW = HOST_WINDOW;
+
 // Tiles of so many keys, and the logarithm of the tiles of a span, for at most 2^span_bits spans.
 __device__ __forceinline__ int tiles_of(int length) { return (length + KEY_TILE - 1) / KEY_TILE; }
 __device__ __forceinline__ int tile_bits_of(int length, int span_bits) {
@@ -50,6 +56,7 @@ template <typename T> struct Arguments {
     float epsilon, offset, scale, inverse_size;
     int group, group_inverse, tile_tokens, tile_inverse, size, rotary, kv_rows, tokens, token_blocks, mask_keys, masks_all;
     int span_bits, states, slot_bits, row_tiles, stages, in_cluster, split_bits;
+    int rotary_columns, window, window_bits;  // columns of a row of cos_sin
 };
 static_assert(sizeof(Arguments<__half>) == HOST_ATTENTION_BYTES, "as the host's structure");
 
@@ -84,7 +91,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     using Base::context, Base::group, Base::group_inverse, Base::in_cluster, Base::k_cache, Base::kv_rows, Base::mask;
     using Base::mask_keys, Base::masks_all, Base::partial, Base::row_tiles, Base::size, Base::slot_bits, Base::span_bits;
     using Base::split_bits, Base::stages, Base::start_index, Base::states, Base::tile_tokens, Base::token_blocks;
-    using Base::k_scale, Base::tokens, Base::v_cache, Base::v_scale;
+    using Base::k_scale, Base::tokens, Base::v_cache, Base::v_scale, Base::window, Base::window_bits;
 
     // Its place: a share of the spans, a key-value head, and `own_count` tokens of a sequence from `first_token` on, whose
     // `rows` are counted by token, then by head. A warp has a tile of 16 rows, and a slot of the block's spans.
@@ -92,6 +99,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     // Rows before `start` are committed. Spans have 2^least to 2^most tiles, as a token's keys are many. `active`: blocks
     // that have spans; 2^owner_bits of them merge spans, each of `own_rows` rows at most, which lie as far apart.
     int start, longest, least, most, active, owner_bits, own_rows;
+    int shift, low;  // the position from which on positions are counted, and the first of these in a window: 0 unless WINDOW
     CacheElement<T>*cached_keys, *cached_values;
     float *cached_key_scales, *cached_value_scales;
 
@@ -133,13 +141,22 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         scales = reinterpret_cast<float*>(queries + row_tiles * ROWS * QUERY_STRIDE);
         new_scores = scales + scales_of(ring, tokens);
         unfinished = new_scores + row_tiles * ROWS * score_stride_of(tokens);
-        own_states = unfinished + (kv_rows > KEY_TILE << span_bits ? warps * ROWS * state_stride_of(size) : 0);
+        const bool has_unfinished = WINDOW ? window_bits > 0 : kv_rows > KEY_TILE << span_bits;
+        own_states = unfinished + (has_unfinished ? warps * ROWS * state_stride_of(size) : 0);
     }
 
     // Reads the sequence's length.
     __device__ __forceinline__ void find_keys() {
-        start = min(__ldcg(start_index + sequence), kv_rows - tokens), longest = start + tokens;
-        least = tile_bits_of(masks_all ? longest : start + 1, span_bits), most = tile_bits_of(longest, span_bits);
+        if constexpr (WINDOW) {
+            const int position = max(__ldcg(start_index + sequence), 0), first = max(position + 1 - window, 0);
+            shift = first & -(KEY_TILE << window_bits);
+            low = first - shift, start = position - shift, longest = start + tokens;
+            least = most = window_bits;
+        } else {
+            shift = low = 0;
+            start = min(__ldcg(start_index + sequence), kv_rows - tokens), longest = start + tokens;
+            least = tile_bits_of(masks_all ? longest : start + 1, span_bits), most = tile_bits_of(longest, span_bits);
+        }
         active = min(1 << split_bits, (start / KEY_TILE >> least + slot_bits) + 1);
         owner_bits = 31 - __clz(active);
         own_rows = (rows + (1 << owner_bits) - 1) >> owner_bits;
@@ -169,6 +186,16 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     }
 
     static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(Element); }
+
+    // The logarithm of the tiles of a span of a token with so many keys.
+    __device__ __forceinline__ int bits_of(int length) const {
+        return WINDOW ? window_bits : tile_bits_of(length, span_bits);
+    }
+
+    // The caches' row of a position; of the first one of a tile, those behind it in the tile follow.
+    __device__ __forceinline__ int row_of(int position) const {
+        return WINDOW ? static_cast<int>(static_cast<unsigned>(shift + position) % static_cast<unsigned>(kv_rows)) : position;
+    }
 
     // Whether a head has the eight elements number n; all but the last it has at compile time.
     __device__ __forceinline__ bool has_eight(int n) const { return n < 2 * STEPS - 1 || size == PADDED; }

@@ -12,16 +12,18 @@ template <typename T, int STEPS>
 __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int tile, int stage) {
     constexpr int COPIES = 2 * STEPS;  // of 16 bytes a lane, of keys and of values
     const int lane = threadIdx.x % 32, first = tile * KEY_TILE, exist = block.start - first;
-    const int place = (stage * block.slots + block.slot) * KEY_TILE;
-    const signed char* keys = block.cached_keys + static_cast<size_t>(first) * block.PADDED + 16 * lane;
-    const signed char* values = block.cached_values + static_cast<size_t>(first) * block.PADDED + 16 * lane;
+    const int place = (stage * block.slots + block.slot) * KEY_TILE, before = WINDOW ? block.low - first : 0;
+    const int cached = block.row_of(first);
+    const signed char* keys = block.cached_keys + static_cast<size_t>(cached) * block.PADDED + 16 * lane;
+    const signed char* values = block.cached_values + static_cast<size_t>(cached) * block.PADDED + 16 * lane;
     const unsigned targets = shared_address(block.keys + place * block.STRIDE);
     auto copy = [&](int i) {
         const int row = 32 % STEPS == 0 ? lane / STEPS + 32 / STEPS * i : (lane + 32 * i) / STEPS;
         const int chunk = 32 % STEPS == 0 ? lane % STEPS : lane + 32 * i - STEPS * row;
         const unsigned target = targets + block.bytes(row) + 16 * chunk;
-        copy_async_16(target, keys + 512 * i, row < exist);
-        copy_async_16(target + block.bytes(block.ring), values + 512 * i, row < exist);
+        const bool exists = row < exist && row >= before;
+        copy_async_16(target, keys + 512 * i, exists);
+        copy_async_16(target + block.bytes(block.ring), values + 512 * i, exists);
     };
     if (block.row_tiles == 1) {
 #pragma unroll
@@ -35,14 +37,15 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
 #pragma unroll
     for (int i = 0; i < KEY_TILE / 32; ++i) {
         const int row = lane + 32 * i;
-        copy_async_4(scales + 128 * i, block.cached_key_scales + first + row, row < exist);
-        copy_async_4(scales + 128 * i + 4 * block.ring, block.cached_value_scales + first + row, row < exist);
+        const bool exists = row < exist && row >= before;
+        copy_async_4(scales + 128 * i, block.cached_key_scales + cached + row, exists);
+        copy_async_4(scales + 128 * i + 4 * block.ring, block.cached_value_scales + cached + row, exists);
     }
 }
 
 // Begins to copy the tiles of a round to the ring. Rows before `start` were written in earlier steps, so they may be read
-// before the previous kernel is done. Behind them stand zeros: a weight of 0 must meet the same value wherever a token
-// stands.
+// before the previous kernel is done. Behind them, and before the window, stand zeros: a weight of 0 must meet the same value
+// wherever a token stands, and no value of another sequence.
 template <typename T, int STEPS>
 __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
     constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
@@ -59,11 +62,12 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
         if (tile < 0) continue;
         const int exist = column < block.size ? block.start - tile * KEY_TILE : 0;
         const int place = (stage * block.slots + slot) * KEY_TILE + first;
+        const int before = WINDOW ? block.low - tile * KEY_TILE : 0;
         unsigned target = shared_address(block.keys + place * block.STRIDE + column);
-        int source = (tile * KEY_TILE + first) * block.size + column;
+        int source = (block.row_of(tile * KEY_TILE) + first) * block.size + column;
 #pragma unroll 4
         for (int row = first; row < KEY_TILE; row += rows_at_once) {
-            const bool exists = row < exist;
+            const bool exists = row < exist && row >= before;
             copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
             copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
             source += rows_at_once * block.size, target += block.bytes(rows_at_once);
@@ -86,9 +90,10 @@ template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const
 #pragma unroll
             for (int half = 0; half < HALVES; ++half) {
                 const int node = 32 * half + lane;
-                const bool exists = t < block.own_count && node < block.tokens && block.start + node < block.mask_keys;
+                const int column = block.start + block.shift + node;
+                const bool exists = t < block.own_count && node < block.tokens && column < block.mask_keys;
                 mask[i][half] = 0;
-                if (reads && exists) mask[i][half] = __ldcg(block.mask_of(t) + block.start + node);
+                if (reads && exists) mask[i][half] = __ldcg(block.mask_of(t) + column);
             }
         }
 #pragma unroll
@@ -162,11 +167,11 @@ __device__ __forceinline__ Head<T> head_of(const Block<T, STEPS>& block, int ite
     const int own = row - t * block.group, token = block.sequence * block.tokens + block.first_token + t;
     const int place = head.is_key ? block.heads + block.kv_head : block.kv_head * block.group + own;
     head.source = block.qkv + (token * (block.heads + 2 * block.kv_heads) + place) * block.size;
-    head.rotation = block.cos_sin + token * block.rotary;
+    head.rotation = block.cos_sin + token * block.rotary_columns;
     const int tile = t * block.tile_inverse >> 16;
     const int query = tile * ROWS + (t - tile * block.tile_tokens) * block.group + own;
     head.target = head.is_key ? item : query;
-    head.cached = head.is_key && t >= 0 && t < block.own_count ? block.start + item : -1;
+    head.cached = head.is_key && t >= 0 && t < block.own_count ? block.row_of(block.start + item) : -1;
     return head;
 }
 

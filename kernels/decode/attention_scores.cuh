@@ -29,7 +29,7 @@ __device__ __forceinline__ Rows rows_of(const Block<T, STEPS>& block, const Divi
         const bool exists = token < rows.end_token;
         rows.token[half] = exists ? token : -1, rows.row[half] = rows.first_token * block.group + row;
         const int length = exists ? block.tables->lengths[token] : 0;
-        rows.length[half] = exists && tile_bits_of(length, block.span_bits) == division.tile_bits ? length : 0;
+        rows.length[half] = exists && block.bits_of(length) == division.tile_bits ? length : 0;
     }
     rows.longest = __reduce_max_sync(FULL_WARP, max(rows.length[0], rows.length[1]));
     return rows;
@@ -175,6 +175,16 @@ __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], co
                 const bool exists = position < rows.length[half];
                 const float of_node = of_rows[8 * half * stride + (place >= 0 && exists ? node : 0)];
                 score[n][i] = !exists ? no_score() : place < 0 ? score[n][i] : of_node;
+            }
+        }
+    }
+    if (WINDOW && begin < rows.longest - block.window) {
+#pragma unroll
+        for (int n = 0; n < 2 * BLOCKS; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int position = begin + 8 * n + 2 * (lane % 4) + i % 2;
+                if (position < rows.length[i / 2] - block.window) score[n][i] = no_score();
             }
         }
     }

@@ -65,7 +65,7 @@ __device__ __forceinline__ void merge_states(const Block<T, STEPS>& block, int f
     for (int item = threadIdx.x; item < count * LANES_OF_ROW; item += blockDim.x) {
         const int place = item / LANES_OF_ROW, column = 4 * (item % LANES_OF_ROW), row = first + (place << step_bits);
         if (column >= size) continue;
-        const int length = block.tables->lengths[block.token_of(row)], bits = tile_bits_of(length, block.span_bits);
+        const int length = block.tables->lengths[block.token_of(row)], bits = block.bits_of(length);
         const int spans = (tiles_of(length) + (1 << bits) - 1) >> bits;
         const float* state = THROUGH_L2 ? block.partial + block.result_of(row) * block.states * stride
                                         : block.own_states + place * stride;

@@ -131,7 +131,8 @@ class Kept(NamedTuple):
 class AttentionWeights(NamedTuple):
     """How a layer's heads are made ready: norms of q and k [D] (`offset` as in `NormedInput`), scale of the scores.
 
-    `rotary` False: no rotary embedding.
+    `rotary` False: no rotary embedding. `rotary_part`: the first of the columns of the rotary rows that it takes, and
+    how many; None: all.
     """
 
     q_norm: OwnArray | None
@@ -140,6 +141,7 @@ class AttentionWeights(NamedTuple):
     offset: float
     scale: float
     rotary: bool = True
+    rotary_part: tuple[int, int] | None = None
 
 
 class AttentionStep(NamedTuple):
@@ -147,8 +149,10 @@ class AttentionStep(NamedTuple):
 
     `rope_rotary_cos_sin` [B, T, rotary] compute, `kvcache_start_index` [B] int32, `attention_mask` [B, 1, T, L] bool
     (None: T is 1), caches [B, n_kv, rows, D] compute. `masks_all`: the mask decides about the rows before
-    start_index[b] too. Caches of int8 have scales [B, n_kv, rows, 1] float32; a token's own row, and those of the other
-    new ones, are read as they are kept (`edgellm.kernels.quantization.rows`).
+    start_index[b] too. With a `window` a token sees the latest so many of the rows that it would see, its own included,
+    and the caches are rings: position p is in row p modulo their rows, which are whole tiles of 64. Caches of int8 have
+    scales [B, n_kv, rows, 1] float32; a token's own row, and those of the other new ones, are read as they are kept
+    (`edgellm.kernels.quantization.rows`).
     """
 
     rope_rotary_cos_sin: OwnArray
@@ -159,6 +163,7 @@ class AttentionStep(NamedTuple):
     masks_all: bool = False
     k_scale: OwnArray | None = None
     v_scale: OwnArray | None = None
+    window: int | None = None
 
 
 class AttentionScratch(NamedTuple):

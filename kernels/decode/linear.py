@@ -92,6 +92,16 @@ class _Norm(ctypes.Structure):
     ]
 
 
+class _NormResidual(ctypes.Structure):
+    """`NormResidual` of norm.cu."""
+
+    _fields_ = [
+        ("input", NormedArgument),
+        *((name, ctypes.c_void_p) for name in ("residual", "selected", "output")),
+        *((name, ctypes.c_int) for name in ("width", "tokens", "adds_float")),
+    ]
+
+
 #: Columns of three steps in each slice, for which linear.cu asserts what its kernels need.
 _COLUMNS = 3 * SLICES * STEP
 _LINEAR_MACROS = (
@@ -107,7 +117,11 @@ _LINEAR_MACROS = (
     ("HOST_NORM_LINEAR_BYTES", ctypes.sizeof(_NormLinear)),
     ("HOST_LINEAR_RESIDUAL_BYTES", ctypes.sizeof(_LinearResidual)),
 )
-_NORM_MACROS = (("HOST_NORM_BYTES", ctypes.sizeof(_Norm)), ("HOST_NORM_SUMS_BYTES", NORM_SUMS_BYTES))
+_NORM_MACROS = (
+    ("HOST_NORM_BYTES", ctypes.sizeof(_Norm)),
+    ("HOST_NORM_RESIDUAL_BYTES", ctypes.sizeof(_NormResidual)),
+    ("HOST_NORM_SUMS_BYTES", NORM_SUMS_BYTES),
+)
 
 
 def linear_kernel(name: str, *types: str) -> Kernel:
@@ -263,6 +277,33 @@ class CudaDecodeKernels:
         )
         kernel = norm_kernel("scale_rows", self._type)
         return Launch(self.module, kernel, (-(-x.size // (8 * THREADS)), 1, 1), THREADS, 0, arguments)
+
+    def norm_residual(
+        self,
+        normed: NormedInput,
+        residual: DeviceArray,
+        output: DeviceArray,
+        selected: DeviceArray | None = None,
+    ) -> Launch:
+        """See `NumpyDecodeKernels.norm_residual`, of up to 65,535 rows; the output may be the residual where no rows
+        are selected."""
+        rows, width = rows_of(normed.values), normed.columns
+        if normed.weight is None or width != normed.values.shape[-1] or residual.shape[-1] != width:
+            raise KernelError(
+                f"a residual {list(residual.shape)} gets no normed {list(normed.values.shape)}; expected as many "
+                "columns, all normed by a weight"
+            )
+        if residual.dtype not in ("float32", self.dtype) or output.dtype != "float32":
+            raise KernelError(f"a residual of {residual.dtype} gives {output.dtype}; expected float32")
+        if rows_of(residual) % rows or (selected is None and rows_of(residual) != rows):
+            raise KernelError(f"a residual of {rows_of(residual)} rows for {rows} rows")
+        check_room("output", output, rows, width)
+        arguments = _NormResidual(
+            normed_argument(normed, self.dtype),
+            *addresses(residual, selected, output),
+            *(width, rows_of(residual) // rows, residual.dtype == "float32"),
+        )
+        return Launch(self.module, norm_kernel("norm_residual", self._type), (1, rows, 1), THREADS, 0, (arguments,))
 
     def norm(
         self,

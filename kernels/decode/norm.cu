@@ -1,6 +1,6 @@
 // What stands before or between linear layers: RMS norm of many rows, once for all blocks of the linear layer that follows
 // (the same bits as where the layer norms its own activations), rows as they are in T, both arranged for packed weights whose
-// columns stand in another order, and rows that are scaled.
+// columns stand in another order, rows that are scaled, and rows that are normed before they are added.
 #include "decode/activations.cuh"
 
 namespace decode {
@@ -113,6 +113,57 @@ __global__ void __launch_bounds__(THREADS) scale_rows(const T* input, float fact
     float4* target = reinterpret_cast<float4*>(output + first);
     target[0] = make_float4(values[0], values[1], values[2], values[3]);
     target[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
+
+// output [rows, width] float = residual + the normed input, not rounded. selected: which of the `tokens` rows that the residual
+// has of a sequence each row gets (null: it has as many rows as the input). Grid (1, rows); what a thread writes it has read.
+struct NormResidual {
+    NormedInput input;
+    const void* residual;
+    const int* selected;
+    float* output;
+    int width, tokens, adds_float;
+};
+static_assert(sizeof(NormResidual) == HOST_NORM_RESIDUAL_BYTES, "as the host's structure");
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__ NormResidual arguments) {
+    __shared__ float sums[WARPS];
+    const NormedInput& input = arguments.input;
+    const size_t row = blockIdx.y;
+    const bool is_float = input.is_float != 0, adds_float = arguments.adds_float != 0;
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    const void* values = static_cast<const char*>(input.values) + row * input.stride * (is_float ? 4 : sizeof(T));
+    const size_t source = arguments.selected == nullptr ? row : row * arguments.tokens + __ldcg(arguments.selected + row);
+    const void* residual =
+        static_cast<const char*>(arguments.residual) + source * arguments.width * (adds_float ? 4 : sizeof(T));
+    float squares = 0.f;
+    for (int column = threadIdx.x * 8; column < arguments.width; column += THREADS * 8) {
+        float eight[8];
+        load8<T>(values, is_float, column, eight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
+    }
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    __syncthreads();
+    float total = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
+    const float factor = rsqrtf(total / static_cast<float>(arguments.width) + input.epsilon);
+    float* output = arguments.output + row * arguments.width;
+    for (int column = threadIdx.x * 8; column < arguments.width; column += THREADS * 8) {
+        float eight[8], before[8], weight[8];
+        load8<T>(values, is_float, column, eight);
+        load8<T>(residual, adds_float, column, before);
+        load8<T>(input.weight, false, column, weight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) eight[j] = fmaf(eight[j] * factor, weight[j] + input.offset, before[j]);
+        float4* target = reinterpret_cast<float4*>(output + column);
+        target[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
+        target[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
+    }
 }
 
 }  // namespace decode

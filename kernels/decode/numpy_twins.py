@@ -21,7 +21,7 @@ from edgellm.kernels.decode.contract import (
 )
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
-from edgellm.kernels.quantization.rows import write_rows
+from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 
 
 class NumpyLaunch:
@@ -128,7 +128,8 @@ class NumpyDecodeKernels:
     ) -> NumpyLaunch:
         """Attention of T new tokens a sequence: [q/k norm,] rotation, their KV rows, softmax over what each sees.
 
-        A token sees the rows before start_index[b], itself, and the new tokens whose rows the mask lets it see. Scales
+        A token sees the rows before start_index[b], itself, and the new tokens whose rows the mask lets it see, or the
+        latest of these in its window. Scales
         of rows of int8 multiply scores, and weights before they meet values.
         `qkv` [B T, (n_q + 2 n_kv) D]; rows start_index[b] .. + T - 1 of the caches are written; `context` [B T, n_q D].
         """
@@ -137,6 +138,22 @@ class NumpyDecodeKernels:
     def scale_rows(self, x: np.ndarray, factor: float, output: np.ndarray) -> NumpyLaunch:
         """`output` [R, K] float32 = factor x [R, K] compute."""
         return NumpyLaunch(lambda: write(output, x.reshape(output.shape) * np.float32(factor)))
+
+    def norm_residual(
+        self, normed: NormedInput, residual: np.ndarray, output: np.ndarray, selected: np.ndarray | None = None
+    ) -> NumpyLaunch:
+        """`output` [R, N] float32 = residual [R, N] + the normed input, not rounded.
+
+        With `selected` [B, 1] int32 the residual has T rows a sequence, of which it names the one that the B rows get.
+        """
+
+        def compute() -> None:
+            before = rows_of(residual)
+            if selected is not None:
+                before = before[np.arange(selected.size) * (len(before) // selected.size) + selected.reshape(-1)]
+            write(output, before + normalized(normed))
+
+        return NumpyLaunch(compute)
 
     def norm(
         self,
@@ -176,13 +193,19 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
         key = rms_norm(key, weights.k_norm, weights.epsilon, weights.offset)
     if weights.rotary:
         cos_sin = step.rope_rotary_cos_sin.reshape(batch * tokens, -1)
+        if weights.rotary_part is not None:
+            first, rotary = weights.rotary_part
+            cos_sin = cos_sin[:, first : first + rotary]
         query, key = rotary_embedding(query, cos_sin), rotary_embedding(key, cos_sin)
     query = query.reshape(batch, tokens, kv_heads, -1, size) * np.float32(weights.scale)
     key, value = (x.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2) for x in (key, value))
     for b, start in enumerate(step.kvcache_start_index.tolist()):
         new = slice(start, start + tokens)
-        write_rows((b, slice(None), new), key[b], step.k_cache, step.k_scale)
-        write_rows((b, slice(None), new), value[b], step.v_cache, step.v_scale)
+        for values, cache, scales in ((key, step.k_cache, step.k_scale), (value, step.v_cache, step.v_scale)):
+            if step.window is None:
+                write_rows((b, slice(None), new), values[b], cache, scales)
+            else:
+                write_ring_rows(b, start, values[b], cache, scales)
         for t in range(tokens):
             seen, before = np.arange(tokens) == t, np.ones(start, bool)
             if mask is not None:
@@ -190,6 +213,8 @@ def _attention(qkv: np.ndarray, weights: AttentionWeights, step: AttentionStep, 
                 seen[: len(visible)] |= visible
                 before = mask[b, 0, t, :start] if step.masks_all else before
             rows = np.concatenate((np.flatnonzero(before), start + np.flatnonzero(seen)))
+            if step.window is not None:
+                rows = rows[-step.window :] % step.k_cache.shape[2]
             kept = (step.k_cache, step.v_cache, step.k_scale, step.v_scale)
             attended = attend(query[b, t], *(cache[b][:, rows] for cache in kept if cache is not None))
             context[b * tokens + t] = attended.reshape(-1)

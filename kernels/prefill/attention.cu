@@ -17,6 +17,12 @@ using decode::shared_address;
 using quantized::pair_of;
 
 constexpr bool INT8 = HOST_INT8;  // the caches' rows are
+// Whether queries see the latest `window` rows up to their own alone, and the caches are rings of whole tiles: position p is
+// in row p % C. What a query sees nothing of still changes nothing, before its window as behind its own row.
+constexpr bool WINDOW = HOST_WINDOW;
+// The largest score of none; with a window a tile may come before the first that a query sees, and its difference to this
+// one must be a number.
+__device__ __forceinline__ float no_largest() { return WINDOW ? -1e30f : __int_as_float(0xff800000); }
 constexpr int WARPS = HOST_WARPS, THREADS = 32 * WARPS, STAGES = HOST_STAGES;
 
 // Of heads padded to SIZE elements: a warp has TILES times 16 queries; KEYS keys (with their values) are a tile. A warp with
@@ -35,16 +41,17 @@ template <int SIZE> __device__ __forceinline__ unsigned offset_of(int row, int c
     return 2 * SIZE * row + 16 * (chunk ^ (row & 7));
 }
 
-// Begins to copy ROWS rows of `size` elements, `stride` apart; zeros stand behind `size`, and from row `exist` on.
+// Begins to copy ROWS rows of `size` elements, `stride` apart; zeros stand behind `size`, from row `exist` on, and before row
+// `begin`.
 template <typename T, int SIZE, int ROWS>
-__device__ __forceinline__ void load_rows(unsigned target, const T* source, size_t stride, int exist, int size) {
+__device__ __forceinline__ void load_rows(unsigned target, const T* source, size_t stride, int exist, int size, int begin) {
     constexpr int CHUNKS = SIZE / 8, AT_ONCE = THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
     const T* own = source + first * stride + 8 * chunk;
 #pragma unroll
     for (int i = 0; i < ROWS / AT_ONCE; ++i) {
         const int row = first + AT_ONCE * i;
-        const bool exists = row < exist && 8 * chunk < size;
+        const bool exists = row < exist && 8 * chunk < size && (!WINDOW || row >= begin);
         decode::copy_async_16(target + offset_of<SIZE>(row, chunk), exists ? own : source, exists);
         own += AT_ONCE * stride;
     }
@@ -53,12 +60,12 @@ __device__ __forceinline__ void load_rows(unsigned target, const T* source, size
 // The same of rows of int8, `size` apart: each to the second half of its place, from where the same threads' `expand_rows`
 // takes it.
 template <int SIZE, int ROWS>
-__device__ __forceinline__ void load_integers(unsigned target, const char* source, int exist, int size) {
+__device__ __forceinline__ void load_integers(unsigned target, const char* source, int exist, int size, int begin) {
     constexpr int CHUNKS = SIZE / 16, AT_ONCE = THREADS / CHUNKS;
     const int chunk = threadIdx.x % CHUNKS;
 #pragma unroll
     for (int row = threadIdx.x / CHUNKS; row < ROWS; row += AT_ONCE) {
-        const bool exists = row < exist && 16 * chunk < size;
+        const bool exists = row < exist && 16 * chunk < size && (!WINDOW || row >= begin);
         const char* own = source + static_cast<size_t>(row) * size + 16 * chunk;
         decode::copy_async_16(target + 2 * SIZE * row + SIZE + 16 * chunk, exists ? own : source, exists);
     }
@@ -271,8 +278,14 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (heads / kv_heads);
     const int first_token = (gridDim.z - 1 - blockIdx.z) * Its::ROWS, lane = threadIdx.x % 32;
     const int start = arguments.rows.start[sequence], rows = static_cast<int>(arguments.C);
-    const int end = min(start + min(first_token + Its::ROWS, tokens), rows);  // of the rows that a query of the block sees
-    const int tiles = (end + Its::KEYS - 1) / Its::KEYS;
+    const int last = start + min(first_token + Its::ROWS, tokens);
+    const int end = WINDOW ? last : min(last, rows);  // of the rows that a query of the block sees
+    const int tiles = (end + Its::KEYS - 1) / Its::KEYS, window = arguments.rows.window;
+    const int first_tile = WINDOW ? max(start + first_token + 1 - window, 0) / Its::KEYS : 0;
+    auto row_of_tile = [&](int tile) {
+        const unsigned position = static_cast<unsigned>(tile) * Its::KEYS;
+        return WINDOW ? position % static_cast<unsigned>(rows) : position;
+    };
     const size_t own_rows = (static_cast<size_t>(sequence) * kv_heads + kv_head) * rows;
     const T* const cached_keys = reinterpret_cast<const T*>(arguments.rows.k_cache) + own_rows * size;
     const T* const cached_values = reinterpret_cast<const T*>(arguments.rows.v_cache) + own_rows * size;
@@ -282,27 +295,28 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
 
     auto load_tile = [&](int tile) {
         const unsigned target = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
-        const size_t first = static_cast<size_t>(tile) * Its::KEYS;
-        const int exist = end - tile * Its::KEYS;
+        const size_t first = row_of_tile(tile);
+        const int exist = end - tile * Its::KEYS, begin = start + first_token + 1 - window - tile * Its::KEYS;
         if constexpr (INT8) {
             const size_t row = own_rows + first;
-            load_integers<SIZE, Its::KEYS>(target, arguments.rows.k_cache + row * size, exist, size);
+            load_integers<SIZE, Its::KEYS>(target, arguments.rows.k_cache + row * size, exist, size, begin);
             load_integers<SIZE, Its::KEYS>(
-                target + Its::BYTES * Its::KEYS, arguments.rows.v_cache + row * size, exist, size);
+                target + Its::BYTES * Its::KEYS, arguments.rows.v_cache + row * size, exist, size, begin);
             const int key = threadIdx.x % Its::KEYS;
             const float* scales = threadIdx.x < Its::KEYS ? arguments.row_scales.key : arguments.row_scales.value;
+            const bool exists = key < exist && (!WINDOW || key >= begin);
             if (threadIdx.x < 2 * Its::KEYS)
                 decode::copy_async_4(shared + SCALES + 4 * (tile % STAGES * 2 * Its::KEYS + threadIdx.x),
-                                     scales + row + (key < exist ? key : 0), key < exist);
+                                     scales + row + (exists ? key : 0), exists);
             decode::commit_copies();
             return;
         }
-        load_rows<T, SIZE, Its::KEYS>(target, cached_keys + first * size, size, exist, size);
-        load_rows<T, SIZE, Its::KEYS>(target + Its::BYTES * Its::KEYS, cached_values + first * size, size, exist, size);
+        load_rows<T, SIZE, Its::KEYS>(target, cached_keys + first * size, size, exist, size, begin);
+        load_rows<T, SIZE, Its::KEYS>(target + Its::BYTES * Its::KEYS, cached_values + first * size, size, exist, size, begin);
         decode::commit_copies();
     };
-    load_rows<T, SIZE, Its::ROWS>(shared, source, arguments.W, tokens - first_token, size);
-    load_tile(0);
+    load_rows<T, SIZE, Its::ROWS>(shared, source, arguments.W, tokens - first_token, size, 0);
+    load_tile(first_tile);
 
     const int warp_row = threadIdx.x / 32 * 16 * Its::TILES;  // its first query's, in the block
     const int first_row = start + first_token + warp_row;      // and in the cache
@@ -316,23 +330,23 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     for (int m = 0; m < Its::TILES; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            sums.largest[m][half] = __int_as_float(0xff800000), sums.total[m][half] = 0.f;
+            sums.largest[m][half] = no_largest(), sums.total[m][half] = 0.f;
 #pragma unroll
         for (int n = 0; n < Its::SIZE / 8; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] = 0.f;
     }
 #pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int tile = first_tile; tile < tiles; ++tile) {
         const unsigned keys = ring + tile % STAGES * (2 * Its::BYTES * Its::KEYS);
         const int first_key = tile * Its::KEYS;
         decode::wait_for_copies<0>();
         if constexpr (INT8) expand_rows<T, SIZE, 2 * Its::KEYS>(keys, bits);
         __syncthreads();  // this tile is there, and the place of the one before is free
         if (tile + 1 < tiles) load_tile(tile + 1);
-        if (INT8 && tile == 0) reorder_queries<SIZE, 16 * Its::TILES>(queries);
+        if (INT8 && tile == first_tile) reorder_queries<SIZE, 16 * Its::TILES>(queries);
         if constexpr (Its::KEEPS_QUERIES) {
-            if (tile == 0)
+            if (tile == first_tile)
 #pragma unroll
                 for (int m = 0; m < Its::TILES; ++m)
 #pragma unroll
@@ -340,6 +354,7 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                         load_matrices(kept[m][k], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
         }
         if (!exists || first_key >= first_row + 16 * Its::TILES) continue;
+        if (WINDOW && first_key + Its::KEYS <= first_row + 1 - window) continue;
         float score[Its::TILES][Its::KEYS / 8][4];
         compute_scores<T, Its>(score, kept, queries, keys);
         const float* scales = reinterpret_cast<const float*>(memory + SCALES) + tile % STAGES * 2 * Its::KEYS;
@@ -352,6 +367,16 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                         if (first_key + 8 * n + 2 * (lane % 4) + i % 2 > first_row + 16 * m + lane / 4 + i / 2 * 8)
+                            score[m][n][i] = __int_as_float(0xff800000);
+        }
+        if (WINDOW && first_key <= first_row + 16 * Its::TILES - 1 - window) {
+#pragma unroll
+            for (int m = 0; m < Its::TILES; ++m)
+#pragma unroll
+                for (int n = 0; n < Its::KEYS / 8; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (first_key + 8 * n + 2 * (lane % 4) + i % 2 <= first_row + 16 * m + lane / 4 + i / 2 * 8 - window)
                             score[m][n][i] = __int_as_float(0xff800000);
         }
         take_softmax<Its>(score, sums, scale);

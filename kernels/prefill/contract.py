@@ -16,6 +16,8 @@ from edgellm.kernels.errors import KernelError
 
 #: The largest head.
 MAX_HEAD_SIZE = 256
+#: Rings have a multiple of so many rows.
+RING_STEP = 64
 
 Launchable = Callable[[], None]
 
@@ -29,12 +31,23 @@ class HeadNorms(NamedTuple):
     offset: float
 
 
+class RotaryPart(NamedTuple):
+    """Which columns of rotary rows a layer takes: `size` of them, from column `first` on."""
+
+    first: int
+    size: int
+
+
 class KeyValueRows(NamedTuple):
-    """A layer's KV caches, compute or int8; the new tokens' rows begin at `start` [B], and lie within them."""
+    """A layer's KV caches, compute or int8; the new tokens' rows begin at `start` [B], and lie within them.
+
+    With a `window` (0: none) they are rings, in whole tiles of 64 rows: position p is in row p modulo C.
+    """
 
     k_cache: Annotated[OwnArray, "BGCD rows"]
     v_cache: Annotated[OwnArray, "BGCD rows"]
     start: Annotated[OwnArray, "B int32"]
+    window: int = 0
 
 
 class RowScales(NamedTuple):
@@ -63,8 +76,15 @@ def _check_heads(sizes: dict[str, Any]) -> str | None:
         return f"qkv has {sizes['W']} columns; expected those of heads of {size}, more than {2 * kv_heads}"
     if sizes.get("E", heads * size) != heads * size:
         return f"context has {sizes['E']} columns; expected {heads * size}"
-    if sizes.get("R", 0) > size or sizes.get("R", 0) % 2:
-        return f"{sizes['R']} elements of heads of {size} to rotate; expected an even number, at most a head"
+    first, rotary = sizes.get("part.first", 0), sizes.get("part.size", sizes.get("R", 0))
+    if rotary > size or rotary % 2 or first + rotary > sizes.get("R", 0):
+        return f"{rotary} elements of heads of {size} to rotate; expected an even number, at most a head"
+    window, rows = sizes["rows.window"], sizes["C"]
+    if window and (rows % RING_STEP or window + sizes["T"] - 1 > rows):
+        return (
+            f"a ring of {rows} rows for a window of {window} and {sizes['T']} new tokens; expected at least both, in "
+            f"whole tiles of {RING_STEP}"
+        )
     return prefill_refusal(heads, kv_heads, size)
 
 
@@ -86,8 +106,10 @@ class PrefillKernels(Protocol):
         rotary: Annotated[OwnArray, "BTR compute"] | None,
         rows: KeyValueRows,
         row_scales: RowScales | None,
+        part: RotaryPart | None,
     ) -> Launchable:
-        """Make heads ready: norm, then rotary embedding by `rotary`, cosine half then sine half (None: without).
+        """Make heads ready: norm, then rotary embedding by `rotary`, or `part` of it, cosine half then sine half (None:
+        without).
 
         `qkv` has query heads, key heads, value heads. Queries are changed in place; keys and values go to rows
         start[b] .. start[b] + T - 1 of the caches, quantized where there are `row_scales`.
@@ -106,7 +128,8 @@ class PrefillKernels(Protocol):
 
         Query head h uses key-value head h // (E / D / G). Token t stands at row start[b] + t. Its result has the same
         bits whatever t is, so however a prompt is cut: sums run over keys in tiles that begin at multiples of a number
-        of rows, and a tile without a key that the token sees changes nothing. `row_scales` multiply scores, and weights
+        of rows, and a tile without a key that the token sees changes nothing. With a window a token sees the latest so
+        many rows up to its own. `row_scales` multiply scores, and weights
         before they meet values.
         """
 

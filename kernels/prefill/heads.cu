@@ -11,11 +11,13 @@ constexpr int PAIRS = 4;  // of elements that a lane has of the largest head
 // are INT8.
 template <typename T, bool INT8> __global__ void __launch_bounds__(256, 6) prepare_heads(PrepareHeadsArguments arguments) {
     const int size = arguments.D, kv_heads = arguments.G, heads = arguments.W / size - 2 * kv_heads;
-    const int half = arguments.rotary == nullptr ? 0 : arguments.R / 2, lane = threadIdx.x % 32;
-    const int token = blockIdx.x, sequence = blockIdx.y, row = arguments.rows.start[sequence] + token;
+    const int rotary = arguments.part.size > 0 ? arguments.part.size : static_cast<int>(arguments.R);
+    const int half = arguments.rotary == nullptr ? 0 : rotary / 2, lane = threadIdx.x % 32;
+    const int token = blockIdx.x, sequence = blockIdx.y, position = arguments.rows.start[sequence] + token;
+    const int row = arguments.rows.window > 0 ? static_cast<int>(position % arguments.C) : position;  // of a ring
     const size_t place = static_cast<size_t>(sequence) * arguments.T + token;
     T* const qkv = reinterpret_cast<T*>(arguments.qkv) + place * arguments.W;
-    const T* const rotation = reinterpret_cast<const T*>(arguments.rotary) + place * 2 * half;
+    const T* const rotation = reinterpret_cast<const T*>(arguments.rotary) + place * arguments.R + arguments.part.first;
     for (int head = threadIdx.x / 32; head < heads + 2 * kv_heads; head += blockDim.x / 32) {
         const bool is_query = head < heads, is_value = head >= heads + kv_heads;
         const T* const source = qkv + static_cast<size_t>(head) * size;

@@ -9,7 +9,14 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import Contracts, cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, PrefillKernels, RowScales, check_scales
+from edgellm.kernels.prefill.contract import (
+    HeadNorms,
+    KeyValueRows,
+    PrefillKernels,
+    RotaryPart,
+    RowScales,
+    check_scales,
+)
 from edgellm.kernels.quantization.dequantize import dequantize
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 
@@ -51,12 +58,12 @@ def heads_kernel(dtype: str, int8: bool = False) -> Kernel:
 
 
 @lru_cache
-def attention_kernel(dtype: str, size: int, tiles: int, int8: bool = False) -> Kernel:
-    """`causal_attention` for heads of `size` elements; `int8`: KV rows are."""
+def attention_kernel(dtype: str, size: int, tiles: int, int8: bool = False, window: bool = False) -> Kernel:
+    """`causal_attention` for heads of `size` elements; `int8`: KV rows are; `window`: tokens see a part of a ring."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
     sizes = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
-    host = (*sizes, ("HOST_INT8", int(int8)))
-    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{'_int8' * int8}"
+    host = (*sizes, ("HOST_INT8", int(int8)), ("HOST_WINDOW", int(window)))
+    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{'_int8' * int8}{'_window' * window}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
 
@@ -79,10 +86,11 @@ class CudaPrefill:
         rotary: DeviceArray | None,
         rows: KeyValueRows,
         row_scales: RowScales | None = None,
+        part: RotaryPart | None = None,
     ) -> Launch:
         """Norm, rotation and KV rows; see the contract."""
         check_scales(rows, row_scales)
-        arguments = (qkv, norms, rotary, rows, row_scales)
+        arguments = (qkv, norms, rotary, rows, row_scales, part)
         sizes = self._check("prepare_heads", *arguments)
         packed = self._check.pack("prepare_heads", sizes, *arguments)
         grid = (sizes["T"], sizes["B"], 1)
@@ -108,9 +116,8 @@ class CudaPrefill:
             tiles = attention_tiles(size, tokens, heads * batch, self._module.multiprocessors)
         int8 = row_scales is not None
         grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
-        return Launch(
-            self._module, attention_kernel(qkv.dtype, size, tiles, int8), grid, 32 * _WARPS, shared, (packed,)
-        )
+        kernel = attention_kernel(qkv.dtype, size, tiles, int8, rows.window > 0)
+        return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
 
     def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
         """Dense weights; see the contract."""
@@ -119,8 +126,9 @@ class CudaPrefill:
             launch.overlap_previous()
         return launch
 
-    def load(self, dtype: str, size: int, tokens: int, heads: int, int8: bool = False) -> None:
-        """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need; `int8`: KV rows are."""
+    def load(self, dtype: str, size: int, tokens: int, heads: int, int8: bool = False, window: bool = False) -> None:
+        """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need; `int8`: KV rows are;
+        `window`: tokens see a part of a ring."""
         tiles = attention_tiles(size, tokens, heads, self._module.multiprocessors)
-        for kernel in (heads_kernel(dtype, int8), attention_kernel(dtype, size, tiles, int8)):
+        for kernel in (heads_kernel(dtype, int8), attention_kernel(dtype, size, tiles, int8, window)):
             self._module.load(kernel.source)

@@ -11,11 +11,12 @@ from edgellm.kernels.prefill.contract import (
     KeyValueRows,
     Launchable,
     PrefillKernels,
+    RotaryPart,
     RowScales,
     check_scales,
 )
 from edgellm.kernels.quantization.packed_weight import PackedWeight
-from edgellm.kernels.quantization.rows import write_rows
+from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 
 _check = Contracts(PrefillKernels, np.ndarray)
 #: Rows of queries whose scores are held at a time.
@@ -32,11 +33,12 @@ class NumpyPrefill:
         rotary: np.ndarray | None,
         rows: KeyValueRows,
         row_scales: RowScales | None = None,
+        part: RotaryPart | None = None,
     ) -> Launchable:
         """Norm, rotation and KV rows; see the contract."""
         check_scales(rows, row_scales)
-        _check("prepare_heads", qkv, norms, rotary, rows, row_scales)
-        return lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales)
+        _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part)
+        return lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales, part)
 
     def causal_attention(
         self,
@@ -63,6 +65,7 @@ def _prepare_heads(
     rotary: np.ndarray | None,
     rows: KeyValueRows,
     row_scales: RowScales | None,
+    part: RotaryPart | None,
 ) -> None:
     batch, kv_heads, _, size = rows.k_cache.shape
     tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
@@ -73,13 +76,18 @@ def _prepare_heads(
         key = rms_norm(key, norms.key, norms.epsilon, norms.offset)
     if rotary is not None:
         rotation = rotary.reshape(batch * tokens, -1)
+        if part is not None:
+            rotation = rotation[:, part.first : part.first + part.size]
         query, key = rotary_embedding(query, rotation), rotary_embedding(key, rotation)
     parts[:, :heads] = query
     key_scales, value_scales = row_scales or (None, None)
     for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
         by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)
         for b, start in enumerate(rows.start.tolist()):
-            write_rows((b, slice(None), slice(start, start + tokens)), by_sequence[b], cache, scales)
+            if rows.window:
+                write_ring_rows(b, start, by_sequence[b], cache, scales)
+            else:
+                write_rows((b, slice(None), slice(start, start + tokens)), by_sequence[b], cache, scales)
 
 
 def _causal_attention(
@@ -93,9 +101,14 @@ def _causal_attention(
         for first in range(0, tokens, _QUERY_ROWS):
             chosen = slice(first, min(first + _QUERY_ROWS, tokens))
             end = start + chosen.stop
-            keys, values = (cache[b, :, None, :end] for cache in (rows.k_cache, rows.v_cache))
-            scales = [None, None] if row_scales is None else [each[b, :, None, :end] for each in row_scales]
-            hidden = np.arange(end) > np.arange(start + chosen.start, end)[:, None]
+            begin = max(0, start + chosen.start + 1 - rows.window) if rows.window else 0
+            positions, own = np.arange(begin, end), np.arange(start + chosen.start, end)[:, None]
+            seen = positions % rows.k_cache.shape[2]
+            keys, values = (cache[b][:, None, seen] for cache in (rows.k_cache, rows.v_cache))
+            scales = [None, None] if row_scales is None else [each[b][:, None, seen] for each in row_scales]
+            hidden = positions > own
+            if rows.window:
+                hidden |= positions <= own - rows.window
             attended = attend(
                 query[b, chosen].transpose(1, 2, 0, 3) * np.float32(scale), keys, values, scales[0], scales[1], hidden
             )

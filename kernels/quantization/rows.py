@@ -34,3 +34,14 @@ def write_rows(place: tuple, x: np.ndarray, rows: np.ndarray, scales: np.ndarray
         rows[place] = x
     else:
         rows[place], scales[place] = quantize_rows(x)
+
+
+def write_ring_rows(sequence: int, start: int, x: np.ndarray, rows: np.ndarray, scales: np.ndarray | None) -> None:
+    """The same of x [n, T, D], at most C rows, from row `start` modulo C of one of a cache's sequences [B, n, C, D] on,
+    and behind the last row from row 0 on."""
+    capacity = rows.shape[2]
+    start %= capacity
+    before = capacity - start
+    for first, part in ((start, x[:, :before]), (0, x[:, before:])):
+        if part.shape[1]:
+            write_rows((sequence, slice(None), slice(first, first + part.shape[1])), part, rows, scales)

@@ -59,6 +59,7 @@ class FixedShapeBackend(NumpyBackend):
         self.__dict__["draft_tree"] = _Kernels(self, super().draft_tree)
         self.__dict__["acceptance"] = _Kernels(self, super().acceptance)
         self.__dict__["image_kernels"] = _Kernels(self, super().image_kernels)
+        self.__dict__["recurrent"] = _PreparedKernels(self, super().recurrent)
 
     def launch(self, call: Callable[[], None]) -> None:
         """Run a call, or note it where a step is being captured."""
@@ -84,14 +85,14 @@ class FixedShapeBackend(NumpyBackend):
         assert self._recording is None, "a readback cannot be captured"
         return CheckedReadback(super().read(host_view(array)), [*self.transfers])
 
-    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int) -> LateTransfer:
+    def upload_rows(self, target: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> LateTransfer:
         assert self._recording is None, "an upload cannot be captured"
-        super().upload_rows(host_view(target), values, rows)
+        super().upload_rows(host_view(target), values, rows, first)
         self.transfers.append(LateTransfer(self, values[:, :rows]))
         return self.transfers[-1]
 
-    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int) -> Any:
-        return super().download_rows(host_view(source), values, rows)
+    def download_rows(self, source: DeviceArray, values: np.ndarray, rows: int, first: int = 0) -> Any:
+        return super().download_rows(host_view(source), values, rows, first)
 
     def host_memory(self, nbytes: int) -> np.ndarray:
         return np.empty(nbytes, np.uint8)
@@ -211,6 +212,22 @@ class _Kernels:
             return self._backend.launch(lambda: kernel(*on_host))
 
         return call
+
+
+class _PreparedKernels:
+    """NumPy's kernels whose calls give what launches them, on device arrays."""
+
+    def __init__(self, backend: FixedShapeBackend, kernels: Any) -> None:
+        self._backend, self._kernels = backend, kernels
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(self._kernels, name)
+
+        def prepare(*arguments: Any) -> Callable[[], None]:
+            launch = kernel(*host_view(arguments))
+            return lambda: self._backend.launch(launch)
+
+        return prepare
 
 
 def _device(values: np.ndarray) -> DeviceArray:

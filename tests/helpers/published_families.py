@@ -230,6 +230,31 @@ GEMMA_2B = {
     "rope_theta": 10000.0,
     "torch_dtype": "bfloat16",
 }
+#: As published first, with one rotary base a field.
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "vocab_size": 262144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 32768,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+}
 #: One or two models of each family, and their parameters.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-2-7b": (LLAMA_2_7B, 6_738_415_616),
@@ -245,4 +270,5 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "granite-3.1-2b": (GRANITE_3_3_2B, 2_533_539_840),
     "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624),
     "gemma-2b": (GEMMA_2B, 2_506_172_416),
+    "gemma-3-1b": (GEMMA_3_1B, 999_885_952),
 }

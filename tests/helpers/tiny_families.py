@@ -53,6 +53,64 @@ FAMILIES = {
         "num_key_value_heads": 1,
     },
 }
+#: Those whose windows are shorter than the texts of tests.
+WINDOWED = {
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "head_dim": 256,
+        "hidden_act": None,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "sliding_window": 37,
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "max_position_embeddings": 1024,
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 70,
+        "max_position_embeddings": 1024,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "sliding_window": 5,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "max_position_embeddings": 1024,
+    },
+}
+#: Of families with recurrent layers.
+RECURRENT = {
+    "lfm2": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "full_attn_idxs": [1],
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False,
+    },
+    "lfm2_biases": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_L_cache": 5,
+        "conv_bias": True,
+        "block_multiple_of": 32,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    },
+}
 #: Largest difference of logits relative to the largest logit. Random weights amplify rounding more than trained ones.
 TOLERANCES = {"float16": 0.03, "bfloat16": 0.2}
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]

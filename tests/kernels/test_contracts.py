@@ -24,6 +24,15 @@ def even(sizes: dict) -> str | None:
     return "T is odd; expected an even number" if sizes["T"] % 2 else None
 
 
+class Mixed(Protocol):
+    def act(
+        self,
+        first: Annotated[OwnArray, "B mixed"],
+        second: Annotated[OwnArray, "B mixed"],
+        last: Annotated[OwnArray, "B compute"],
+    ) -> None: ...
+
+
 class Example(Protocol):
     @limited(even)
     def act(self, pair: Pair, number: int, share: float, last: Pair | None = None) -> None: ...
@@ -103,3 +112,13 @@ __global__ void use(UseArguments a) { a.last[0] = a.rows[1].count + int(a.rows[1
 """
     headers = (("own.cuh", cuda_header(Recorded)), ("own.cu", text))
     assert compile_module(ModuleSource("own", ("own.cu",), ("use",), (), headers), "sm_90").code
+
+
+def test_a_mixed_array_is_of_the_compute_dtype_or_float32() -> None:
+    check = Contracts(Mixed, DeviceArray)
+    for dtypes in (("float32", "float16"), ("float16", "float32"), ("float16", "float16"), ("float32", "float32")):
+        check("act", *(array(3, dtype=dtype) for dtype in (*dtypes, "float16")))
+    with pytest.raises(KernelError, match="act: last is bfloat16; expected float16"):
+        check("act", *(array(3, dtype=dtype) for dtype in ("float16", "float32", "bfloat16")))
+    with pytest.raises(KernelError, match="act: second is bfloat16; expected float16 or float32"):
+        check("act", *(array(3, dtype=dtype) for dtype in ("float16", "bfloat16", "float16")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.kernels.portable_math import fixed_point_exp, gumbel, log
+from edgellm.kernels.portable_math import exp, fixed_point_exp, gumbel, log, sigmoid, silu, softplus
 from edgellm.kernels.random_numbers import philox_4x32
 
 
@@ -38,6 +38,21 @@ def test_fixed_point_exp_is_close_and_one_at_zero():
     assert fixed_point_exp(np.zeros(1, np.float32))[0] == 2**32
     assert (found <= 2**32).all()
     assert (abs(found - expected) <= 1 + 2e-7 * expected).all()  # 1 for rounding down
+
+
+def test_exp_and_what_is_made_of_it_are_close():
+    x = np.concatenate([np.linspace(-87, 88, 40_001), np.linspace(-1, 1, 10_001), np.logspace(-30, 1, 2001)])
+    x = x.astype(np.float32)
+    wide = x.astype(np.float64)
+    expected = {exp: np.exp(wide), softplus: np.maximum(wide, 0) + np.log1p(np.exp(-abs(wide)))}
+    expected |= {sigmoid: 1 / (1 + np.exp(-wide)), silu: wide / (1 + np.exp(-wide))}
+    for function, values in expected.items():
+        np.testing.assert_allclose(function(x), values, rtol=4e-7, err_msg=function.__name__)
+    edges = np.array([-np.inf, -1000, 1000, np.inf, np.nan], np.float32)
+    assert np.isfinite(exp(edges)).all()
+    np.testing.assert_allclose(sigmoid(edges[:4]), [0, 0, 1, 1], atol=1e-37)
+    np.testing.assert_allclose(softplus(edges[1:3]), [0, 1000], atol=1e-37)
+    assert np.isnan(silu(edges)[4])
 
 
 def test_log_is_close_everywhere():

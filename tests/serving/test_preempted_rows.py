@@ -16,7 +16,7 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.config import EngineLimits
-from edgellm.snapshots.kept_rows import RowKeeper, _copies
+from edgellm.snapshots.kept_rows import RowKeeper, copies_in
 
 SLOTS = 3
 TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
@@ -79,7 +79,7 @@ def held(runtime: SpecDecodeRuntime, loop: DecodingLoop, found: DecodingSequence
     arrays = {name: getattr(state, name) for name in ("active", "token_ids", "kvcache_start_index", "positions")}
     arrays |= {"token_counts": state.token_counts, "offsets": runner.base.offsets}
     progress = runner._progress
-    copies = _copies(runner.held(0, rows, draft_rows), kept.memory)
+    copies = copies_in(runner.held(0, rows, draft_rows), kept.memory)
     values: dict[str, Any] = {copy.name: copy.values.tobytes() for copy in copies}
     values |= {"lengths": runner.base.lengths[0], "counts": rows}
     if runner.draft is not None and draft_rows is not None:

@@ -36,12 +36,14 @@ def _make_snapshot(token_ids: Sequence[int], seed: int = 0, **changes: object) -
     shapes = {f"base.{kind}_cache_0": (HEADS, count, SIZE) for kind in "kv"}
     if binding.has_draft:
         shapes |= {f"draft.{kind}_cache_0": (HEADS, count - 1, SIZE) for kind in "kv"}
-    tensors = {name: (binding.dtype, shape) for name, shape in (shapes | states).items()}
+    tensors = {name: (binding.dtype, shape) for name, shape in shapes.items()}
+    tensors |= {name: ("float32", shape) for name, shape in states.items()}
     snapshot = Snapshot.allocate(facts, tensors, lambda nbytes: np.zeros(nbytes, np.uint8), prompt)
     for name in tensors:
         values = snapshot.tensor(name)
         numbers = (random.standard_normal(values.shape) * 100).astype(np.float32)
-        values[...] = bfloat16_bits(numbers) if binding.dtype == "bfloat16" else numbers.astype(values.dtype)
+        is_bfloat16 = tensors[name][0] == "bfloat16"
+        values[...] = bfloat16_bits(numbers) if is_bfloat16 else numbers.astype(values.dtype)
     snapshot.tensor(TOKEN_IDS)[...] = token_ids
     assert not snapshot.tensor(DIGEST).any()
     return snapshot

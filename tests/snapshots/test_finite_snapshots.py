@@ -49,13 +49,13 @@ def damage(path: Path, name: str, place: tuple[int, ...], value: float, keep_dig
         ("base.v_cache_0", (1, 59_999, 7), np.nan),  # in the last of several sections
         ("base.k_cache_0", (1, 0, 0), -np.inf),
         ("draft.k_cache_0", (0, 59_998, 0), np.inf),
-        ("base.state.recurrent_0", (2, 3), np.nan),
+        ("base.state.delta_matrix_0", (0, 2, 3), np.nan),
     ],
 )
 def test_a_value_is_named_in_every_format(
     make_snapshot: MakeSnapshot, tmp_path: Path, dtype: str, name: str, place: tuple[int, ...], value: float
 ) -> None:
-    states = {"base.state.recurrent_0": (3, 4)}
+    states = {"base.state.delta_matrix_0": (1, 3, 4)}
     made = make_snapshot(range(60_000), dtype=dtype, draft="d" * 64, states=states)
     write_snapshot(tmp_path / "x", made)
     damage(tmp_path / "x", name, place, value)

@@ -71,8 +71,8 @@ class LateBackend(NumpyBackend):
     def begin_beside(self) -> None:
         assert not self.pending, "these copies would overtake what is still to be waited for"
 
-    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int) -> LateTransfer:
-        self.pending.append(LateTransfer(self, lambda: self.upload_rows(target, values, rows)))
+    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> LateTransfer:
+        self.pending.append(LateTransfer(self, lambda: self.upload_rows(target, values, rows, first)))
         return self.pending[-1]
 
     def wait_for(self, transfer: LateTransfer) -> None:

@@ -58,7 +58,7 @@ def test_one_token_leaves_a_draft_without_rows(make_snapshot: MakeSnapshot, tmp_
 
 
 def test_there_is_room_for_states_of_recurrent_layers(make_snapshot: MakeSnapshot, tmp_path: Path) -> None:
-    states = {"base.state.recurrent_0": (3, 4, 5, 6), "base.state.convolution_0": (3, 7)}
+    states = {"base.state.delta_matrix_1": (3, 4, 5), "base.state.conv_columns_1": (1, 3, 7)}
     made = make_snapshot([1, 2, 3], states=states)
     write_snapshot(tmp_path / "x", made)
     found = verified(tmp_path / "x")

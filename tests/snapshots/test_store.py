@@ -148,7 +148,7 @@ def test_what_is_in_memory_is_preferred_among_equals(
 def test_states_are_used_as_a_whole_or_not_at_all(make_snapshot: MakeSnapshot, binding: SnapshotBinding) -> None:
     store = SnapshotStore()
     for ids in ([1, 2], [1, 2, 3, 4]):
-        store.put(make_snapshot(ids, states={"base.state.recurrent_0": (2, 2)}))
+        store.put(make_snapshot(ids, states={"base.state.conv_columns_0": (1, 2, 2)}))
     assert store.find(binding, [1, 2, 3, 9]).common == 2
     assert store.find(binding, [1, 2, 3, 4, 5]).common == 4
     assert store.find(binding, [1, 9]) is None

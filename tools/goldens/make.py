@@ -4,7 +4,8 @@
 
 Needs torch and transformers (any release with `rope_parameters`, 5.0 or later). Each folder is a checkpoint as
 `save_pretrained` writes it, with random weights, and `expected.safetensors`: `token_ids` [2, T] int64 and the float32
-`logits` [2, T, V] that transformers computes in float32 from the stored weights after it has read the folder again.
+`logits` [2, T, V] that transformers computes in float32 from the stored weights after it has read the folder again,
+and of some the tokens `generated` [1, N] int64 behind the first ones of the first sequence, the likeliest each.
 `rotary.safetensors` holds, for each case of `rotary.json`, the frequencies and a few rows of cosines and sines.
 """
 
@@ -20,7 +21,7 @@ import transformers
 from golden_folders import VERSIONS, randomize_vectors, write_folders
 from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from variations import ROTARY_CASES, SEQUENCE_LENGTH, VARIATIONS, VOCABULARY
+from variations import PROMPT_LENGTH, ROTARY_CASES, VARIATIONS, VOCABULARY
 
 _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -35,6 +36,10 @@ _CLASSES = {
     "smollm3": (transformers.SmolLM3Config, transformers.SmolLM3ForCausalLM),
     "mistral3": (transformers.Mistral3Config, transformers.Mistral3ForConditionalGeneration),
     "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+    "gemma3_text": (transformers.Gemma3TextConfig, transformers.Gemma3ForCausalLM),
+    "lfm2": (transformers.Lfm2Config, transformers.Lfm2ForCausalLM),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
+    "qwen3_5": (transformers.Qwen3_5Config, transformers.Qwen3_5ForConditionalGeneration),
 }
 _ROTARY_HEAD_DIM = 32
 
@@ -43,35 +48,60 @@ def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
     variation = VARIATIONS[name]
     config_class, model_class = _CLASSES[variation.family]
-    torch.manual_seed(list(VARIATIONS).index(name))
+    torch.manual_seed(list(VARIATIONS).index(name) if variation.seed is None else variation.seed)
     model = model_class(config_class(**variation.config))
     randomize_vectors(model.named_parameters())
     model.to(getattr(torch, variation.dtype))
     model.save_pretrained(directory, **({"max_shard_size": "20KB"} if variation.shards else {}))
     if variation.layout == "old":
         rewrite_as_old_layout(directory / "config.json")
-    token_ids = torch.randint(0, VOCABULARY, (2, SEQUENCE_LENGTH))
+    token_ids = torch.randint(0, VOCABULARY, (2, variation.length))
     again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits = again(token_ids).logits
     expected = {"token_ids": token_ids, "logits": logits.float().contiguous()}
+    if variation.generated:
+        expected["generated"] = generate(again, token_ids[:1, :PROMPT_LENGTH], variation.generated)
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
     print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")
 
 
+def generate(model: Any, token_ids: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` tokens [1, count] behind a text [1, T], each the likeliest, by steps of one token; no near ties."""
+    chosen, cache, gap = [], None, float("inf")
+    with torch.no_grad():
+        for _ in range(count):
+            output = model(token_ids, past_key_values=cache, use_cache=True)
+            best = output.logits[0, -1].topk(2)
+            gap = min(gap, float(best.values[0] - best.values[1]))
+            token_ids, cache = best.indices[None, :1], output.past_key_values
+            chosen.append(token_ids)
+    if gap < 1e-3:
+        raise SystemExit(f"two tokens are as good as equally likely ({gap:.2g}): take another seed")
+    return torch.cat(chosen, dim=1)
+
+
 def rewrite_as_old_layout(path: Path) -> None:
-    """`rope_parameters` and `dtype` as transformers 4 wrote them."""
+    """`rope_parameters` and `dtype` as transformers 4 wrote them, and Gemma 3's layers."""
     config = json.loads(path.read_text())
     rope = config.pop("rope_parameters")
+    if "sliding_attention" in rope:
+        config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope, types = rope["full_attention"], config.pop("layer_types")
+        config["sliding_window_pattern"] = types.index("full_attention") + 1
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     share = rope.pop("partial_rotary_factor", 1.0)
     if share != 1:
         config["partial_rotary_factor"] = share
-    # Llama 3 was published with the new name of the key, everything before it with the old one.
-    key = "rope_type" if kind == "llama3" else "type"
+    # Llama 3 and Gemma 3 were published with the new name of the key, everything before it with the old one.
+    key = "rope_type" if kind == "llama3" or "rope_local_base_freq" in config else "type"
     config["rope_scaling"] = None if kind == "default" else {key: kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
+    if config["model_type"] == "lfm2":
+        del config["layer_types"]
+        config["block_ff_dim"] = config.pop("intermediate_size")
+        config["tie_embedding"] = config.pop("tie_word_embeddings")
     config["transformers_version"] = "4.41.0"
     path.write_text(json.dumps(config, indent=2) + "\n")
 

@@ -7,6 +7,8 @@ from typing import Any
 
 #: Every sequence has this many tokens. Scalings that depend on the length are computed for it.
 SEQUENCE_LENGTH = 24
+#: Behind so many of the first sequence's tokens others are generated.
+PROMPT_LENGTH = 9
 #: Tokens that every model knows.
 VOCABULARY = 80
 
@@ -26,15 +28,27 @@ _COMMON = {
     "pad_token_id": None,
 }
 _DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_PIXTRAL = {
-    "model_type": "pixtral",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "head_dim": 8,
-    "image_size": 8,
-    "patch_size": 4,
+_VISION = {
+    "mistral3": {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+        "image_size": 8,
+        "patch_size": 4,
+    },
+    "qwen3_5": {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "patch_size": 4,
+        "temporal_patch_size": 1,
+        "out_hidden_size": 24,
+        "num_position_embeddings": 4,
+    },
 }
 
 
@@ -42,7 +56,9 @@ _PIXTRAL = {
 class Variation:
     """One golden model. `layout` "old" writes `config.json` as transformers 4 did; `shards` splits the weights.
 
-    A multimodal `family` has a language model of the family `inside`, which alone is run.
+    A multimodal `family` has a language model of the family `inside`, which alone is run. Sequences have `length`
+    tokens. `seed` draws the weights (None: the place in `VARIATIONS`); so many tokens are generated, too, by taking the
+    likeliest: `generated`.
     """
 
     family: str
@@ -52,6 +68,9 @@ class Variation:
     layout: str = "new"
     shards: bool = False
     inside: str = ""
+    seed: int | None = None
+    generated: int = 0
+    length: int = SEQUENCE_LENGTH
 
     @property
     def config(self) -> dict[str, Any]:
@@ -59,7 +78,7 @@ class Variation:
         config = {**_COMMON, **self.settings, "rope_parameters": dict(self.rope)}
         if not self.inside:
             return config
-        whole = {"vision_config": _PIXTRAL, "tie_word_embeddings": config["tie_word_embeddings"]}
+        whole = {"vision_config": _VISION[self.family], "tie_word_embeddings": config["tie_word_embeddings"]}
         return {"text_config": {"model_type": self.inside, **config}, **whole}
 
 
@@ -96,6 +115,25 @@ _GEMMA = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "tie_word_embeddings": True,
+}
+
+#: Of windows: sequences that are several times as long.
+_LONG: dict[str, Any] = {"length": 60, "generated": 64}
+_WINDOWED = {"max_position_embeddings": 128}
+_GEMMA3 = {**_WINDOWED, "sliding_window_pattern": 2, "sliding_window": 5, "tie_word_embeddings": True}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}
+_SMALL = {"hidden_size": 24, "intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 128}
+_LFM2 = {**_SMALL, "norm_eps": 1e-5, "num_attention_heads": 3}
+_LFM2_ROPE = {"rope_type": "default", "rope_theta": 1000000.0}
+#: Random weights make values of the delta rule that are nearly zero, and their norm makes much of how they were
+#: rounded: so weights are smaller here, epsilon may be larger, and seeds are those of models with little of it.
+_QWEN3_5 = {**_SMALL, "num_attention_heads": 2, "head_dim": 24, "initializer_range": 0.13}
+_QWEN3_5_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000000.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 1],
+    "mrope_interleaved": True,
 }
 
 VARIATIONS = {
@@ -186,6 +224,116 @@ VARIATIONS = {
         "gemma", {**_GEMMA, **_ONE_LAYER, "num_key_value_heads": 2, "attention_bias": True}, layout="old"
     ),
     "mistral3_ministral3": Variation("mistral3", {**_ONE_LAYER, "head_dim": 8}, _FAR_YARN, inside="ministral3"),
+    "lfm2": Variation(
+        "lfm2",
+        {
+            **_LFM2,
+            "num_hidden_layers": 3,
+            "layer_types": ["conv", "full_attention", "conv"],
+            "intermediate_size": 40,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.3,
+            "tie_word_embeddings": True,
+        },
+        _LFM2_ROPE,
+        seed=1900,
+        generated=64,
+    ),
+    "lfm2_biases_wide": Variation(
+        "lfm2",
+        {
+            **_LFM2,
+            "hidden_size": 36,
+            "num_hidden_layers": 3,
+            "full_attn_idxs": [1],
+            "conv_bias": True,
+            "conv_L_cache": 7,
+            "block_auto_adjust_ff_dim": False,
+        },
+        _LFM2_ROPE,
+        dtype="bfloat16",
+        layout="old",
+        seed=1901,
+        generated=64,
+    ),
+    "qwen3_5_text": Variation(
+        "qwen3_5_text",
+        {
+            **_QWEN3_5,
+            "rms_norm_eps": 1e-3,
+            "num_hidden_layers": 4,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        },
+        _QWEN3_5_ROPE,
+        seed=1910,
+        generated=64,
+    ),
+    "qwen3_5_text_narrow": Variation(
+        "qwen3_5_text",
+        {
+            **_QWEN3_5,
+            "rms_norm_eps": 1e-6,
+            "layer_types": ["full_attention", "linear_attention"],
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 3,
+            "linear_key_head_dim": 10,
+            "linear_value_head_dim": 6,
+            "linear_conv_kernel_dim": 2,
+            "attention_bias": True,
+        },
+        _QWEN3_5_ROPE,
+        dtype="float32",
+        seed=1903,
+        generated=64,
+    ),
+    "qwen3_5_tied": Variation(
+        "qwen3_5",
+        {
+            **_QWEN3_5,
+            "rms_norm_eps": 1e-6,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "tie_word_embeddings": True,
+        },
+        _QWEN3_5_ROPE,
+        dtype="bfloat16",
+        inside="qwen3_5_text",
+        seed=1904,
+        generated=64,
+    ),
+    "mistral_window_5": Variation("mistral", {**_WINDOWED, "sliding_window": 5}, seed=1930, **_LONG),
+    "qwen2_window_7": Variation(
+        "qwen2",
+        {**_WINDOWED, "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 1},
+        seed=1931,
+        **_LONG,
+    ),
+    "cwm_window_5": Variation("cwm", {**_WINDOWED, "head_dim": 8, "sliding_window": 5}, seed=1932, **_LONG),
+    "phi3_window_7": Variation("phi3", {**_WINDOWED, **_ONE_LAYER, "sliding_window": 7}, seed=1933, **_LONG),
+    "gemma3": Variation(
+        "gemma3_text",
+        {**_GEMMA3, "num_hidden_layers": 3, "head_dim": 16, "num_key_value_heads": 2, "query_pre_attn_scalar": 24},
+        {"full_attention": _LINEAR_ROPE, "sliding_attention": _DEFAULT_ROPE},
+        dtype="bfloat16",
+        seed=1934,
+        **_LONG,
+    ),
+    "gemma3_old_layout": Variation(
+        "gemma3_text",
+        {**_GEMMA3, **_GEMMA, "num_hidden_layers": 2, "sliding_window": 7, "query_pre_attn_scalar": 256},
+        {"full_attention": _LINEAR_ROPE, "sliding_attention": {**_DEFAULT_ROPE, "rope_theta": 500.0}},
+        dtype="bfloat16",
+        layout="old",
+        seed=1935,
+        **_LONG,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

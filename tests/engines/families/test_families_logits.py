@@ -127,6 +127,7 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
     token_ids, expected = sequences.token_ids[0].tolist(), sequences.expected[0]
     with Checkpoint.open(GOLDENS / name) as checkpoint:
         limits = EngineLimits(prefill_chunk=16, kv_capacity=len(token_ids))
+        limits = replace(limits, window_rows=limits.rows_for_window(sequences.config.window))
         runner = BaseEngineRunner(NumpyBackend(sequences.config), sequences.config, limits, checkpoint)
     runner.start(0, token_ids[:18], 0, SamplingValues()).wait()
     assert_close(runner.logits(0), expected[17])
@@ -151,6 +152,14 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
         ("gemma", {"hidden_act": "silu"}),
         ("ministral3", {"rope_scaling": None}),
         ("cwm", {"rope_scaling": None}),
+        ("mistral_window_5", {"sliding_window": 6}),
+        ("gemma3", {"sliding_window": 4}),
+        ("gemma3", {"attention_scale": None}),
+        ("gemma3", {"norm_offset": 0.0}),
+        ("gemma3_old_layout", {"local_rope_theta": 1000.0}),
+        ("gemma3_old_layout", {"rope_scaling": None}),
+        ("qwen3_5_text", {"norm_offset": 0.0}),
+        ("qwen3_5_text", {"rope_theta": 10000.0}),
     ],
     ids=str,
 )

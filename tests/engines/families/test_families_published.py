@@ -49,7 +49,12 @@ def test_sliding_windows_that_slide() -> None:
     """Qwen2 writes a window that is switched off; in a Llama configuration nothing switches it off."""
     assert decoder_config(QWEN2_5_0_5B | {"sliding_window": 4096}) == decoder_config(QWEN2_5_0_5B)
     switched_on = {"sliding_window": 4096, "use_sliding_window": True}
-    assert decoder_config(QWEN2_5_0_5B | switched_on).sliding_window == 4096
+    assert decoder_config(QWEN2_5_0_5B | switched_on) == decoder_config(QWEN2_5_0_5B)  # the first 28 layers have none
+    behind = decoder_config(QWEN2_5_0_5B | switched_on | {"max_window_layers": 21})
+    assert (behind.window, behind.layer_kinds) == (4096, ("attention",) * 21 + ("window",) * 3)
+    with pytest.raises(CheckpointError, match="max_window_layers is -1, expected a whole number from 0 on"):
+        decoder_config(QWEN2_5_0_5B | {"max_window_layers": -1})
+    assert decoder_config(LLAMA_2_7B | {"sliding_window": 4096}).window is None  # its class knows none
     assert decoder_config(LLAMA_2_7B | {"sliding_window": 4096}).sliding_window == 4096
     switched_off = {"sliding_window": 4096, "use_sliding_window": False}
     assert decoder_config(LLAMA_2_7B | switched_off) == decoder_config(LLAMA_2_7B)

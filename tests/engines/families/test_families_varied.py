@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from published_families import (
     CWM_32B,
     GEMMA_2B,
+    GEMMA_3_1B,
     GRANITE_3_3_2B,
+    LLAMA_2_7B,
     MINISTRAL3_ROTARY,
     MINISTRAL_3_8B,
     MISTRAL_7B,
@@ -163,9 +166,67 @@ def test_gemma() -> None:
         decoder_config(GEMMA_2B | {"use_bidirectional_attention": True})
 
 
+NEW_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def test_gemma_3() -> None:
+    config = decoder_config(GEMMA_3_1B)
+    assert (config.window, config.rope_theta, config.local_rope_theta) == (512, 1e6, 1e4)
+    assert (config.attention_scale, config.post_norms, config.qk_norm, config.norm_offset) == (1 / 16, True, True, 1.0)
+    assert [index for index, kind in enumerate(config.layer_kinds) if kind == "attention"] == [5, 11, 17, 23]
+    usual = ("rope_theta", "rope_local_base_freq", "sliding_window_pattern", "query_pre_attn_scalar", "head_dim")
+    assert decoder_config(without(GEMMA_3_1B, *usual)) == config
+    scaled = decoder_config(GEMMA_3_1B | {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}})
+    assert (scaled.rope_scaling, scaled.local_rope_theta) == ({"rope_type": "linear", "factor": 8.0}, 1e4)
+    types = ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(26)]
+    new = without(GEMMA_3_1B, "rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window_pattern")
+    assert decoder_config(new | {"rope_parameters": NEW_ROPE, "layer_types": types}) == scaled
+    full = decoder_config(GEMMA_3_1B | {"layer_types": ["full_attention"] * 26})
+    assert (full.window, full.layer_kinds, full.local_rope_theta) == (None, (), None)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"sliding_window": 0}, CheckpointError, "sliding_window is 0, expected a whole number from 1"),
+        ({"sliding_window": None}, CheckpointError, "there is no sliding_window"),
+        ({"sliding_window_pattern": 0}, CheckpointError, "sliding_window_pattern is 0, expected a whole number from 1"),
+        ({"layer_types": ["full_attention"] * 25}, CheckpointError, "layer_types has 25 entries, expected .* 26 "),
+        ({"layer_types": ["chunked_attention"] * 26}, UnsupportedModelError, "layer_types is .*supported are full_"),
+        ({"layer_types": "full_attention"}, UnsupportedModelError, 'layer_types is "full_attention"'),
+        ({"rope_local_base_freq": "high"}, CheckpointError, 'rope_local_base_freq is "high", expected a number above'),
+        ({"rope_local_base_freq": 1}, CheckpointError, "rope_local_base_freq is 1, expected a number above 1"),
+        (
+            {"rope_parameters": NEW_ROPE | {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            UnsupportedModelError,
+            "rope_parameters: sliding_attention is .*, supported is the rope_type default",
+        ),
+        ({"query_pre_attn_scalar": -1}, CheckpointError, "query_pre_attn_scalar is -1, expected a number above 0"),
+        ({"hidden_activation": "silu"}, UnsupportedModelError, 'hidden_activation is "silu"'),
+        ({"attn_logit_softcapping": 50.0}, UnsupportedModelError, "attn_logit_softcapping is 50.0"),
+        ({"final_logit_softcapping": 30.0}, UnsupportedModelError, "final_logit_softcapping is 30.0"),
+        ({"use_bidirectional_attention": True}, UnsupportedModelError, "use_bidirectional_attention is true"),
+    ],
+    ids=str,
+)
+def test_other_kinds_of_gemma_3_are_refused(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        decoder_config(without(GEMMA_3_1B, "rope_scaling") | change)
+
+
+def test_families_with_a_window_in_every_layer_refuse_others() -> None:
+    types = ["sliding_attention"] * 31 + ["full_attention"]
+    with pytest.raises(UnsupportedModelError, match=r"layer_types is .*, supported is sliding_attention in every"):
+        decoder_config(MISTRAL_7B | {"layer_types": types})
+    assert decoder_config(CWM_32B).layer_kinds == ("attention", "window", "window", "window") * 16
+
+
 @pytest.mark.parametrize(
     ("published", "bound", "name"),
-    [(MISTRAL_7B, 4096, "sliding_window"), (MINISTRAL_3_8B, 16384, "llama_4_scaling_beta")],
+    [(LLAMA_2_7B | {"sliding_window": 2048}, 2048, "sliding_window"), (MINISTRAL_3_8B, 16384, "llama_4_scaling_beta")],
     ids=["window", "far positions"],
 )
 def test_a_context_in_which_it_would_matter_is_refused_by_name(
@@ -179,6 +240,18 @@ def test_a_context_in_which_it_would_matter_is_refused_by_name(
 
 
 def test_the_usual_context_is_one_in_which_it_does_not_matter() -> None:
-    assert choose_limits(decoder_config(PHI_3_MINI_4K)).kv_capacity == 2047
-    assert choose_limits(decoder_config(MISTRAL_7B)).kv_capacity == 4096
+    assert choose_limits(decoder_config(LLAMA_2_7B | {"sliding_window": 2047})).kv_capacity == 2047
     assert choose_limits(decoder_config(MINISTRAL_3_8B)).kv_capacity == 4096
+
+
+def test_rows_of_windows_are_chosen_by_the_context() -> None:
+    """The window, the largest step and the slack, in whole tiles; none where no window is shorter than the context."""
+    phi, mistral = decoder_config(PHI_3_MINI_4K), decoder_config(MISTRAL_7B)
+    assert [choose_limits(config).window_rows for config in (phi, mistral)] == [4352, 0]
+    assert choose_limits(mistral, kv_capacity=4096).window_rows == 0
+    limits = choose_limits(mistral, kv_capacity=32768, prefill_chunk=512)
+    assert (limits.window_step, limits.window_rows) == (512, 4096 + 512 + 256)
+    with pytest.raises(BuildError, match="window_rows: it is 4607, expected at least 4608: a window of 4096"):
+        check_limits(mistral, replace(limits, window_rows=4607))
+    with pytest.raises(BuildError, match="window_rows: it is 64, expected 0: no window is shorter than the context"):
+        check_limits(decoder_config(LLAMA_2_7B), EngineLimits(1, 512, 4096, window_rows=64))

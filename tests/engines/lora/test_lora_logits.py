@@ -19,6 +19,7 @@ from edgellm.engines.model.config import DecoderConfig, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.rotary import rotary_table
+from edgellm.engines.model.states import decoder_states, state_edge
 
 BASES = Path(__file__).parents[2] / "goldens" / "decoder"
 GOLDENS = Path(__file__).parents[2] / "goldens" / "lora"
@@ -39,12 +40,8 @@ class Adapted:
         self.adapters = [LoraAdapter.read(GOLDENS / name, self.config) for name in adapters]
         self.expected = [load_file(GOLDENS / name / "expected.safetensors")["logits"] for name in adapters]
         self.batch, self.rows = batch, 40
-        shape = (batch, self.config.num_kv_heads, self.rows, self.config.head_dim)
-        self.caches = {
-            f"{kind}_cache_{layer}": np.zeros(shape, np.float32)
-            for layer in range(self.config.num_layers)
-            for kind in "kv"
-        }
+        states = state_edge(decoder_states(self.config), batch, self.rows)
+        self.caches = {name: np.zeros(shape, np.float32) for name, (shape, _) in states.items()}
         for each in adapted_projections(decoder_weights(self.config)):
             packed = [each.pack(adapter.pairs, RANK) for adapter in self.adapters]
             for index, (name, edge) in enumerate(each.edge(len(adapters), RANK)):
@@ -67,6 +64,8 @@ class Adapted:
             SCALES: scales,
             **self.caches,
         }
+        if self.config.is_recurrent:
+            bindings["state_tokens"] = np.full(batch, tokens, np.int32)
         shape = EngineShape("prefill", batch, tokens, self.rows, self.rows, selected=tokens)
         shape = replace(shape, lora_slots=len(self.adapters), lora_rank=RANK)
         ProgramGraph(NumpyOperations(bindings, self.weights), decoder_program(self.config, shape)).run()

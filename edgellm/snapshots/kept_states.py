@@ -1,0 +1,186 @@
+"""Recurrent states at chosen places of texts, kept on the host, so that texts which begin alike go on from there.
+
+KV rows can be cut to any prefix; a recurrent state is of one place alone. So where a slot's rows share a prefix with a
+prompt, the prompt goes on from the latest place of that prefix at which there is a state: where the slot itself is now,
+or a kept one. These places are chosen as a prompt is computed (`chosen_places`):
+
+- where it parts from other texts, which is the end of a system prompt that conversations share;
+- a few tokens before its end: chat templates render what they ask the model with (the beginning of the answer, or of
+  its reasoning) otherwise, or not at all, once the answer is history, so the next turn departs there. The same prompt
+  asked again goes on from there, too;
+- every so many tokens of a long one.
+
+The end of an answer is where its slot is when it ended. It is kept when a next turn goes on from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from edgellm.engines.errors import DeviceMemoryError
+from edgellm.engines.runners.prompt_images import TokenIdentity
+from edgellm.engines.runners.states import SlotRows
+from edgellm.engines.speculation.runner import DecodingRunner
+from edgellm.snapshots.kept_rows import copies_in, padded_bytes
+
+logger = logging.getLogger("edgellm.snapshots")
+
+#: Bytes of host memory for kept states where nobody says otherwise; it is taken when it is needed.
+STATE_BUDGET = 256 << 20
+#: What the memory plan calls it.
+KEPT_STATES = "states at places of texts"
+#: Of a long prompt a state is kept every so many tokens; before the end of every prompt one is so many tokens before
+#: it, as many as kernels compute at once; places are at least so far from each other, since less is not worth a copy.
+EVERY, TAIL, LEAST = 1024, 16, 64
+#: The part of the budget that one prompt's places of every so many tokens take at most.
+_SHARE = 4
+
+#: An adapter's digest (None: no adapter), and a digest of the tokens before the place.
+_Key = tuple[str | None, bytes]
+
+
+class StateKeeper:
+    """Keeps recurrent states of a runner's slots in up to `budget` bytes on the host; what was used least recently goes
+    first. Used from the runner's thread.
+
+    A state is that of a place in a text: of the tokens before it, computed with an adapter (its digest, or None). All
+    take as much memory, so that what goes leaves its own to what comes. Copies follow the runner's other work, in
+    order: nothing is waited for.
+    """
+
+    every, tail, least = EVERY, TAIL, LEAST
+
+    def __init__(self, runner: DecodingRunner, budget: int = STATE_BUDGET) -> None:
+        self._states, self._backend = runner.base.states, runner.backend
+        self._has_draft = runner.draft is not None
+        #: What one state takes, and how many there may be.
+        self.size = sum(map(padded_bytes, self._held(0)))
+        self.most = budget // self.size
+        runner.base.memory_plan.host[KEPT_STATES] = budget
+        #: By use, the least recent first: how many tokens are before the place, and the state.
+        self._kept: OrderedDict[_Key, tuple[int, np.ndarray]] = OrderedDict()
+        self._looked_up: tuple[Sequence[TokenIdentity], str | None, dict[int, _Key]] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept."""
+        return len(self._kept) * self.size
+
+    def latest(self, tokens: Sequence[TokenIdentity], adapter: str | None, limit: int) -> int:
+        """The latest place of a text, at most `limit`, at which a state is kept; 0 where there is none."""
+        return max((place for place in self._places(tokens, adapter) if place <= limit), default=0)
+
+    def keep(self, slot: int, tokens: Sequence[TokenIdentity], place: int, adapter: str | None) -> None:
+        """Keep the state of a slot, which has taken the first `place` tokens of a text; it counts as used."""
+        key = (adapter, next(_prefix_digests(tokens, [place])))
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return
+        memory = self._memory()
+        if memory is None:
+            return
+        for copy in copies_in(self._held(slot), memory):
+            self._backend.download_rows(copy.cache, copy.values, copy.rows)
+        self._kept[key], self._looked_up = (place, memory), None
+
+    def put_back(self, slot: int, tokens: Sequence[TokenIdentity], place: int, adapter: str | None) -> None:
+        """Let a slot have the state that is kept of a place of a text (see `latest`)."""
+        places = self._places(tokens, adapter)
+        self._kept.move_to_end(places[min(places)])  # the beginning that most share
+        self._kept.move_to_end(places[place])
+        for copy in copies_in(self._held(slot), self._kept[places[place]][1]):
+            self._backend.upload_rows(copy.cache, copy.values, copy.rows)
+
+    def chosen(
+        self, tokens: Sequence[TokenIdentity], reused: int, shared: Iterable[int], adapter: str | None
+    ) -> list[int]:
+        """The places of a prompt to keep states at, where its first `reused` tokens are not computed; see
+        `chosen_places`. With a draft the token behind a place belongs to what can be reused there, too."""
+        known = self._places(tokens, adapter)
+        wanted = chosen_places(
+            len(tokens),
+            reused,
+            (place - self._has_draft for place in shared),
+            self.most // _SHARE,
+            (self.every, self.tail, self.least),
+        )
+        return [place for place in wanted if place not in known] if self.most else []
+
+    def close(self) -> None:
+        """Let go of everything; call it before the runner is closed."""
+        self._backend.synchronize()
+        self._kept.clear()
+        self._looked_up = None
+
+    def _places(self, tokens: Sequence[TokenIdentity], adapter: str | None) -> dict[int, _Key]:
+        """The places of a text at which states are kept. Several slots are compared with one text: it is looked up
+        once."""
+        latest = self._looked_up
+        if latest is None or latest[0] is not tokens or latest[1] != adapter:
+            places = sorted({place for place, _ in self._kept.values() if place <= len(tokens)})
+            keys = {
+                place: (adapter, digest) for place, digest in zip(places, _prefix_digests(tokens, places), strict=True)
+            }
+            found = {place: key for place, key in keys.items() if key in self._kept}
+            latest = self._looked_up = tokens, adapter, found
+        return latest[2]
+
+    def _held(self, slot: int) -> list[SlotRows]:
+        return list(self._states.recurrent_of_slot(slot))
+
+    def _memory(self) -> np.ndarray | None:
+        """Memory for one more; None where there is no room for any."""
+        if len(self._kept) < self.most:
+            try:
+                return self._backend.host_memory(self.size)
+            except DeviceMemoryError as error:
+                logger.warning("states of texts are kept at fewer places: %s", error)
+                self.most = len(self._kept)
+        if not self.most:
+            return None
+        self._looked_up = None
+        return self._kept.popitem(last=False)[1][1]
+
+
+def chosen_places(
+    count: int, reused: int, shared: Iterable[int], most: int, distances: tuple[int, int, int] = (EVERY, TAIL, LEAST)
+) -> list[int]:
+    """Where to keep states of a prompt of `count` tokens, of which the first `reused` are not computed; ascending.
+
+    `shared` are places where it parts from other texts, the more certain first, `most` how many of every so many tokens
+    there may be: they are farther from each other where these are too few. `distances` are those of `EVERY`, `TAIL` and
+    `LEAST`.
+    """
+    every, tail, least = distances
+    while most and (count - reused) // every > most:
+        every *= 2
+    regular = range((reused // every + 1) * every, count, every) if most else ()
+    found: list[int] = []
+    for place in (*shared, count - tail, *regular):
+        if reused + least <= place <= count - tail and all(abs(place - other) >= least for other in found):
+            found.append(place)
+    return sorted(found)
+
+
+def _prefix_digests(tokens: Sequence[TokenIdentity], places: Iterable[int]) -> Iterator[bytes]:
+    """The SHA-256 of the tokens before each of the places, which ascend."""
+    digest, done = hashlib.sha256(), 0
+    for place in places:
+        digest.update(_numbers(tokens[done:place]).tobytes())
+        yield digest.digest()
+        done = place
+
+
+def _numbers(tokens: Sequence[TokenIdentity]) -> np.ndarray:
+    """Tokens as [N] int64: ids as they are, those of images as negative numbers that their contents make."""
+    return np.asarray([_number(*token) if isinstance(token, tuple) else token for token in tokens], np.int64)
+
+
+def _number(image: str, index: int) -> int:
+    digest = hashlib.sha256(f"{image} {index}".encode()).digest()
+    return -1 - int.from_bytes(digest[:7], "little")

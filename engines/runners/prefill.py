@@ -1,0 +1,142 @@
+"""The prompts of a runner's slots: cut into chunks, and brought to the engines of phase "prefill"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from edgellm.engines.backends.base import Backend, Engine, Transfer
+from edgellm.engines.errors import EngineError
+from edgellm.engines.lora.slots import AdaptedRunner
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.runners.image_inputs import ImageInputs
+from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.rows import ArrivingRows, StepBuffers
+from edgellm.engines.runners.states import ModelStates
+from edgellm.kernels.arrays import Array, leading
+from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
+
+#: What is to be done when the states of a prompt are those of its first so many tokens.
+Stops = Mapping[int, Callable[[], object]]
+
+
+def prompt_chunks(
+    limits: EngineLimits, fixed_shapes: bool, first: int, count: int, stops: Iterable[int] = ()
+) -> Iterator[tuple[int, int]]:
+    """Cut the tokens of a prompt from `first` to `count` into (tokens, engine's T); chunks end at the `stops`. The last
+    chunk before each of them, and the very last, may be padded."""
+    largest = limits.prefill_chunk
+    for start, end in pairwise([first, *sorted(place for place in stops if first < place < count), count]):
+        sizes, rest = [largest] * ((end - start) // largest), (end - start) % largest
+        if rest:
+            sizes += limits.cheapest_chunks(rest) if fixed_shapes else [rest]
+        ends = accumulate(sizes, initial=start)
+        yield from ((min(size, end - place), size) for place, size in zip(ends, sizes, strict=False))
+
+
+class PrefillingRunner(AdaptedRunner):
+    """What a runner does with prompts. `offsets` [S] int32 are differences of position and row."""
+
+    backend: Backend
+    config: DecoderConfig
+    engines: LoadedEngines
+    states: ModelStates
+    offsets: Array
+    _tables: ModelTables
+    _state: SequenceState
+    _buffers: StepBuffers
+    _image_inputs: ImageInputs
+    _arriving: ArrivingRows | None = None
+
+    def fill(self, slot: int, token_ids: np.ndarray) -> None:
+        """Write the states of the first tokens [N] of a text, which are checked, to an idle slot; no draft goes
+        along."""
+        self.backend.upload(self.offsets[slot : slot + 1], np.zeros(1, np.int32))
+        for _ in self._prompt(slot, token_ids, 0, None, {}):
+            pass
+
+    def checked_ids(self, ids: np.ndarray, images: PromptImages | None = None) -> np.ndarray:
+        """Token ids as int32; EngineError where they are not this model's, or have image tokens without `images`."""
+        last = self.config.vocab_size - 1
+        wrong = ids[(ids < 0) | (ids > last)]
+        if wrong.size:
+            raise EngineError(
+                f"the prompt has the token id {wrong[0]}, this model's are 0..{last}: use its own tokenizer"
+            )
+        ids = ids.astype(np.int32)
+        self._image_inputs.check(ids, images)
+        return ids
+
+    def expect_rows(self, rows: Iterable[tuple[str, Transfer]]) -> None:
+        """States of an idle slot are copied by `Backend.upload_rows_beside` as `rows` is read: those of `states` in
+        their order, then perhaps others', each with its transfer. What `start` enqueues next waits for them, layer by
+        layer where the engine can."""
+        self._arriving = ArrivingRows(self.backend, rows)
+
+    def await_rows(self) -> None:
+        """Let everything that is enqueued from now on wait for the states that are expected."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.wait_for_all()
+
+    def tables(self, slots: slice) -> ModelTables:
+        """What steps of the slots look rows up in."""
+        return self._tables._replace(position_offsets=self.offsets[slots])
+
+    def _prompt(
+        self, slot: int, ids: np.ndarray, reused: int, images: PromptImages | None, stops: Stops
+    ) -> Iterator[tuple[int, int, int]]:
+        """Enqueue the chunks of a prompt whose first `reused` tokens the states have taken; gives of each where it
+        began, its tokens and the engine's, before what `stops` has for its end."""
+        position = reused
+        if reused == 0:  # a recurrent state would go on from whatever the slot had before
+            self.states.clear_slot(slot)
+        for tokens, chunk in prompt_chunks(self.limits, self.backend.fixed_shapes, reused, len(ids), stops):
+            self._prefill(slot, ids[position : position + tokens], position, chunk, images)
+            yield position, tokens, chunk
+            position += tokens
+            if position in stops:
+                stops[position]()
+
+    def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
+        """Take `ids` [n], n <= chunk, into the states, as rows from `start` on; logits are those after the last."""
+        padded = np.full((1, chunk), -1, np.int32)
+        padded[0, : len(ids)] = ids
+        token_ids = leading(self._buffers.prefill_ids, (1, chunk))
+        self.backend.upload(token_ids, padded)
+        self.backend.upload(self._buffers.prefill_start, np.asarray([start], np.int32))
+        self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
+        if self.states.is_recurrent:
+            self.backend.upload(self._buffers.state_tokens, np.asarray([len(ids)], np.int32))
+        one = slice(slot, slot + 1)
+        plain = self.limits.base_shape("prefill", 1, chunk, self.limits.key_ranges[-1])
+        widest = self.engine_shape(plain, one)
+        shape = replace(widest, key_range=self.engines.key_range(widest, start + len(ids)))
+        engine, inputs = self._engine(shape, one), self._step_inputs(shape)
+        self.backend.kernels.prepare_step(self.tables(one), token_ids, inputs)
+        bound = inputs._asdict()
+        self._image_inputs.write(slot, images, start, (start, start + len(ids)), token_ids, bound)
+        by_layer = getattr(engine, "enqueue_by_layer", None)
+        arriving = self._arriving
+        if arriving is not None and by_layer is not None:
+            by_layer(lambda index: arriving.wait_for(self.states.last_of(index)))
+        else:
+            self.await_rows()
+            engine.enqueue()
+
+    def _set_offset(self, slot: int, images: PromptImages | None) -> None:
+        delta = images.position_delta if images else 0
+        self.backend.upload(self.offsets[slot : slot + 1], np.asarray([delta], np.int32))
+
+    def _engine(self, shape: EngineShape, slots: slice) -> Engine:
+        """The engine for a shape, bound to the states and logits of the slots."""
+        raise NotImplementedError
+
+    def _step_inputs(self, shape: EngineShape) -> StepInputs:
+        """What kernels write for an engine."""
+        starts = self._state.kvcache_start_index[: shape.batch]
+        return self._buffers.inputs(shape, self._buffers.prefill_start if shape.phase == "prefill" else starts)

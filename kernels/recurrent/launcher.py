@@ -1,0 +1,304 @@
+"""The recurrent kernels on the GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.contracts import MAXIMUM_ROWS, Contracts, cuda_header
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launcher import CUDA_TYPES
+from edgellm.kernels.recurrent.contract import (
+    MAX_DELTA_SIZE,
+    MAX_NODES,
+    NORM_EPSILON,
+    AcceptedPath,
+    Convolution,
+    DeltaGates,
+    GatedHeadNorm,
+    GatedHeads,
+    Launchable,
+    LayerColumns,
+    LayerMatrices,
+    RecurrentArrays,
+    check_alike,
+    check_step,
+    delta_refusal,
+    key_heads,
+    norm_refusal,
+)
+
+_CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS, _LANES = 128, 32, 128, 16
+#: Warps that walk, and those that help.
+_WALKERS, _HELPERS = 4, 2
+_DELTA_THREADS = 32 * (_WALKERS + _HELPERS)
+#: Layers of one launch: their addresses are an argument, of 4 KiB at most.
+_MOST_LAYERS = 128
+
+
+class _CommitColumns(ctypes.Structure):
+    """`CommitColumns` of convolution.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("indices", "counts")),
+        *((name, ctypes.c_uint) for name in ("batch", "tokens", "most", "channels")),
+        *((name, ctypes.c_void_p * _MOST_LAYERS) for name in ("columns", "inputs")),
+    ]
+
+
+class _CommitMatrices(ctypes.Structure):
+    """`CommitMatrices` of delta.cu."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("indices", "counts")),
+        *((name, ctypes.c_uint) for name in ("batch", "tokens", "most", "row_size", "heads", "values", "keys")),
+        *((name, ctypes.c_void_p * _MOST_LAYERS) for name in ("matrices", "rows", "gates")),
+    ]
+
+
+def _padded(keys: int) -> int:
+    """Elements of a key that a walk works on."""
+    return next(size for size in (64, 128, 256) if size >= keys)
+
+
+def _block_columns(keys: int) -> int:
+    """Columns of a head's matrix that a block walks with."""
+    return 2 * _WALKERS * (1 if _padded(keys) > 128 else 2)
+
+
+def saved_matrices(nodes: int) -> int:
+    """How many matrices of nodes wait at most while a walk goes through a tree (tree_plan.cuh): the first of a node of
+    three, a further one where that node is at most half of what is below another."""
+    return max(0, (nodes + 1).bit_length() - 2)
+
+
+def delta_bytes(keys: int, tokens: int, tree: bool = False) -> int:
+    """Shared memory of a block that walks through so many tokens, with keys of so many elements."""
+    size, columns = _padded(keys), _block_columns(keys)
+    record, ready = 2 * size + columns + 4, 2048 // size
+    if not tree:
+        return 4 * record * (tokens if tokens <= ready else 2 * ready)
+    return 4 * (2 * ready * record + saved_matrices(tokens) * columns * size)
+
+
+def _source(name: str, file: str, expression: str, *macros: tuple[str, int | str]) -> ModuleSource:
+    header = ("recurrent/arguments.cuh", cuda_header(RecurrentArrays))
+    return ModuleSource(f"recurrent_{name}", (f"recurrent/{file}",), (expression,), macros, (header,))
+
+
+@lru_cache
+def convolution_kernel(name: str, width: int, *dtypes: str) -> Kernel:
+    """A kernel of convolution.cu for a width: `commit_columns`, or one for a value and an output of `dtypes`."""
+    expression = f"recurrent::{name}<{', '.join([*(CUDA_TYPES[dtype] for dtype in dtypes), str(width)])}>"
+    macros = (
+        ("HOST_CONVOLUTION_THREADS", _CONVOLUTION_THREADS),
+        ("HOST_CONVOLUTION_TILE", _CONVOLUTION_TILE),
+        ("HOST_MOST_NODES", MAX_NODES),
+        ("HOST_MOST_LAYERS", _MOST_LAYERS),
+        ("HOST_COMMIT_COLUMNS_BYTES", ctypes.sizeof(_CommitColumns)),
+    )
+    return Kernel(_source("_".join((name, str(width), *dtypes)), "convolution.cu", expression, *macros), expression)
+
+
+@lru_cache
+def gates_kernel(name: str, *dtypes: str) -> Kernel:
+    """A kernel of gates.cu for arrays of `dtypes`."""
+    expression = f"recurrent::{name}<{', '.join(CUDA_TYPES[dtype] for dtype in dtypes)}>"
+    macros = (("HOST_GATES_THREADS", _GATES_THREADS), ("HOST_MOST_SIZE", MAX_DELTA_SIZE))
+    return Kernel(_source("_".join((name, *dtypes)), "gates.cu", expression, *macros), expression)
+
+
+@lru_cache
+def delta_kernel(name: str, keys: int, *arguments: str) -> Kernel:
+    """A kernel of delta.cu for keys of so many elements: `commit_matrices`, or one with the template's `arguments`."""
+    size = _padded(keys)
+    expression = f"recurrent::{name}<{', '.join((str(size), *arguments))}>"
+    macros = (
+        ("HOST_SIZE", size),
+        ("HOST_DELTA_THREADS", _DELTA_THREADS),
+        ("HOST_COLUMNS", _block_columns(keys)),
+        ("HOST_BYTES", delta_bytes(keys, 2 * 2048 // size)),
+        ("HOST_TREE_BYTES", delta_bytes(keys, MAX_NODES, tree=True)),
+        ("HOST_MOST_NODES", MAX_NODES),
+        ("HOST_MOST_LAYERS", _MOST_LAYERS),
+        ("HOST_COMMIT_MATRICES_BYTES", ctypes.sizeof(_CommitMatrices)),
+        ("HOST_NORM_EPSILON", repr(NORM_EPSILON)),
+    )
+    names = "_".join((name, str(size), *(argument.strip("_") for argument in arguments)))
+    return Kernel(_source(names, "delta.cu", expression, *macros), expression)
+
+
+class CudaRecurrent:
+    """See `edgellm.kernels.recurrent.contract.RecurrentKernels`; arrays are `DeviceArray`, a call gives a `Launch`."""
+
+    def __init__(self, module: KernelModule) -> None:
+        self._module = module
+        self._check = Contracts(RecurrentArrays, DeviceArray)
+
+    def short_convolution(
+        self,
+        value: DeviceArray,
+        convolution: Convolution,
+        bias: DeviceArray | None,
+        columns: DeviceArray,
+        output: DeviceArray,
+        parents: DeviceArray | None,
+        kept: DeviceArray | None,
+        state_tokens: DeviceArray | None,
+    ) -> Launch:
+        """Convolve the tokens of a step; see the contract."""
+        check_step(parents, kept, state_tokens)
+        arguments = (value, convolution, bias, columns, output, parents, kept, state_tokens)
+        sizes = self._check("short_convolution", *arguments)
+        tokens, batch = sizes["T"], sizes["B"]
+        if parents is not None and tokens > MAX_NODES:
+            raise KernelError(f"short_convolution: a tree of {tokens} nodes; expected at most {MAX_NODES}")
+        tiles = tokens if state_tokens is None else -(-tokens // _CONVOLUTION_TILE)
+        name = "convolve_nodes" if state_tokens is None else "convolve_chunk"
+        kernel = convolution_kernel(name, sizes["W"], value.dtype, output.dtype)
+        packed = self._check.pack("short_convolution", sizes, *arguments)
+        grid = (-(-sizes["C"] // _CONVOLUTION_THREADS), tiles, batch)
+        return Launch(self._module, kernel, grid, _CONVOLUTION_THREADS, 0, (packed,))
+
+    def gated_delta(
+        self,
+        rows: DeviceArray,
+        projected: DeviceArray,
+        gates: DeltaGates,
+        matrix: DeviceArray,
+        output: DeviceArray,
+        parents: DeviceArray | None,
+        kept: DeviceArray | None,
+        state_tokens: DeviceArray | None,
+    ) -> Launch:
+        """The gated delta rule over the tokens of a step; see the contract."""
+        check_step(parents, kept, state_tokens)
+        arguments = (rows, projected, gates, matrix, output, parents, kept, state_tokens)
+        sizes = self._check("gated_delta", *arguments)
+        tree, tokens = parents is not None, sizes["T"]
+        _check_sizes("gated_delta", sizes, tokens if tree else 1)
+        own = CUDA_TYPES[projected.dtype]
+        if state_tokens is not None:
+            kernel = delta_kernel("delta_chunk", sizes["D"], own)
+        elif tokens > 1:
+            kernel = delta_kernel("delta_nodes", sizes["D"], own, str(tree).lower())
+        else:
+            kernel = delta_kernel("delta_token", sizes["D"], own)
+        packed = self._check.pack("gated_delta", sizes, *arguments)
+        grid, shared = _delta_grid(sizes, sizes["B"]), delta_bytes(sizes["D"], tokens, tree and tokens > 1)
+        return Launch(self._module, kernel, grid, _DELTA_THREADS, shared, (packed,))
+
+    def gated_norm(self, value: DeviceArray, gate: DeviceArray, norm: GatedHeadNorm, output: DeviceArray) -> Launch:
+        """RMS norms of heads, times SiLU of their gates; see the contract."""
+        arguments = (value, gate, norm, output)
+        sizes = self._check("gated_norm", *arguments)
+        refusal = norm_refusal(sizes["E"])
+        if refusal is not None:
+            raise KernelError(f"gated_norm: {refusal}")
+        groups = _GATES_THREADS // _LANES
+        grid = (-(-sizes["O"] // (sizes["E"] * groups)), sizes["T"], sizes["B"])
+        kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)
+        packed = self._check.pack("gated_norm", sizes, *arguments)
+        return Launch(self._module, kernel, grid, _GATES_THREADS, 0, (packed,))
+
+    def separate_gates(self, value: DeviceArray, heads: GatedHeads, qkv: DeviceArray) -> Launch:
+        """Query, key and value heads without the gates; see the contract."""
+        sizes = self._check("separate_gates", value, heads, qkv)
+        check_alike(value, qkv)
+        packed = self._check.pack("separate_gates", sizes, value, heads, qkv)
+        return self._by_columns(gates_kernel("separate_gates", value.dtype), sizes, "Q", packed)
+
+    def sigmoid_gate(self, value: DeviceArray, heads: GatedHeads, context: DeviceArray) -> Launch:
+        """Gate what attention gives; see the contract."""
+        sizes = self._check("sigmoid_gate", value, heads, context)
+        packed = self._check.pack("sigmoid_gate", sizes, value, heads, context)
+        return self._by_columns(gates_kernel("sigmoid_gate", value.dtype, context.dtype), sizes, "O", packed)
+
+    def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> Launchable:
+        """Accepted inputs into the columns of all layers; see the contract."""
+        sizes = [self._check("commit_columns", layer, accepted) for layer in layers]
+
+        def launch(of: dict[str, Any], own: Sequence[LayerColumns]) -> Launch:
+            arguments = _CommitColumns(*_path(accepted), of["B"], of["T"], of["N"], of["C"])
+            for place, layer in enumerate(own):
+                arguments.columns[place], arguments.inputs[place] = (array.pointer for array in layer)
+            grid = (-(-of["C"] // _CONVOLUTION_THREADS), len(own), of["B"])
+            kernel = convolution_kernel("commit_columns", of["K"] + 1)
+            return Launch(self._module, kernel, grid, _CONVOLUTION_THREADS, 0, (arguments,))
+
+        return _together(sizes, layers, _MOST_LAYERS, launch)
+
+    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> Launchable:
+        """Accepted tokens into the matrices of all layers; see the contract."""
+        sizes = [self._check("commit_matrices", layer, accepted) for layer in layers]
+
+        def launch(of: dict[str, Any], own: Sequence[LayerMatrices]) -> Launch:
+            names = ("B", "T", "N", "R", "G", "E", "D")
+            arguments = _CommitMatrices(*_path(accepted), *(of[name] for name in names))
+            for place, (matrix, rows, gates) in enumerate(own):
+                arguments.matrices[place] = matrix.pointer
+                arguments.rows[place], arguments.gates[place] = rows.pointer, gates.pointer
+            kernel, grid = (
+                delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower()),
+                _delta_grid(of, of["B"] * len(own)),
+            )
+            return Launch(self._module, kernel, grid, _DELTA_THREADS, delta_bytes(of["D"], of["N"]), (arguments,))
+
+        for each in sizes:
+            _check_sizes("commit_matrices", each)
+        most = min(_MOST_LAYERS, MAXIMUM_ROWS // sizes[0]["B"]) if sizes else 1
+        return _together(sizes, layers, most, launch)
+
+    def _by_columns(self, kernel: Kernel, sizes: dict[str, Any], letter: str, packed: ctypes.Array) -> Launch:
+        grid = (-(-sizes[letter] // _GATES_THREADS), sizes["T"], sizes["B"])
+        return Launch(self._module, kernel, grid, _GATES_THREADS, 0, (packed,))
+
+
+class _Launches:
+    """Launches that follow each other: one, unless layers differ or are very many."""
+
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        self._launches = launches
+
+    def __call__(self) -> None:
+        for launch in self._launches:
+            launch()
+
+    def overlap_previous(self) -> None:
+        """See `Launch.overlap_previous`."""
+        for launch in self._launches:
+            launch.overlap_previous()
+
+
+def _together(
+    sizes: Sequence[dict[str, Any]], layers: Sequence[Any], most: int, launch: Callable[[dict[str, Any], Any], Launch]
+) -> _Launches:
+    """Launches of layers of the same sizes, up to `most` each."""
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for number, each in enumerate(sizes):
+        alike.setdefault(tuple(sorted(each.items())), []).append(number)
+    launches = []
+    for numbers in alike.values():
+        for begin in range(0, len(numbers), most):
+            own = numbers[begin : begin + most]
+            launches.append(launch(sizes[own[0]], [layers[number] for number in own]))
+    return _Launches(launches)
+
+
+def _path(accepted: AcceptedPath) -> tuple[int, int]:
+    return accepted.indices.pointer, accepted.counts.pointer
+
+
+def _check_sizes(kernel: str, sizes: dict[str, Any], nodes: int = 1) -> None:
+    refusal = delta_refusal((key_heads(sizes), sizes["G"]), (sizes["D"], sizes["E"]), nodes)
+    if refusal is not None:
+        raise KernelError(f"{kernel}: {refusal}")
+
+
+def _delta_grid(sizes: dict[str, Any], sequences: int) -> tuple[int, int, int]:
+    return -(-sizes["E"] // _block_columns(sizes["D"])), sizes["G"], sequences

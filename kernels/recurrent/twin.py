@@ -1,0 +1,345 @@
+"""The recurrent kernels in NumPy, float32: they define what `CudaRecurrent` computes, and are the NumPy backend's.
+
+The functions compute with whole arrays; the methods of `NumpyRecurrent` are what the contract declares, from them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from edgellm.kernels.bfloat16 import store_rounded
+from edgellm.kernels.contracts import Contracts
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch
+from edgellm.kernels.portable_math import exp, sigmoid, silu, softplus
+from edgellm.kernels.recurrent.contract import (
+    NORM_EPSILON,
+    AcceptedPath,
+    Convolution,
+    DeltaGates,
+    GatedHeadNorm,
+    GatedHeads,
+    LayerColumns,
+    LayerMatrices,
+    RecurrentArrays,
+    check_alike,
+    check_step,
+    key_heads,
+)
+
+_check = Contracts(RecurrentArrays, np.ndarray)
+#: Elements that are summed side by side: those of 16 lanes of the device, four each.
+_LANES, _EACH = 16, 4
+_WIDTH = _LANES * _EACH
+
+
+class NumpyRecurrent:
+    """See `edgellm.kernels.recurrent.contract.RecurrentKernels`; bfloat16 arrays hold its bits as uint16."""
+
+    def short_convolution(
+        self,
+        value: np.ndarray,
+        convolution: Convolution,
+        bias: np.ndarray | None,
+        columns: np.ndarray,
+        output: np.ndarray,
+        parents: np.ndarray | None,
+        kept: np.ndarray | None,
+        state_tokens: np.ndarray | None,
+    ) -> NumpyLaunch:
+        """Convolve the tokens of a step; see the contract."""
+        _check("short_convolution", value, convolution, bias, columns, output, parents, kept, state_tokens)
+        check_step(parents, kept, state_tokens)
+
+        def compute() -> None:
+            result, inputs = convolved(value, convolution, bias, columns, parents)
+            store_rounded(result, output)
+            if kept is not None:
+                kept[...] = inputs
+            if state_tokens is not None:
+                take_columns(columns, inputs, _chain(inputs.shape[1], state_tokens))
+
+        return NumpyLaunch(compute)
+
+    def gated_delta(
+        self,
+        rows: np.ndarray,
+        projected: np.ndarray,
+        gates: DeltaGates,
+        matrix: np.ndarray,
+        output: np.ndarray,
+        parents: np.ndarray | None,
+        kept: np.ndarray | None,
+        state_tokens: np.ndarray | None,
+    ) -> NumpyLaunch:
+        """The gated delta rule over the tokens of a step; see the contract."""
+        _check("gated_delta", rows, projected, gates, matrix, output, parents, kept, state_tokens)
+        check_step(parents, kept, state_tokens)
+
+        def compute() -> None:
+            made = delta_gates(projected, gates)
+            if kept is not None:
+                kept[...] = made
+                output[...] = delta_nodes(rows, made, matrix, parents)
+                return
+            output[...] = 0
+            for slot, tokens in enumerate(_chain(rows.shape[1], state_tokens)):
+                results = delta_walk(rows[slot], made[slot], matrix[slot], tokens)
+                output[slot, tokens] = results.reshape(len(tokens), output.shape[-1])
+
+        return NumpyLaunch(compute)
+
+    def gated_norm(self, value: np.ndarray, gate: np.ndarray, norm: GatedHeadNorm, output: np.ndarray) -> NumpyLaunch:
+        """RMS norms of heads, times SiLU of their gates; see the contract."""
+        _check("gated_norm", value, gate, norm, output)
+        return NumpyLaunch(lambda: store_rounded(gated_head_norm(value, gate, norm), output))
+
+    def separate_gates(self, value: np.ndarray, heads: GatedHeads, qkv: np.ndarray) -> NumpyLaunch:
+        """Query, key and value heads without the gates; see the contract."""
+        _check("separate_gates", value, heads, qkv)
+        check_alike(value, qkv)
+
+        def compute() -> None:
+            queries, rest = heads.heads * heads.size, 2 * heads.heads * heads.size
+            qkv[..., :queries] = _gated_queries(value, heads)[..., 0, :].reshape(*value.shape[:-1], queries)
+            qkv[..., queries:] = value[..., rest:]
+
+        return NumpyLaunch(compute)
+
+    def sigmoid_gate(self, value: np.ndarray, heads: GatedHeads, context: np.ndarray) -> NumpyLaunch:
+        """Gate what attention gives; see the contract."""
+        _check("sigmoid_gate", value, heads, context)
+
+        def compute() -> None:
+            gates = float32_of(_gated_queries(value, heads)[..., 1, :]).reshape(context.shape)
+            store_rounded(float32_of(context) * sigmoid(gates), context)
+
+        return NumpyLaunch(compute)
+
+    def commit_columns(self, layers: Sequence[LayerColumns], accepted: AcceptedPath) -> NumpyLaunch:
+        """AcceptedPath inputs into the columns of all layers; see the contract."""
+        for layer in layers:
+            _check("commit_columns", layer, accepted)
+
+        def compute() -> None:
+            for columns, inputs in layers:
+                take_columns(columns, inputs, _paths(accepted, inputs.shape[1]))
+
+        return NumpyLaunch(compute)
+
+    def commit_matrices(self, layers: Sequence[LayerMatrices], accepted: AcceptedPath) -> NumpyLaunch:
+        """AcceptedPath tokens into the matrices of all layers; see the contract."""
+        for layer in layers:
+            _check("commit_matrices", layer, accepted)
+
+        def compute() -> None:
+            for matrix, rows, gates in layers:
+                for slot, tokens in enumerate(_paths(accepted, rows.shape[1])):
+                    delta_walk(rows[slot], gates[slot], matrix[slot], tokens, outputs=False)
+
+        return NumpyLaunch(compute)
+
+
+def convolved(
+    value: np.ndarray,
+    convolution: Convolution,
+    bias: np.ndarray | None,
+    columns: np.ndarray,
+    parents: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """What `short_convolution` puts out, and what it convolves, both [B, T, C] float32."""
+    weight, silu_after, gated = convolution
+    (batch, tokens, _), (channels, width) = value.shape, weight.shape
+    parts = [float32_of(value[..., n * channels : (n + 1) * channels]) for n in range(3 if gated else 1)]
+    inputs = parts[0] * parts[2] if gated else parts[0]
+    # Of the state and the inputs behind it, which stands where: token t at `width` - 1 + t.
+    known = np.concatenate((columns.swapaxes(1, 2), inputs), axis=1)
+    places = np.broadcast_to(np.arange(tokens) + width - 1, (batch, tokens))
+    before = None if parents is None else _places_before(parents, width - 1)
+    slots = np.arange(batch)[:, None]
+    terms = []
+    for tap in reversed(range(width)):
+        terms.append(weight[:, tap] * known[slots, places])
+        if tap:
+            places = places - 1 if before is None else before[slots, places]
+    result = terms.pop()
+    while terms:
+        result = result + terms.pop()
+    if bias is not None:
+        result = result + bias
+    if silu_after:
+        result = silu(result)
+    return (parts[1] * result if gated else result), inputs
+
+
+def take_columns(columns: np.ndarray, inputs: np.ndarray, paths: Sequence[np.ndarray]) -> None:
+    """Each slot's tokens of `paths`, in their order, become the last of its `columns` [B, C, K]."""
+    kept = columns.shape[2]
+    for slot, tokens in enumerate(paths):
+        if len(tokens):
+            both = np.concatenate((columns[slot], inputs[slot, tokens[-kept:]].T), axis=1)
+            columns[slot] = both[:, -kept:]
+
+
+def delta_gates(projected: np.ndarray, gates: DeltaGates) -> np.ndarray:
+    """Of each value head the logarithm of the decay, then of each the weight of the new value: [B, T, 2 G] float32."""
+    heads, first = len(gates.a_log), gates.first
+    found = float32_of(projected[..., first : first + 2 * heads])
+    decay = -exp(gates.a_log) * softplus(found[..., heads:] + gates.dt_bias)
+    return np.concatenate((decay, sigmoid(found[..., :heads])), axis=-1)
+
+
+def delta_nodes(rows: np.ndarray, gates: np.ndarray, matrix: np.ndarray, parents: np.ndarray | None) -> np.ndarray:
+    """The outputs [B, T, G E] of a chain or, with `parents`, of a tree's nodes; `matrix` stays."""
+    batch, tokens, _ = rows.shape
+    outputs = np.zeros((batch, tokens, *matrix.shape[1:3]), np.float32)
+    if parents is None:
+        outputs = delta_walk(rows, gates, matrix.copy(), range(tokens))
+    else:
+        for slot, before in enumerate(_earlier(parents)):
+            _walk_tree(rows[slot], gates[slot], matrix[slot], before.tolist(), outputs[slot])
+    return outputs.reshape(batch, tokens, -1)
+
+
+def delta_walk(
+    rows: np.ndarray, gates: np.ndarray, matrix: np.ndarray, tokens: Sequence[int] | np.ndarray, outputs: bool = True
+) -> np.ndarray:
+    """Change `matrix` [.., G, E, D] by `tokens` of `rows` [.., T, R] and `gates` [.., T, 2 G], in their order.
+
+    Gives what they put out, [.., tokens, G, E]; nothing with `outputs` False.
+    """
+    results = np.zeros((*matrix.shape[:-3], len(tokens) if outputs else 0, *matrix.shape[-3:-1]), np.float32)
+    step = _token_steps(rows, gates, matrix.shape)
+    for number, token in enumerate(tokens):
+        matrix[...], output = step(matrix, token, outputs)
+        if outputs:
+            results[..., number, :, :] = output
+    return results
+
+
+def gated_head_norm(value: np.ndarray, gate: np.ndarray, norm: GatedHeadNorm) -> np.ndarray:
+    """See `gated_norm`: float32 of the shape of `value`."""
+    size, first = len(norm.weight), norm.first
+    heads = value.reshape(*value.shape[:-1], -1, size)
+    mean = ordered_sum(heads, heads) / np.float32(size)
+    normed = heads * (np.float32(1) / np.sqrt(mean + np.float32(norm.epsilon)))[..., None] * float32_of(norm.weight)
+    gates = float32_of(gate[..., first : first + value.shape[-1]]).reshape(heads.shape)
+    return (normed * silu(gates)).reshape(value.shape)
+
+
+def ordered_sum(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The sum of x y over the last axis, which is padded with zeros to a multiple of 64: the order of all sums.
+
+    First those of every 64th element, in their order; then of four neighbours, (0 + 1) + (2 + 3); then of halves: of
+    the 16 that are left n and n + 8, then of 8 n and n + 4, and so on.
+    """
+    size, shape = x.shape[-1], np.broadcast_shapes(x.shape, y.shape)
+    padded = -(-size // _WIDTH) * _WIDTH
+    if padded == size:
+        products = x * y
+    else:
+        products = np.zeros((*shape[:-1], padded), np.float32)
+        np.multiply(x, y, out=products[..., :size])
+    sums = products[..., :_WIDTH]
+    for begin in range(_WIDTH, padded, _WIDTH):
+        sums = sums + products[..., begin : begin + _WIDTH]
+    sums = sums[..., 0::2] + sums[..., 1::2]
+    sums = sums[..., 0::2] + sums[..., 1::2]
+    half = _LANES
+    while half > 1:
+        half //= 2
+        sums = sums[..., :half] + sums[..., half:]
+    return sums[..., 0]
+
+
+def float32_of(values: np.ndarray) -> np.ndarray:
+    """Values of a compute dtype in float32; uint16 holds the bits of bfloat16."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+_Step = Callable[[np.ndarray, int, bool], tuple[np.ndarray, np.ndarray | None]]
+
+
+def _token_steps(rows: np.ndarray, gates: np.ndarray, shape: tuple[int, ...]) -> _Step:
+    """What computes a token's matrix [.., G, E, D] and output [.., G, E] from the matrix before it."""
+    heads, values, keys = shape[-3:]
+    groups = key_heads({"R": rows.shape[-1], "G": heads, "E": values, "D": keys})
+    # Whatever does not depend on the state is computed of all tokens at once.
+    query, key = (
+        rows[..., n * groups * keys : (n + 1) * groups * keys].reshape(*rows.shape[:-1], groups, keys) for n in (0, 1)
+    )
+    query = query * (_reciprocal_root(query) * (np.float32(1) / np.sqrt(np.float32(keys))))[..., None]
+    key = key * _reciprocal_root(key)[..., None]
+    both = ordered_sum(key, query)
+    query, key = (np.repeat(each, heads // groups, axis=-2)[..., None, :] for each in (query, key))
+    both = np.repeat(both, heads // groups, axis=-1)
+    value = rows[..., 2 * groups * keys :].reshape(*rows.shape[:-1], heads, values)
+    decay, beta = exp(gates[..., :heads]), gates[..., heads:]
+
+    def step(matrix: np.ndarray, token: int, outputs: bool) -> tuple[np.ndarray, np.ndarray | None]:
+        own_key, own_decay = key[..., token, :, :, :], decay[..., token, :, None]
+        read = ordered_sum(matrix, own_key)
+        delta = (value[..., token, :, :] - own_decay * read) * beta[..., token, :, None]
+        after = matrix * own_decay[..., None]
+        output = None
+        if outputs:
+            output = own_decay * ordered_sum(matrix, query[..., token, :, :, :]) + delta * both[..., token, :, None]
+        after += delta[..., None] * own_key
+        return after, output
+
+    return step
+
+
+def _reciprocal_root(x: np.ndarray) -> np.ndarray:
+    return np.float32(1) / np.sqrt(ordered_sum(x, x) + np.float32(NORM_EPSILON))
+
+
+def _walk_tree(
+    rows: np.ndarray, gates: np.ndarray, matrix: np.ndarray, parents: Sequence[int], outputs: np.ndarray
+) -> None:
+    """One slot's nodes; the matrix behind a node is kept as long as it has children to come."""
+    step, states, waiting = _token_steps(rows, gates, matrix.shape), {-1: matrix}, Counter(parents)
+    waiting[-1] = 1  # the root alone, not padding
+    for node, parent in enumerate(parents):
+        if node and parent not in states:
+            continue  # padding
+        after, outputs[node] = step(states[parent], node, True)  # type: ignore[call-overload]
+        waiting[parent] -= 1
+        if waiting[parent] == 0:
+            del states[parent]
+        if waiting[node]:
+            states[node] = after
+
+
+def _earlier(parents: np.ndarray) -> np.ndarray:
+    """Parents, -1 where they are no earlier node."""
+    return np.where((parents >= 0) & (parents < np.arange(parents.shape[1])), parents, -1)
+
+
+def _places_before(parents: np.ndarray, kept: int) -> np.ndarray:
+    """Of each place of the state and the inputs behind it the place before: of a node its parent's."""
+    batch = len(parents)
+    state = np.broadcast_to(np.arange(kept) - 1, (batch, kept))
+    return np.concatenate((state, _earlier(parents) + kept), axis=1).clip(0)
+
+
+def _chain(tokens: int, counts: np.ndarray | None) -> list[np.ndarray]:
+    """The tokens of each slot that count, of a chunk."""
+    assert counts is not None
+    return [np.arange(count) for count in counts.clip(0, tokens).tolist()]
+
+
+def _paths(accepted: AcceptedPath, tokens: int) -> list[np.ndarray]:
+    """The nodes of each slot's path, within a step of so many tokens."""
+    indices, most = accepted.indices.clip(0, tokens - 1), accepted.indices.shape[1]
+    return [path[: min(max(count, 0), most)] for path, count in zip(indices, accepted.counts.tolist(), strict=True)]
+
+
+def _gated_queries(value: np.ndarray, heads: GatedHeads) -> np.ndarray:
+    """Query heads and their gates: [.., heads, 2, size]."""
+    queries = value[..., : 2 * heads.heads * heads.size]
+    return queries.reshape(*value.shape[:-1], heads.heads, 2, heads.size)

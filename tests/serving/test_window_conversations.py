@@ -1,0 +1,247 @@
+"""Conversations with models that attend within windows: what is reused, from where, and that it changes no token."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_families import WINDOWED
+
+from edgellm import Request, SamplingParams, SpecDecodeRuntime
+from edgellm.drafting import given
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.errors import SnapshotError
+from edgellm.snapshots.file import write_snapshot
+from edgellm.snapshots.snapshot import Snapshot
+
+TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
+MODES = {"plain": None, "tree": TREE, "suffix": DraftingConfig(kind="suffix")}
+GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=3, max_tokens=10, ignore_eos=True)
+PROMPT = [(7 * index + 3) % 250 for index in range(150)]
+#: By how many tokens a text can be cut.
+SLACK = 12
+
+
+@pytest.fixture(scope="module", params=list(WINDOWED))
+def engines(
+    request: pytest.FixtureRequest,
+    make_checkpoint: Callable[..., Path],
+    tiny_draft: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Two slots, a draft, context 320; rings go round once in a hundred tokens or so."""
+    folder, changes = tmp_path_factory.mktemp("windows"), WINDOWED[request.param]
+    checkpoint = make_checkpoint(folder / "checkpoint", **changes)
+    limits = EngineLimits(2, 16, 320, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+    limits = replace(limits, window_rows=changes["sliding_window"] + limits.window_step + SLACK)
+    build_engine_directory(checkpoint, folder / "engines", limits, [], dtype="bfloat16", draft=tiny_draft)
+    return folder / "engines"
+
+
+@pytest.fixture(params=list(MODES))
+def runtime(
+    request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SpecDecodeRuntime]:
+    """Whatever is said before is drafted from, also where it does not pay."""
+    monkeypatch.setattr(given, "GAIN", 0.0)
+    for name in ("FIRST_CREDIT", "MOST_CREDIT"):
+        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
+    with SpecDecodeRuntime(engines, drafting=MODES[request.param], backend="numpy") as opened:
+        yield opened
+
+
+@pytest.fixture
+def cold(engines: Path) -> Iterator[Callable[..., tuple[int, ...]]]:
+    """Answers prompts plainly, each as if it were the first."""
+    with SpecDecodeRuntime(engines, backend="numpy") as opened:
+
+        def answer(prompt: list[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:
+            opened._forget_contents()
+            response = opened.handle_request(Request(prompt, None, params))
+            assert response.usage.reused_tokens == 0
+            return tuple(response.token_ids)
+
+        yield answer
+
+
+def ask(runtime: SpecDecodeRuntime, prompt: list[int], params: SamplingParams = GREEDY) -> tuple[tuple[int, ...], int]:
+    response = runtime.handle_request(Request(prompt, None, params))
+    return tuple(response.token_ids), response.usage.reused_tokens
+
+
+def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+    """At the last token that it shares with what a slot holds, if that is no more than the slack behind: with a draft
+    a few tokens before, whose rows follow the base's."""
+
+    def reused(prompt: list[int]) -> int:
+        found, count = ask(runtime, prompt)
+        assert found == cold(prompt)
+        return count
+
+    answer = list(cold(PROMPT))
+    told = [*PROMPT, *answer, 5, 6]
+    assert reused(PROMPT) == 0
+    assert len(PROMPT) + 4 < reused(told) < len(told)
+    held = [*told, *cold(told)]
+    assert len(held) - 10 < reused([*held[:-4], 99, 98]) < len(held)
+    assert reused([*PROMPT, 97, 96]) == 0  # too far back: an answer, a message and more were written behind
+    short = PROMPT[:5]
+    assert reused(short) == 0
+    assert reused([*short[:4], 1, 2, 3]) in (3, 4)  # nothing has been written over
+
+
+def test_a_text_that_is_cut_again_and_again(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+    """What was written behind a cut stays written over: a second cut must not count from the shorter text."""
+    text, one = PROMPT[:130], replace(GREEDY, max_tokens=1)
+    for _ in range(8):
+        found, _ = ask(runtime, text, one)
+        assert found == cold(text, one)
+        text = [*text[: len(text) - 9], text[-1] + 1, 7]
+
+
+def random_prompts(cold: Callable[..., tuple[int, ...]], seed: int, count: int) -> Iterator[list[int]]:
+    """Turns of three conversations in no order: told further, edited, asked again, begun alike."""
+    random = np.random.default_rng(seed)
+    system = random.integers(0, 250, 25).tolist()
+    texts = [[*system, *random.integers(0, 250, 60).tolist()] for _ in range(3)]
+    for _ in range(count):
+        which = int(random.integers(0, 3))
+        text, kind = texts[which], random.choice(["tell", "tell", "tell", "edit", "again", "back", "new"])
+        said = random.integers(0, 250, int(random.integers(1, 12))).tolist()
+        if kind == "new" or len(text) > 280:
+            text = [*system, *said]
+        elif kind == "edit":
+            text = [*text[: int(random.integers(1, len(text)))], *said]
+        elif kind == "back":
+            text = [*text[: max(1, len(text) - int(random.integers(1, 2 * SLACK)))], *said]
+        elif kind == "tell":
+            text = [*text, *cold(text), *said]
+        texts[which] = text
+        yield text
+
+
+def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+    total = 0
+    for number, prompt in enumerate(random_prompts(cold, 5, 40)):
+        params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
+        found, count = ask(runtime, prompt, params)
+        assert found == cold(prompt, params), number
+        total += count
+    assert total > 1000
+
+
+@pytest.mark.parametrize("place", ["memory", "file"])
+def test_snapshots_go_on_where_their_rows_reach(
+    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]], tmp_path: Path, place: str
+) -> None:
+    """Of texts shorter and longer than a window and than a ring: whole, cut a little, and cut too far."""
+    snapshots, base = runtime._open_snapshots(), runtime._open_runner().base
+    reach = base.states.window_reach
+    for tokens in (4, 30, 90, 150, 290):
+        for stored in snapshots.store.snapshots():
+            snapshots.store.remove(stored)
+        text = [(11 * index + tokens) % 250 for index in range(tokens)]
+        made = snapshots.compute(0, text, runtime._contents[0], "a text")
+        sizes = {name: made.tensor(name).shape[1] for name in made.rows if name.startswith("base.k_cache")}
+        assert set(sizes.values()) <= {tokens, min(tokens, reach)} and min(sizes.values()) == min(tokens, reach)
+        if place == "file":
+            write_snapshot(tmp_path / "text.edgekv", made)
+            snapshots.load(tmp_path / "text.edgekv")
+        else:
+            snapshots.store.put(made)
+        for cut in (0, 3, SLACK - 3, SLACK + 30):
+            prompt = [*text[: max(1, tokens - cut)], 251, 7]
+            for cache in base.states.tensors.values():
+                cache[...] = 111 if cache.dtype == np.int8 else np.nan
+            runtime._forget_contents()
+            found, count = ask(runtime, prompt)
+            assert found == cold(prompt), (tokens, cut)
+            shared = max(1, tokens - cut) - runtime.has_draft_model
+            assert (count > 0) == (shared > 0 and (cut <= SLACK or tokens <= reach)), (tokens, cut)
+
+
+def test_a_snapshot_of_other_rows_is_refused(runtime: SpecDecodeRuntime, engines: Path, tmp_path: Path) -> None:
+    """One of a shorter reach; one whose facts say so though the rows do not."""
+    shorter = shutil.copytree(engines, tmp_path / "engines", symlinks=True)
+    description = (shorter / "edgellm.json").read_text()
+    rows = EngineDirectory.open(engines).limits.window_rows
+    (shorter / "edgellm.json").write_text(description.replace(f'"window_rows": {rows}', f'"window_rows": {rows - 5}'))
+    with SpecDecodeRuntime(shorter, backend="numpy") as other:
+        made = other._open_snapshots().compute(0, PROMPT, other._contents[0], "shorter")
+    if runtime.has_draft_model:
+        return
+    write_snapshot(tmp_path / "shorter.edgekv", made)
+    with pytest.raises(SnapshotError, match=r"the tensor 'base\.[kv]_cache_\d' has the shape .*, expected"):
+        runtime.load_snapshot(tmp_path / "shorter.edgekv")
+    whole = runtime._open_snapshots().compute(0, PROMPT, runtime._contents[0], "whole")
+    host_memory = runtime._open_runner().backend.host_memory
+    facts = replace(whole.facts, window_rows=whole.facts.window_rows - 1)
+    tensors = {name: (place.dtype, place.shape) for name, place in whole.places.items() if name != "sha256"}
+    hostile = Snapshot.allocate(
+        facts, {name: kind for name, kind in tensors.items() if name != "token_ids"}, host_memory
+    )
+    for name in tensors:
+        np.copyto(hostile.tensor(name), whole.tensor(name))
+    write_snapshot(tmp_path / "hostile.edgekv", hostile)
+    with pytest.raises(SnapshotError, match="as its metadata say"):
+        runtime.load_snapshot(tmp_path / "hostile.edgekv")
+
+
+@pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])
+def test_an_answer_that_gives_way(engines: Path, cold: Callable[..., tuple[int, ...]], budget: int) -> None:
+    params = replace(SAMPLED, max_tokens=60), GREEDY, GREEDY
+    prompts = PROMPT, PROMPT[3:], PROMPT[7:]
+    expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    for drafting in MODES.values():
+        with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
+            for rounds in (1, 4):
+                loop = runtime.loop()
+                first, *others = (
+                    runtime.prepare(Request(prompt, None, each)) for prompt, each in zip(prompts, params, strict=True)
+                )
+                loop.admit(first)
+                advance(loop, rounds)
+                list(loop.settle())
+                loop.give_way(first)
+                assert (first.kept is not None) == bool(budget)
+                for each in others:
+                    loop.admit(each)
+                while any(not each.finished for each in others):
+                    advance(loop, 1)
+                loop.admit(first)
+                while not first.finished:
+                    advance(loop, 1)
+                loop.abandon()
+                assert [tuple(each.answer.token_ids) for each in (first, *others)] == expected, (drafting, rounds)
+
+
+def advance(loop: object, rounds: int) -> None:
+    for _ in range(rounds):
+        list(loop.advance())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_batches_in_every_order(
+    runtime: SpecDecodeRuntime,
+    cold: Callable[..., tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: int,
+) -> None:
+    """More sequences than slots, of different lengths, so that slots change owners; steps are read late or at once."""
+    monkeypatch.setattr(NumpyBackend, "steps_ahead", ahead)
+    prompts = [PROMPT, [*PROMPT[:140], 4, 5], [9, 8, 7], [*PROMPT, *cold(PROMPT), 1, 2, 3]]
+    params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
+    expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    for order in list(itertools.permutations(range(4)))[::5]:
+        responses = runtime.handle_request([Request(prompts[place], None, params[place]) for place in order])
+        assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
