@@ -105,7 +105,7 @@ class StateKeeper:
         wanted = chosen_places(
             len(tokens),
             reused,
-            sorted((place - self._has_draft for place in shared), reverse=True),
+            (place - self._has_draft for place in shared),
             self.most // _SHARE,
             (self.every, self.tail, self.least),
         )
@@ -155,8 +155,9 @@ def chosen_places(
 ) -> list[int]:
     """Where to keep states of a prompt of `count` tokens, of which the first `reused` are not computed; ascending.
 
-    `shared` are places where it parts from other texts, `most` how many of every so many tokens there may be: they are
-    farther from each other where these are too few. `distances` are those of `EVERY`, `TAIL` and `LEAST`.
+    `shared` are places where it parts from other texts, the more certain first, `most` how many of every so many tokens
+    there may be: they are farther from each other where these are too few. `distances` are those of `EVERY`, `TAIL` and
+    `LEAST`.
     """
     every, tail, least = distances
     while most and (count - reused) // every > most:
@@ -164,7 +165,7 @@ def chosen_places(
     regular = range((reused // every + 1) * every, count, every) if most else ()
     found: list[int] = []
     for place in (*shared, count - tail, *regular):
-        if reused + least <= place < count and all(abs(place - other) >= least for other in found):
+        if reused + least <= place <= count - tail and all(abs(place - other) >= least for other in found):
             found.append(place)
     return sorted(found)
 

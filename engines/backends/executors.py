@@ -1,5 +1,5 @@
 """What runs an engine's shape on a GPU: hand-written kernels of few or of many rows, or TensorRT and why, whole or with
-kernels for its attention."""
+kernels for its attention and recurrent layers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows
-from edgellm.engines.backends.kernel_steps import most_rows, passes
-from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal, title
+from edgellm.engines.backends.recurrent_steps import recurrent_refusal
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.decode.tilings import Capacity, fastest
@@ -86,15 +87,19 @@ def shared_limit_of(capability: str) -> int | None:
 
 
 def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why kernels do not compute the attention of a shape between TensorRT's engines (`SplitEngine`); None if they
-    do."""
+    """Why kernels do not compute the attention and recurrent layers of a shape between TensorRT's engines
+    (`SplitEngine`); None if they do."""
     if shape.phase not in ("prefill", "accept"):
         return "attention between TensorRT's engines is that of tokens which see all before them"
     if dtype not in ("float16", "bfloat16"):
         return f"kernels compute in float16 and bfloat16, not {dtype}"
-    int8 = shape.kv_cache == "int8"
-    for heads, kv_heads, size in {step.heads for step in model_program(config, shape).attentions}:
-        refusal = prefill_refusal(heads, kv_heads, size, int8)
+    int8, program = shape.kv_cache == "int8", model_program(config, shape)
+    for step in program.steps:
+        refusal = recurrent_refusal(step, program, shared_limit)
+        if refusal is not None:
+            return f"kernels cannot run {title(step)}: {refusal}"
+    for heads, kv_heads, size in {step.heads for step in program.attentions}:
+        refusal = prefill_refusal(heads, kv_heads, size, int8) or ring_refusal(shape)
         if refusal is not None:
             return refusal
         needed = attention_bytes(size, 2 if size <= 128 else 1, int8)
@@ -104,21 +109,34 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
 
 
 def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int, packed: bool) -> str | None:
-    """Why no TensorRT engine runs a shape that kernels do not run, whole or for its attention, and what to do; None if
-    one does. `packed`: the model has packed weights."""
+    """Why no TensorRT engine runs a shape that kernels do not run, whole or at its attention and recurrent layers, and
+    what to do; None if one does. `packed`: the model has packed weights."""
     if shape.kv_cache != "compute":
         kernels = kernel_refusal(config, shape, dtype, shared_limit)
         return (
             f"{shape.name} cannot run with --kv-cache {shape.kv_cache}: TensorRT has no such KV caches, and {kernels}. "
             'Take --kv-cache compute (kv_cache="compute"), or --backend numpy'
         )
-    if packed and shape.segment is None:
-        kernels, split = (refusal(config, shape, dtype, shared_limit) for refusal in (kernel_refusal, split_refusal))
+    if shape.segment is not None or not (packed or _lacks_layers(config, shape)):
+        return None
+    kernels, split = (refusal(config, shape, dtype, shared_limit) for refusal in (kernel_refusal, split_refusal))
+    if packed:
         return (
             f"{shape.name} cannot run with packed weights on this GPU: {kernels}; TensorRT takes them layer by layer, "
             f"but {split}. Take the unquantized model, or --backend numpy"
         )
-    return None
+    return (
+        f"{shape.name} cannot run on this GPU: {kernels}; TensorRT has nothing for {_lacks_layers(config, shape)}, and "
+        f"{split}. Take float16 or bfloat16, or --backend numpy"
+    )
+
+
+def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
+    """Of a shape the layers for which TensorRT has no operation; nothing where it has all."""
+    if isinstance(config, DecoderConfig) and config.is_recurrent:
+        return "recurrent layers"
+    has_windows = isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows
+    return "attention within a window" if has_windows else ""
 
 
 def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:
@@ -144,8 +162,8 @@ def planned_shapes(
         if not needless and refusal_on(config, shape, dtype, capability) is None:
             continue
         splits = splits_on(config, shape, dtype, capability)
-        if not splits and (shape.kv_cache != "compute" or shape.model in packed):  # TensorRT has neither
-            continue
+        if not splits and (shape.kv_cache != "compute" or shape.model in packed or _lacks_layers(config, shape)):
+            continue  # TensorRT has none of these
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
     return [
         shape

@@ -23,9 +23,11 @@ import numpy as np
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.kernel_executors import Executor, StepKernels
 from edgellm.engines.backends.kernel_steps import adapter_words, most_rows, passes, scratch_of
+from edgellm.engines.backends.recurrent_steps import layer_begins
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.programs import ModelConfig, model_program
+from edgellm.engines.model.states import without_layer
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout, PackedMatrix
 
@@ -150,9 +152,8 @@ class KernelEngine:
         for (slots, program), scratch in zip(self._passes, self._scratch, strict=True):
             arrays = partial(self._array, slots, scratch)
             executor = self.executor(self._kernels, program, arrays, lows, self._shared_limit)
-            # A layer begins with the step before its attention.
-            starts = {n - 1: step.index for n, step in enumerate(program.steps) if isinstance(step, Attention)}
-            first = min(starts, default=None)
+            starts = dict(layer_begins(program.steps))
+            first = next((n - 1 for n, step in enumerate(program.steps) if isinstance(step, Attention)), None)
             for number, step in enumerate(program.steps):
                 if number in starts:
                     self._layer_starts[len(launches)] = starts[number]
@@ -162,8 +163,9 @@ class KernelEngine:
 
     def _array(self, slots: slice, scratch: Mapping[str, Array], name: str) -> Array:
         """A tensor at the edge, of a pass its sequences' part, or a value."""
-        if name in scratch:
-            return scratch[name]
+        place = without_layer(name)
+        if place in scratch:
+            return scratch[place]
         of_sequences = name not in self._program.matrices
         return self._bound[name][slots] if of_sequences and len(self._passes) > 1 else self._bound[name]
 

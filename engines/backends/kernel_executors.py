@@ -21,6 +21,13 @@ from edgellm.engines.backends.kernel_steps import (
     step_rows,
     title,
 )
+from edgellm.engines.backends.recurrent_steps import (
+    RECURRENT,
+    UNGATED,
+    gated_heads,
+    recurrent_launches,
+    recurrent_refusal,
+)
 from edgellm.engines.lora.config import SCALES
 from edgellm.engines.model.program import (
     Attention,
@@ -62,11 +69,13 @@ from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLay
 
 
 class StepKernels(NamedTuple):
-    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; and the GPU."""
+    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; the GPU; and those of recurrent
+    layers, which a program may need."""
 
     few: Any
     many: Any
     gpu: Capacity = Capacity()
+    recurrent: Any = None
 
 
 class FewRows:
@@ -103,6 +112,8 @@ class FewRows:
     def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
         if (layout := packed_layout(step, program)) is not None:
             return packed_refusal(step_rows(step, program), layout, limit)
+        if isinstance(step, RECURRENT):
+            return recurrent_refusal(step, program, limit)
         if (needed := cls._shared_bytes(step, program, limit)) <= limit:
             return None
         return f"{step_rows(step, program)} rows need {needed} bytes of shared memory, a block of the GPU has {limit}"
@@ -143,7 +154,9 @@ class FewRows:
         """The launches of a step. `next_early` False: what overlaps the last of them starts when its predecessor is
         done."""
         if isinstance(step, Attention):
-            return [self._attention(step)]
+            return self._attention(step)
+        if isinstance(step, RECURRENT):
+            return recurrent_launches(step, self._program, self._kernels.recurrent, self._array)
         if isinstance(step, Scale):
             return [self._kernels.few.scale_rows(self._array(step.value), step.factor, self._array(step.output))]
         if isinstance(step, LinearResidual):
@@ -238,7 +251,20 @@ class FewRows:
             return []
         return [self._kernels.many.low_products(x, linear, *selected)]
 
-    def _attention(self, step: Attention) -> Any:
+    def _attention(self, step: Attention) -> list[Any]:
+        if not step.gated:
+            return [self._plain_attention(step, self._array(step.value))]
+        recurrent, shape = self._kernels.recurrent, self._program.shape
+        value, ungated, context = (
+            self._array(name).reshape(shape.batch, shape.tokens, -1) for name in (step.value, UNGATED, step.output)
+        )
+        return [
+            recurrent.separate_gates(value, gated_heads(step), ungated),
+            self._plain_attention(step, self._array(UNGATED)),
+            recurrent.sigmoid_gate(value, gated_heads(step), context),
+        ]
+
+    def _plain_attention(self, step: Attention, qkv: Array) -> Any:
         array = self._array
         mask = None if self._program.shape.phase == "decode" else array("attention_mask")
         q_norm, k_norm = (None if norm is None else array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
@@ -247,7 +273,7 @@ class FewRows:
         k_cache, v_cache, *scales = map(array, step.state(self._program.shape).names)
         k_scale, v_scale = scales or (None, None)
         return self._kernels.few.attention(
-            array(step.value),
+            qkv,
             AttentionWeights(q_norm, k_norm, epsilon, offset, step.scale, step.rotary > 0, part),
             AttentionStep(
                 array("rope_rotary_cos_sin"),

@@ -6,10 +6,21 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
+from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, recurrent_refusal
 from edgellm.engines.lora.config import AdaptedProjection
 from edgellm.engines.model.config import EngineShape
-from edgellm.engines.model.program import Attention, LinearResidual, NormLinear, Program, Scale, SideBySide, Step
-from edgellm.engines.model.states import Edge
+from edgellm.engines.model.program import (
+    Attention,
+    GatedDelta,
+    LinearResidual,
+    NormLinear,
+    Program,
+    Scale,
+    ShortConvolution,
+    SideBySide,
+    Step,
+)
+from edgellm.engines.model.states import Edge, without_layer
 from edgellm.kernels.decode.attention import AttentionShape, attention_partials
 from edgellm.kernels.decode.contract import (
     ACTIVATIONS,
@@ -20,6 +31,7 @@ from edgellm.kernels.decode.contract import (
     low_words,
     padded_columns,
 )
+from edgellm.kernels.prefill.contract import RING_STEP
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
@@ -50,9 +62,11 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if isinstance(step, Attention):
         if shape.tokens > MAX_TOKENS:
             return f"it takes up to {MAX_TOKENS} tokens of a sequence, not {shape.tokens}"
-        return attention_refusal(*step.heads, shape.kv_cache == "int8")
+        return attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
     if isinstance(step, Scale | SideBySide):
         return None
+    if isinstance(step, RECURRENT):
+        return recurrent_refusal(step, program)
     if not isinstance(step, NormLinear | LinearResidual):
         return "there is no kernel for it"
     gated = isinstance(step, NormLinear) and step.gated
@@ -78,12 +92,23 @@ def step_refusal(step: Step, program: Program) -> str | None:
     return None
 
 
+def ring_refusal(shape: EngineShape) -> str | None:
+    """Why kernels do not take the rings of windows of a shape, None if they do, or there are none."""
+    if shape.window_rows % RING_STEP == 0:
+        return None
+    return f"rings of windows have a multiple of {RING_STEP} rows, not {shape.window_rows}"
+
+
 def title(step: Step) -> str:
     """A step in a few words, for messages."""
     if isinstance(step, Attention):
         return f"the attention of layer {step.index}"
     if isinstance(step, NormLinear | LinearResidual):
         return f"the linear layer {step.linear.name}"
+    if isinstance(step, ShortConvolution | GatedDelta):
+        return (
+            f"the {'gated delta rule' if isinstance(step, GatedDelta) else 'short convolution'} of layer {step.index}"
+        )
     return f"the step {type(step).__name__} to {step.output}"
 
 
@@ -116,6 +141,10 @@ def scratch_of(program: Program) -> Edge:
         if isinstance(step, Attention):
             dtype = "compute"
             found["partial"] = ((attention_partials(attention_shape(step, shape)),), "float32")
+            if step.gated:
+                found[UNGATED] = ((rows, program.kinds[step.value][0][-1] - width), "float32")
+        elif isinstance(step, RECURRENT):
+            dtype = program.kinds[step.output][1]
         elif isinstance(step, NormLinear):
             dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
             packed = max(packed, rows * padded_columns(columns))
@@ -125,7 +154,7 @@ def scratch_of(program: Program) -> Edge:
             most = max(rows * width, found.get(UNNORMED, ((0,), dtype))[0][0])
             found[UNNORMED] = ((most,), dtype)
         if step.output not in edge:
-            found[step.output] = ((rows, width), dtype)
+            found[without_layer(step.output)] = ((rows, width), dtype)
     return found | {TOGETHER: ((packed,), "compute")}
 
 

@@ -1,6 +1,7 @@
-"""Engines of steps of many tokens: TensorRT's between attention, and kernels that compute it without scores in memory.
+"""Engines of steps of many tokens: TensorRT's between attention and recurrent layers, which kernels compute, attention
+without scores in memory.
 
-A token sees the rows before its own, and itself: there is no mask to read. A program is cut at its attention
+A token sees the rows before its own, and itself: there is no mask to read. A program is cut there
 (`segments.py`); equal segments share an engine, whose weights are bound anew for each layer. TensorRT multiplies dense
 weights alone: packed ones of a segment are dequantized in front of it, into scratch that all segments share. Kernels
 take packed ones as they are: theirs is what stands behind the last attention, where few rows are selected.
@@ -10,15 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
-from edgellm.engines.model.program import Attention, Program
+from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, gated_heads, recurrent_launches
+from edgellm.engines.model.program import Attention, Program, Stateful
 from edgellm.engines.model.segments import Segment, segments_of
+from edgellm.engines.model.states import without_layer
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.recurrent.contract import RecurrentKernels
 
 _ALIGNMENT = 256
 
@@ -44,18 +49,18 @@ class SegmentEngine(Protocol):
 
 
 class _Step(NamedTuple):
-    """A segment's engine, what it is bound to, what makes its dense weights of packed ones, and the number and launches
-    of the attention behind it (none: no launches)."""
+    """A segment's engine, what it is bound to, what makes its dense weights of packed ones, and the layer and launches
+    of the steps behind it (none: no launches)."""
 
     engine: SegmentEngine
     bindings: dict[str, Array]
     dequantizing: list[Launchable]
     layer: int
-    attention: list[Launchable]
+    between: list[Launchable]
 
 
 class SplitEngine:
-    """Enqueues a program's segments, and the attention between them.
+    """Enqueues a program's segments, and the attention and recurrent layers between them.
 
     Not thread-safe: enqueue from the thread that owns the stream.
     """
@@ -70,21 +75,26 @@ class SplitEngine:
         engines: Mapping[int, SegmentEngine],
         dtype: str,
         packed: Collection[str] = (),
+        recurrent: RecurrentKernels | None = None,
     ) -> None:
         """`engines` are those of the program's segments, by `Segment.number`; `dtype` is what computes; the weights
-        named in `packed` will be bound packed."""
+        named in `packed` will be bound packed. `recurrent` are the kernels of recurrent layers and gated attention, of
+        a program that has some."""
         self.shape = program.shape
-        self._kernels, self._program, self._engines, self._dtype = kernels, program, engines, dtype
+        self._kernels, self._recurrent, self._program = kernels, recurrent, program
+        self._engines, self._dtype = engines, dtype
         self._segments = segments_of(program)
         self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in program.edge.items()}
         self._packed, self._layout = frozenset(packed), dict[str, _Place]()
-        #: Of each segment, the places of its engine's tensors; of the attention behind it, where it reads and writes.
+        #: Of each segment, the places of its engine's tensors; of the steps behind it, where they read and write.
         self._wiring: list[dict[str, str]] = []
+        self._values: list[dict[str, str]] = []
         self._own_bytes = self._lay_out_weights(self._lay_out())
         self.scratch_bytes = self._own_bytes + max(engine.scratch_bytes for engine in engines.values())
         self._bound: dict[str, Array] = {}
         self._scratch: dict[str, Array] = {}
         self._steps: list[_Step] = []
+        self._has_kernels = False
 
     def _own(self, kind: str) -> str:
         return self._dtype if kind == "compute" else kind
@@ -109,12 +119,16 @@ class SplitEngine:
                     place = f"{whole} (2)" if places.get(whole) == f"{whole} (1)" else f"{whole} (1)"
                 wiring[name] = places[whole] = place
                 offset = self._add(place, size, self._own(kind), offset)
-            attention = segment.attention
-            if attention is not None:
-                shape, (heads, _, width) = self.shape, attention.heads
-                place = wiring[attention.output] = places[attention.output] = f"{attention.output} (1)"
-                offset = self._add(place, (shape.batch, shape.tokens, heads * width), self._dtype, offset)
+            for step in segment.between:
+                place = places[step.output] = f"{without_layer(step.output)} (1)"
+                size, kind = self._program.kinds[step.output]
+                offset = self._add(place, size, self._own(kind), offset)
+                if isinstance(step, Attention) and step.gated:
+                    places[UNGATED] = UNGATED
+                    (batch, tokens, width), kind = self._program.kinds[step.value]
+                    offset = self._add(UNGATED, (batch, tokens, width - size[-1]), self._own(kind), offset)
             self._wiring.append(wiring)
+            self._values.append(dict(places))
         return offset
 
     def _lay_out_weights(self, begin: int) -> int:
@@ -161,6 +175,12 @@ class SplitEngine:
                 memory, layout = self._scratch[wiring[name]], loaded.get(whole)
                 if layout is not None:
                     self._kernels.dequantize(stand_in(layout, memory), memory, beside=True)
+        if self._recurrent is not None and not self._has_kernels and self._program.weights.keys() <= loaded.keys():
+            any_memory: Any = next(iter(self._scratch.values()))
+            edge = {name: replace(any_memory, shape=size, dtype=kind) for name, (size, kind) in self._tensors.items()}
+            for number in range(len(self._segments)):
+                self._between(number, edge | self._scratch)
+            self._has_kernels = True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:
         """See `Engine.bind`."""
@@ -172,7 +192,7 @@ class SplitEngine:
         self.enqueue_by_layer(lambda index: None)
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
-        """As `enqueue`; `before_layer` is called before what touches each layer's KV rows is enqueued, and can let that
+        """As `enqueue`; `before_layer` is called before what touches each layer's states is enqueued, and can let that
         wait."""
         if not self._steps:
             self._steps = self._prepare()
@@ -181,24 +201,35 @@ class SplitEngine:
                 launch()
             step.engine.bind(step.bindings)
             step.engine.enqueue()
-            if step.attention:
+            if step.between:
                 before_layer(step.layer)
-            for launch in step.attention:
+            for launch in step.between:
                 launch()
 
     def _prepare(self) -> list[_Step]:
         check_bound(self, self._tensors, self._bound, self._program.changed, self._scratch)
         arrays, steps = self._bound | self._scratch, []
-        for segment, wiring in zip(self._segments, self._wiring, strict=True):
+        for number, (segment, wiring) in enumerate(zip(self._segments, self._wiring, strict=True)):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}
-            attention, launches = segment.attention, []
-            if attention is not None:
-                context = arrays[wiring[attention.output]]
-                launches = self._launches(attention, arrays[wiring[attention.value]], context)
-            layer = 0 if attention is None else attention.index
-            dense = self._dequantizing(segment, wiring)
+            layer = next((step.index for step in segment.between if isinstance(step, Stateful)), 0)
+            dense, launches = self._dequantizing(segment, wiring), self._between(number, arrays)
             steps.append(_Step(self._engines[segment.number], bindings, dense, layer, launches))
         return steps
+
+    def _between(self, number: int, arrays: Mapping[str, Array]) -> list[Launchable]:
+        """The launches of the steps behind a segment."""
+        places, launches = self._values[number], list[Launchable]()
+
+        def array(name: str) -> Array:
+            return arrays[places.get(name, name)]
+
+        for step in self._segments[number].between:
+            if isinstance(step, Attention):
+                launches += self._attention(step, array)
+            else:
+                assert self._recurrent is not None and isinstance(step, RECURRENT)
+                launches += recurrent_launches(step, self._program, self._recurrent, array)
+        return launches
 
     def _dequantizing(self, segment: Segment, wiring: Mapping[str, str]) -> list[Launchable]:
         """What makes a segment's dense weights, all of which may run beside each other."""
@@ -216,18 +247,28 @@ class SplitEngine:
         names = [(name, segment.name_in_whole(name)) for name in segment.program.weights]
         return [(name, whole) for name, whole in names if whole in self._packed]
 
-    def _launches(self, step: Attention, qkv: Array, context: Array) -> list[Launchable]:
-        """Those of one layer's attention."""
-        bound, norms = self._bound, None
+    def _attention(self, step: Attention, array: Callable[[str], Array]) -> list[Launchable]:
+        """The launches of one layer's attention."""
+        value, context, norms = array(step.value), array(step.output), None
         if step.q_norm is not None and step.k_norm is not None:
-            query, key = (bound[norm.weight.name] for norm in (step.q_norm, step.k_norm))
+            query, key = (array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
             norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
-        rotary = bound["rope_rotary_cos_sin"] if step.rotary else None
-        keys, values, *scales = (bound[name] for name in step.state(self.shape).names)
-        rows = KeyValueRows(keys, values, bound["kvcache_start_index"], step.window or 0)
+        rotary = array("rope_rotary_cos_sin") if step.rotary else None
+        keys, values, *scales = (array(name) for name in step.state(self.shape).names)
+        rows = KeyValueRows(keys, values, array("kvcache_start_index"), step.window or 0)
         row_scales = RowScales(*scales) if scales else None
         part = None if rotary is None else RotaryPart(step.rotary_first, step.rotary)
-        return [
+        qkv = array(UNGATED) if step.gated else value
+        launches = [
             self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales, part),
             self._kernels.causal_attention(qkv, rows, step.scale, context, row_scales),
+        ]
+        if not step.gated:
+            return launches
+        assert self._recurrent is not None
+        heads = gated_heads(step)
+        return [
+            self._recurrent.separate_gates(value, heads, qkv),
+            *launches,
+            self._recurrent.sigmoid_gate(value, heads, context),
         ]

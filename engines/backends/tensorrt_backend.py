@@ -39,6 +39,7 @@ from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
+from edgellm.kernels.recurrent.launcher import CudaRecurrent
 from edgellm.kernels.sampling.launcher import CudaSampling
 from edgellm.kernels.sampling.twin import first_not_finite
 from edgellm.kernels.tree.launcher import CudaTree
@@ -91,6 +92,11 @@ class TensorRTBackend(CudaDevice):
     def draft_tree(self) -> CudaTree:
         """The kernels of the draft's tree."""
         return CudaTree(self._module, self.compute_dtype)
+
+    @cached_property
+    def recurrent(self) -> CudaRecurrent:
+        """The kernels of recurrent layers."""
+        return CudaRecurrent(self._module)
 
     @cached_property
     def acceptance(self) -> CudaAcceptance:
@@ -227,7 +233,8 @@ class TensorRTBackend(CudaDevice):
             kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8", window)
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
-        return SplitEngine(kernels, program, engines, dtype, set(self._packed_of(shape.model, program)))
+        packed = set(self._packed_of(shape.model, program))
+        return SplitEngine(kernels, program, engines, dtype, packed, self.recurrent)
 
     def _packed_of(self, model: str, program: Program) -> dict[str, DeviceLayout]:
         """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""
@@ -246,7 +253,7 @@ class TensorRTBackend(CudaDevice):
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
         if (executor is ManyRows or self._packed) and self._many is None:
             self._many = CudaTiledKernels(self._module, self.compute_dtype)
-        return StepKernels(few, self._many, capacity_of(self._module))
+        return StepKernels(few, self._many, capacity_of(self._module), self.recurrent)
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""

@@ -1,4 +1,5 @@
-"""A program cut at its attention: what stands between is run by an engine of its own, a segment each.
+"""A program cut at its attention and recurrent layers: what stands between them is run by an engine of its own, a
+segment each.
 
 Segments that do the same in different layers are one program, whose layers are counted from the segment's first: all
 middle layers of a model share one plan. Large layers are cut between their matrices, too: what packed weights become
@@ -17,12 +18,15 @@ from edgellm.engines.model.config import EngineShape, WeightSpec
 from edgellm.engines.model.program import (
     Add,
     Attention,
+    GatedDelta,
+    GatedNorm,
     Keep,
     LinearResidual,
     NormLinear,
     Program,
     Reshape,
     Scale,
+    ShortConvolution,
     SideBySide,
     Step,
 )
@@ -30,6 +34,8 @@ from edgellm.engines.model.states import Edge
 
 #: What stands before the number of a layer in a name, and that number.
 _LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")
+#: The steps at which a program is cut: kernels run them.
+_BETWEEN = Attention | ShortConvolution | GatedDelta | GatedNorm
 #: Elements of the matrices that a segment has, unless it has one alone: 192 MiB. A layer of Llama-3.1-8B's shapes is of
 #: three segments, whose largest has 224 of its 416 MiB; smaller models' layers stay whole, which saves the host time.
 MOST_WEIGHTS = 96 << 20
@@ -37,8 +43,9 @@ MOST_WEIGHTS = 96 << 20
 
 @dataclass(frozen=True)
 class Segment:
-    """One segment of a cut program: `program` with layers counted from `first_layer`, and the attention behind it, if
-    any. `number` is that of the first segment with the same program.
+    """One segment of a cut program: `program` with layers counted from `first_layer`, and the steps behind it that
+    kernels run, those of an attention or of a recurrent layer, if any. `number` is that of the first segment with the
+    same program.
 
     The values `program.inputs` and `outputs` are named as in the whole, but for an output `next_NAME`, which becomes
     the value NAME, and what `kept` has, which is the value of that name.
@@ -48,7 +55,7 @@ class Segment:
     program: Program
     first_layer: int
     kept: dict[str, str]
-    attention: Attention | None
+    between: tuple[Step, ...]
 
     def name_in_whole(self, name: str) -> str:
         """What a tensor at the segment's edge is called in the whole program."""
@@ -57,24 +64,24 @@ class Segment:
 
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
-    """The segments of a program in their order: one more than it has attention steps, more of large layers."""
+    """The segments of a program in their order: one more than it has layers, more of large ones."""
     parts = _parts(program)
     kinds = program.kinds | _kinds_of_kept(program, parts)
     needed = set(program.outputs)
     found: list[Segment] = []
     made: dict[tuple[str, frozenset[str]], Segment] = {}  # by steps as they print, but for the number of their layer
     for part in reversed(parts):
-        steps = [step for step in part if not isinstance(step, Attention)]
-        attention = part[-1] if isinstance(part[-1], Attention) else None
-        if attention is not None:
-            needed = (needed - {attention.output}) | {attention.value}
+        steps = [step for step in part if not isinstance(step, _BETWEEN)]
+        between = tuple(step for step in part if isinstance(step, _BETWEEN))
+        for step in reversed(between):
+            needed = (needed - {step.output}) | set(_reads(step))
         written = {name for step in steps for name in _writes(step)}
         text = repr(steps)
         first = min((int(match[2]) for match in _LAYER.finditer(text)), default=0)
         alike = _renamed(text, first, {}), frozenset(written & needed)
         if alike not in made:
             made[alike] = _segment(program, steps, first, kinds, needed)
-        found.append(replace(made[alike], first_layer=first, attention=attention))
+        found.append(replace(made[alike], first_layer=first, between=between))
         needed = (needed - written) | _reads_of_all(steps)
     # Programs are compared as they print: where weights come from is no part of them, and does not print.
     texts = {id(segment.program): str(segment.program) for segment in made.values()}
@@ -86,17 +93,19 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
 
 
 def segment_shapes(program: Program) -> list[EngineShape]:
-    """The shapes of the different segments' engines; what attention alone asks for is no part of them."""
+    """The shapes of the different segments' engines; what the steps between alone ask for is no part of them."""
     numbers = sorted({segment.number for segment in segments_of(program)})
     return [replace(program.shape, key_range=1, kv_rows=1, kv_cache="compute", segment=number) for number in numbers]
 
 
 def _parts(program: Program) -> list[list[Step]]:
-    """The steps up to each attention, that included, in parts of at most `MOST_WEIGHTS`, and those behind the last;
-    parts of an output that several steps keep are values that the last steps put together."""
+    """The steps up to those that kernels run, these included, in parts of at most `MOST_WEIGHTS`, and those behind the
+    last; parts of an output that several steps keep are values that the last steps put together."""
     parts: list[list[Step]] = [[]]
     places: dict[str, int] = {}
     for step in program.steps:
+        if parts[-1] and isinstance(parts[-1][-1], _BETWEEN) and not isinstance(step, _BETWEEN):
+            parts.append([])
         if isinstance(step, NormLinear | LinearResidual) and step.keep is not None and _is_shared(program, step.keep):
             target, place = step.keep.target, step.keep.place
             places[target] = max(places.get(target, 0), place + 1)
@@ -104,8 +113,6 @@ def _parts(program: Program) -> list[list[Step]]:
             parts[-1].append(part)
         else:
             parts[-1].append(step)
-        if isinstance(step, Attention):
-            parts.append([])
     for target, count in places.items():
         parts[-1].append(SideBySide(target, tuple(f"{target}.{place}" for place in range(count))))
     return [part for whole in parts[:-1] for part in _of_most_weights(whole)] + parts[-1:]
@@ -147,7 +154,7 @@ def _segment(program: Program, steps: list[Step], first: int, kinds: Edge, neede
     outputs = {names.get(name, name): kind for name, kind in outputs.items()}
     shape = replace(program.shape, key_range=1, kv_rows=1)
     own = Program(shape, inputs, tuple(_renamed(step, first, names) for step in steps), outputs, program.wide_residual)
-    return Segment(0, own, first, {part: name for name, part in names.items()}, None)
+    return Segment(0, own, first, {part: name for name, part in names.items()}, ())
 
 
 def _kinds_of_kept(program: Program, parts: list[list[Step]]) -> Edge:
@@ -176,8 +183,12 @@ def _reads(step: Step) -> Iterator[str]:
         yield from (step.value, step.residual)
     elif isinstance(step, SideBySide):
         yield from step.values
-    elif isinstance(step, Scale | Add | Reshape):
+    elif isinstance(step, Scale | Add | Reshape | _BETWEEN):
         yield step.value
+    if isinstance(step, GatedDelta):
+        yield step.gates
+    if isinstance(step, GatedNorm):
+        yield step.gate
     if isinstance(step, Add) and not isinstance(step.other, WeightSpec):
         yield step.other
     if isinstance(step, NormLinear | LinearResidual) and step.selects:

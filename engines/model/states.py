@@ -258,6 +258,13 @@ def state_edge(states: Iterable[LayerState], slots: int, rows: int) -> Edge:
     return {name: kind for state in states for name, kind in state.tensors(slots, rows).items()}
 
 
+def without_layer(name: str) -> str:
+    """The name of the rows that a convolution gives the delta rule without the number of their layer; others as they
+    are. Where they are not kept, one place serves all layers."""
+    prefix, _, number = name.rpartition("_")
+    return prefix if prefix == "delta_rows" and number.isdigit() else name
+
+
 def saved_dtype(name: str, kv_cache: str) -> str | None:
     """The dtype of the tensor `name` of a state whose rows are of `kv_cache`; None for a name that it has not."""
     match = _NAME.fullmatch(name)

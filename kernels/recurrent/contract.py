@@ -124,6 +124,13 @@ def delta_refusal(heads: tuple[int, int], sizes: tuple[int, int], nodes: int = 1
     )
 
 
+def norm_refusal(size: int) -> str | None:
+    """Why the GPU's kernels do not norm heads of a size with a gate; None if they do."""
+    if 0 < size <= MAX_DELTA_SIZE and size % 8 == 0:
+        return None
+    return f"gated norms are of heads of up to {MAX_DELTA_SIZE} elements (multiples of 8), not of {size}"
+
+
 def key_heads(sizes: dict[str, Any]) -> int:
     """How many key heads the rows of a delta rule have."""
     return (sizes["R"] - sizes["G"] * sizes["E"]) // (2 * sizes["D"])

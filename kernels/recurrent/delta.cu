@@ -9,7 +9,9 @@ namespace recurrent {
 
 constexpr unsigned WALKERS = 4, HELPERS = 2, THREADS = 32 * (WALKERS + HELPERS);  // warps
 constexpr unsigned WALKING_GROUPS = 32 * WALKERS / LANES, HELPING_GROUPS = 32 * HELPERS / LANES;
-constexpr unsigned BLOCKS = 2;  // of a multiprocessor, for whose registers the kernels are compiled
+// Blocks of a multiprocessor, for whose registers the kernels are compiled: a single token asks for few, and waits for
+// memory alone.
+constexpr unsigned BLOCKS = 2, BLOCKS_OF_ONE = 4;
 static_assert(THREADS == HOST_DELTA_THREADS, "the host launches them");
 
 // Of keys that are padded to SIZE elements: how many columns a lane has, and how many tokens are ready at once.
@@ -116,23 +118,23 @@ template <int SIZE> struct Matrix {
     }
 };
 
-// Make tokens `begin` on, up to as many as are ready at once, ready in `records`: each by one of `groups` groups. `source`
-// gives the row of a token, its decay and its beta.
-template <int SIZE, bool OUTPUTS, class Source>
+// Make tokens `begin` on, up to as many as are ready at once, ready in `records`: each by one of `groups` groups, BATCH of
+// which are under way at once. `source` gives the row of a token, its decay and its beta.
+template <int SIZE, bool OUTPUTS, int BATCH, class Source>
 __device__ __forceinline__ void prepare(
     const Head& head, const Source& source, unsigned begin, float* records, unsigned group, unsigned groups) {
     using Own = Sizes<SIZE>;
-    constexpr int BATCH = SIZE > 128 ? 1 : 256 / SIZE;  // tokens of a group that are under way at once: as many as registers hold
     const unsigned lane = threadIdx.x % LANES, first = blockIdx.x * Own::BLOCK_COLUMNS;
     const unsigned end = min(begin + Own::TOKENS, head.count);
-    // The lanes of a warp stay together: what is behind the last token is computed of the last one, and dropped.
+    // The lanes of a warp stay together: where one of its groups has no token, the last one is computed again, and dropped.
+    const unsigned leader = group & ~1u;
     for (unsigned base = begin; base < end; base += groups * BATCH) {
         float4 key[BATCH][Own::PARTS], query[BATCH][Own::PARTS];
         float value[BATCH], decay[BATCH], beta[BATCH];
         unsigned row[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {  // all loads first
-            if (base + i * groups >= end) break;
+            if (base + i * groups + leader >= end) break;
             row[i] = source.row(min(base + i * groups + group, end - 1));
             const float* values = head.rows + size_t(row[i]) * head.row_size;
             load_vector(values + head.key, lane, head.keys, key[i]);
@@ -143,7 +145,7 @@ __device__ __forceinline__ void prepare(
         }
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-            if (base + i * groups >= end) break;
+            if (base + i * groups + leader >= end) break;
             const unsigned token = base + i * groups + group;
             scale(key[i], reciprocal_root(sum_of_lanes(share(key[i], key[i])) + float(HOST_NORM_EPSILON)));
             float both = 0.0f;
@@ -167,23 +169,53 @@ __device__ __forceinline__ void prepare(
     }
 }
 
+// Puts out what a token gives, by the first lane of each group; `column` is an even number.
+template <int SIZE>
+__device__ __forceinline__ void put_out(
+    const Head& head, unsigned row, unsigned column, const float (&outputs)[Sizes<SIZE>::COLUMNS]) {
+    if (threadIdx.x % LANES != 0 || column >= head.values) return;
+    float* target = head.outputs + size_t(row) * head.output_size + column;
+    if constexpr (Sizes<SIZE>::COLUMNS == 2) *reinterpret_cast<float2*>(target) = make_float2(outputs[0], outputs[1]);
+    else target[0] = outputs[0];
+}
+
+// The head's only token.
+template <int SIZE, bool OUTPUTS, class Source>
+__device__ __forceinline__ void walk_one(const Head& head, const Source& source, float* shared) {
+    using Own = Sizes<SIZE>;
+    const unsigned lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+    const bool walks = threadIdx.x < 32 * WALKERS;
+    const unsigned column = blockIdx.x * Own::BLOCK_COLUMNS + group * Own::COLUMNS;
+    Matrix<SIZE> matrix;
+    if (walks) matrix.load(head.own_state, column, lane, head);
+    else prepare<SIZE, OUTPUTS, 1>(head, source, 0, shared, group - WALKING_GROUPS, HELPING_GROUPS);
+    __syncthreads();
+    if (!walks) return;
+    float outputs[Own::COLUMNS];
+    matrix.template step<OUTPUTS>(Token<SIZE>(shared, group, lane), outputs);
+    if (OUTPUTS) put_out<SIZE>(head, source.row(0), column, outputs);
+    if (head.next_state != nullptr) matrix.store(head.next_state, column, lane, head);
+}
+
 // Walk through the head's tokens. `plan` (null: none) is that of a tree, whose tokens stand in its order.
 template <int SIZE, bool OUTPUTS, class Source>
 __device__ __forceinline__ void walk(const Head& head, const Source& source, const unsigned* plan, float* shared) {
     using Own = Sizes<SIZE>;
+    constexpr int BATCH = SIZE > 128 ? 1 : 256 / SIZE;  // as many as registers hold
     const unsigned lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
     const bool walks = threadIdx.x < 32 * WALKERS;
     const unsigned column = blockIdx.x * Own::BLOCK_COLUMNS + group * Own::COLUMNS;
     float4* saved = reinterpret_cast<float4*>(shared + Own::READY);
     Matrix<SIZE> matrix;
     if (walks) matrix.load(head.own_state, column, lane, head);
-    prepare<SIZE, OUTPUTS>(head, source, 0, shared, group, THREADS / LANES);
+    prepare<SIZE, OUTPUTS, BATCH>(head, source, 0, shared, group, THREADS / LANES);
     for (unsigned begin = 0, half = 0; begin < head.count; begin += Own::TOKENS, half ^= 1) {
         __syncthreads();
         const unsigned next = begin + Own::TOKENS;
         if (!walks) {
             float* records = shared + (half ^ 1) * Own::TOKENS * Own::RECORD;
-            if (next < head.count) prepare<SIZE, OUTPUTS>(head, source, next, records, group - WALKING_GROUPS, HELPING_GROUPS);
+            if (next < head.count)
+                prepare<SIZE, OUTPUTS, BATCH>(head, source, next, records, group - WALKING_GROUPS, HELPING_GROUPS);
             continue;
         }
         const float* records = shared + half * Own::TOKENS * Own::RECORD;
@@ -198,13 +230,7 @@ __device__ __forceinline__ void walk(const Head& head, const Source& source, con
             float outputs[Own::COLUMNS];
             matrix.template step<OUTPUTS>(token, outputs);
             if (saves(entry) != 0) matrix.save(saved + (saves(entry) - 1) * (Own::SAVED / 4));
-            if (OUTPUTS && lane == 0) {
-                float* row = head.outputs + size_t(source.row(begin + i)) * head.output_size + column;
-                if (column < head.values) {  // an even number
-                    if (Own::COLUMNS == 2) *reinterpret_cast<float2*>(row) = make_float2(outputs[0], outputs[Own::COLUMNS - 1]);
-                    else row[0] = outputs[0];
-                }
-            }
+            if (OUTPUTS) put_out<SIZE>(head, source.row(begin + i), column, outputs);
         }
     }
     if (walks && head.next_state != nullptr) matrix.store(head.next_state, column, lane, head);
@@ -262,7 +288,19 @@ template <class Value> __device__ __forceinline__ Projected<Value> projected_of(
             -portable_exp(__ldg(a.gates.a_log + own)), __ldg(a.gates.dt_bias + own)};
 }
 
-// Of a step that keeps: its gates. With `parents` a tree of up to MOST_NODES.
+// Of a step that keeps: its gates, of one token of each sequence.
+template <int SIZE, class Value>
+__global__ void __launch_bounds__(THREADS, BLOCKS_OF_ONE) delta_token(const __grid_constant__ GatedDeltaArguments a) {
+    extern __shared__ __align__(16) float shared[];
+    launch_next_kernel();
+    const Head head = head_of(a);
+    auto source = projected_of<Value>(a);
+    if (blockIdx.x == 0) source.kept = a.kept + source.first_row * 2 * a.G;
+    wait_for_previous_kernel();
+    walk_one<SIZE, true>(head, source, shared);
+}
+
+// The same of several tokens: with `parents` a tree of up to MOST_NODES, else a chain.
 template <int SIZE, class Value, bool TREE>
 __global__ void __launch_bounds__(THREADS, BLOCKS) delta_nodes(const __grid_constant__ GatedDeltaArguments a) {
     extern __shared__ __align__(16) float shared[];
@@ -328,9 +366,9 @@ struct Kept {
     __device__ __forceinline__ void gates(unsigned, float& decay, float&, bool) const { decay = portable_exp(decay); }
 };
 
-// Grid: blocks of columns, value heads, sequences of all layers.
-template <int SIZE>
-__global__ void __launch_bounds__(THREADS, BLOCKS) commit_matrices(const __grid_constant__ CommitMatrices a) {
+// Grid: blocks of columns, value heads, sequences of all layers. ONE: there is one accepted token at most.
+template <int SIZE, bool ONE>
+__global__ void __launch_bounds__(THREADS, ONE ? BLOCKS_OF_ONE : BLOCKS) commit_matrices(const __grid_constant__ CommitMatrices a) {
     extern __shared__ __align__(16) float shared[];
     const unsigned slot = blockIdx.z % a.batch, layer = blockIdx.z / a.batch, own = blockIdx.y;
     launch_next_kernel();
@@ -344,7 +382,8 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) commit_matrices(const __grid_
         a.rows[layer] + first_row * a.row_size, state, state, nullptr, a.row_size, key_head * a.keys,
         (groups + key_head) * a.keys, 2 * groups * a.keys + own * a.values, a.keys, a.values, 0, unsigned(count)};
     const Kept source{a.gates[layer] + first_row * 2 * a.heads, a.indices + size_t(slot) * a.most, a.heads, own, a.tokens};
-    walk<SIZE, false>(head, source, nullptr, shared);
+    if constexpr (ONE) walk_one<SIZE, false>(head, source, shared);
+    else walk<SIZE, false>(head, source, nullptr, shared);
 }
 
 }  // namespace recurrent

@@ -30,14 +30,13 @@ from edgellm.kernels.recurrent.contract import (
     check_step,
     delta_refusal,
     key_heads,
+    norm_refusal,
 )
 
 _CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS, _LANES = 128, 32, 128, 16
 #: Warps that walk, and those that help.
 _WALKERS, _HELPERS = 4, 2
 _DELTA_THREADS = 32 * (_WALKERS + _HELPERS)
-#: Matrices of nodes that a walk through a tree keeps at most.
-_SAVED = 5
 #: Layers of one launch: their addresses are an argument, of 4 KiB at most.
 _MOST_LAYERS = 128
 
@@ -72,13 +71,19 @@ def _block_columns(keys: int) -> int:
     return 2 * _WALKERS * (1 if _padded(keys) > 128 else 2)
 
 
+def saved_matrices(nodes: int) -> int:
+    """How many matrices of nodes wait at most while a walk goes through a tree (tree_plan.cuh): the first of a node of
+    three, a further one where that node is at most half of what is below another."""
+    return max(0, (nodes + 1).bit_length() - 2)
+
+
 def delta_bytes(keys: int, tokens: int, tree: bool = False) -> int:
     """Shared memory of a block that walks through so many tokens, with keys of so many elements."""
     size, columns = _padded(keys), _block_columns(keys)
     record, ready = 2 * size + columns + 4, 2048 // size
     if not tree:
         return 4 * record * (tokens if tokens <= ready else 2 * ready)
-    return 4 * (2 * ready * record + _SAVED * columns * size)
+    return 4 * (2 * ready * record + saved_matrices(tokens) * columns * size)
 
 
 def _source(name: str, file: str, expression: str, *macros: tuple[str, int | str]) -> ModuleSource:
@@ -118,7 +123,7 @@ def delta_kernel(name: str, keys: int, *arguments: str) -> Kernel:
         ("HOST_DELTA_THREADS", _DELTA_THREADS),
         ("HOST_COLUMNS", _block_columns(keys)),
         ("HOST_BYTES", delta_bytes(keys, 2 * 2048 // size)),
-        ("HOST_TREE_BYTES", delta_bytes(keys, 1, tree=True)),
+        ("HOST_TREE_BYTES", delta_bytes(keys, MAX_NODES, tree=True)),
         ("HOST_MOST_NODES", MAX_NODES),
         ("HOST_MOST_LAYERS", _MOST_LAYERS),
         ("HOST_COMMIT_MATRICES_BYTES", ctypes.sizeof(_CommitMatrices)),
@@ -178,22 +183,23 @@ class CudaRecurrent:
         tree, tokens = parents is not None, sizes["T"]
         _check_sizes("gated_delta", sizes, tokens if tree else 1)
         own = CUDA_TYPES[projected.dtype]
-        if state_tokens is None:
+        if state_tokens is not None:
+            kernel = delta_kernel("delta_chunk", sizes["D"], own)
+        elif tokens > 1:
             kernel = delta_kernel("delta_nodes", sizes["D"], own, str(tree).lower())
         else:
-            kernel = delta_kernel("delta_chunk", sizes["D"], own)
+            kernel = delta_kernel("delta_token", sizes["D"], own)
         packed = self._check.pack("gated_delta", sizes, *arguments)
-        grid, shared = _delta_grid(sizes, sizes["B"]), delta_bytes(sizes["D"], tokens, tree)
+        grid, shared = _delta_grid(sizes, sizes["B"]), delta_bytes(sizes["D"], tokens, tree and tokens > 1)
         return Launch(self._module, kernel, grid, _DELTA_THREADS, shared, (packed,))
 
     def gated_norm(self, value: DeviceArray, gate: DeviceArray, norm: GatedHeadNorm, output: DeviceArray) -> Launch:
         """RMS norms of heads, times SiLU of their gates; see the contract."""
         arguments = (value, gate, norm, output)
         sizes = self._check("gated_norm", *arguments)
-        if sizes["E"] > MAX_DELTA_SIZE or sizes["E"] % 8:
-            raise KernelError(
-                f"gated_norm: heads of {sizes['E']}; expected up to {MAX_DELTA_SIZE} elements, a multiple of 8"
-            )
+        refusal = norm_refusal(sizes["E"])
+        if refusal is not None:
+            raise KernelError(f"gated_norm: {refusal}")
         groups = _GATES_THREADS // _LANES
         grid = (-(-sizes["O"] // (sizes["E"] * groups)), sizes["T"], sizes["B"])
         kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)
@@ -237,7 +243,10 @@ class CudaRecurrent:
             for place, (matrix, rows, gates) in enumerate(own):
                 arguments.matrices[place] = matrix.pointer
                 arguments.rows[place], arguments.gates[place] = rows.pointer, gates.pointer
-            kernel, grid = delta_kernel("commit_matrices", of["D"]), _delta_grid(of, of["B"] * len(own))
+            kernel, grid = (
+                delta_kernel("commit_matrices", of["D"], str(of["N"] == 1).lower()),
+                _delta_grid(of, of["B"] * len(own)),
+            )
             return Launch(self._module, kernel, grid, _DELTA_THREADS, delta_bytes(of["D"], of["N"]), (arguments,))
 
         for each in sizes:

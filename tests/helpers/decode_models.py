@@ -22,6 +22,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 LLAMA = DecoderConfig("llama", 97, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
 
@@ -45,6 +46,29 @@ SCALED = {
         LLAMA, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.015625, logits_scale=0.125, qk_norm=True
     ),
     "smollm3": replace(LLAMA, nope_layers=(1,)),
+}
+
+
+#: Layers with a state of their own.
+RECURRENT = {
+    "short_convolutions": replace(
+        LLAMA, naming="lfm2", num_layers=4, layer_kinds=("convolution", "attention", *["convolution"] * 2), conv_width=3
+    ),
+    "wide_convolutions": replace(
+        LLAMA, naming="lfm2", num_layers=2, layer_kinds=("attention", "convolution"), conv_width=7, conv_bias=True
+    ),
+    "gated_delta_nets": replace(
+        LLAMA,
+        naming="qwen3_5",
+        num_layers=7,
+        layer_kinds=("delta", "delta", "attention", "delta", "delta", "attention", "delta"),
+        conv_width=4,
+        delta_heads=(2, 4, 24, 16),
+        attention_gate=True,
+        norm_offset=1.0,
+        qk_norm=True,
+        rotary_dim=4,
+    ),
 }
 
 
@@ -231,7 +255,10 @@ def gpu():
 def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernels:
     """The kernels for a compute dtype and heads of a size, loaded once."""
     return StepKernels(
-        CudaDecodeKernels(module, dtype, head_size), CudaTiledKernels(module, dtype), capacity_of(module)
+        CudaDecodeKernels(module, dtype, head_size),
+        CudaTiledKernels(module, dtype),
+        capacity_of(module),
+        CudaRecurrent(module),
     )
 
 

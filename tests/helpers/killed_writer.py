@@ -30,11 +30,11 @@ TOKENS = 2000
 
 
 def make(number: int) -> Snapshot:
-    """A snapshot of about 2 MiB whose every row is its number."""
+    """A snapshot of about 2 MiB whose every row, and recurrent state, is its number."""
     label = f"number {number}"
     facts = SnapshotFacts(FORMAT_VERSION, TOKENS, BINDING, label, "a model", "2026-01-01T00:00:00+00:00", "0")
     rows = ("float32", (2, TOKENS, 64))
-    tensors = {"base.k_cache_0": rows, "base.v_cache_0": rows}
+    tensors = {"base.k_cache_0": rows, "base.v_cache_0": rows, "base.state.delta_matrix_1": ("float32", (4, 32, 64))}
     snapshot = Snapshot.allocate(facts, tensors, lambda nbytes: np.empty(nbytes, np.uint8))
     for name in tensors:
         snapshot.tensor(name)[...] = number
@@ -47,7 +47,7 @@ def found_number(path: Path) -> int:
     snapshot = read_snapshot(path)
     verify_snapshot(path, snapshot)
     number = int(snapshot.tensor("base.k_cache_0")[0, 0, 0])
-    for name in snapshot.rows:
+    for name in (*snapshot.rows, *snapshot.states):
         if not (snapshot.tensor(name) == number).all():
             raise SnapshotError(f"{path} mixes snapshots", "mixed")
     return number

@@ -13,6 +13,7 @@ from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
 from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
+from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
 #: More than any GPU has: what is compared here are results.
 _SHARED_LIMIT = 1 << 20
@@ -40,7 +41,7 @@ class _Float32Engine(KernelEngine):
 
 def numpy_kernel_engine(config: ModelConfig, shape: EngineShape, executor: type[FewRows] | None = None) -> KernelEngine:
     """An engine on the twins, by an `executor` of the caller's choice, or by the fastest."""
-    kernels: Any = StepKernels(NumpyDecodeKernels(), NumpyTiledKernels())
+    kernels: Any = StepKernels(NumpyDecodeKernels(), NumpyTiledKernels(), recurrent=NumpyRecurrent())
     executor = executor or kernel_executor(config, shape, "float16", _SHARED_LIMIT)[0]
     assert executor is not None
     return _Float32Engine(kernels, executor, config, shape, "float16", _SHARED_LIMIT)

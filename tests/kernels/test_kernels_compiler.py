@@ -97,7 +97,8 @@ def recurrent_sources(dtype: str) -> list[ModuleSource]:
     for keys in (64, 128, 256):
         kernels += [delta_kernel("delta_nodes", keys, "float", tree) for tree in ("true", "false")]
         kernels += [delta_kernel("delta_chunk", keys, value) for value in ("float", kind)]
-        kernels.append(delta_kernel("commit_matrices", keys))
+        kernels.append(delta_kernel("delta_token", keys, "float"))
+        kernels += [delta_kernel("commit_matrices", keys, is_one) for is_one in ("true", "false")]
     return [kernel.source for kernel in kernels]
 
 

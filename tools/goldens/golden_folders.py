@@ -15,10 +15,13 @@ VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__
 
 
 def randomize_vectors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Norms and biases start at 1 and 0, where mistakes in them would not show."""
+    """Norms and biases start at 1 and 0, where mistakes in them would not show; decays of states (their logarithm's
+    logarithm) so that nothing is kept for long."""
     with torch.no_grad():
         for name, tensor in named_tensors:
-            if name.endswith("bias"):
+            if name.endswith("A_log"):
+                tensor.uniform_(-5.0, -0.5)
+            elif name.endswith("bias"):
                 tensor.uniform_(-0.5, 0.5)
             elif "norm" in name:
                 tensor.uniform_(0.5, 1.5)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, SCALED
+from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, RECURRENT, SCALED
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 
@@ -30,11 +30,13 @@ from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 from edgellm.kernels.quantization.rows import quantize_rows
+from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
 DEEP = replace(LLAMA, num_layers=8)
 MODELS: dict[str, DecoderConfig] = {
     **FAMILIES,
     **SCALED,
+    **RECURRENT,
     "deep": DEEP,
     "features": replace(DEEP, feature_layers=(2, 4, 5)),
     "last_feature": replace(DEEP, feature_layers=(8,)),
@@ -83,7 +85,7 @@ def numpy_split_engine(
     for part in segment_shapes(program) if config is not None else ():
         if kernel_executor(config, part, "float16", 227 << 10)[0] is not None:
             engines[part.segment] = numpy_kernel_engine(config, part)
-    return _Float32SplitEngine(NumpyPrefill(), program, engines, "float32", packed), engines
+    return _Float32SplitEngine(NumpyPrefill(), program, engines, "float32", packed, NumpyRecurrent()), engines
 
 
 def attach(engine: SplitEngine | KernelEngine) -> None:
@@ -102,6 +104,8 @@ def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
     arrays["kvcache_start_index"][:] = start
     if "last_token_ids" in arrays:
         arrays["last_token_ids"][:] = shape.tokens - 3
+    if "state_tokens" in arrays:
+        arrays["state_tokens"][:] = shape.tokens - 2
     rows = start + np.arange(shape.tokens)[:, None]
     arrays["attention_mask"][:] = np.arange(shape.key_range) <= rows
     return arrays
@@ -109,14 +113,14 @@ def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
 
 def bound_to(arrays: Mapping[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
     """With the caches as outputs."""
-    return {**arrays, **{f"present_{name}": arrays[name] for name in program.states}}
+    return {**arrays, **{f"present_{name}": arrays[name] for name in program.changed}}
 
 
 def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
     """The split engine and the whole program on the same arrays, twice."""
     program = model_program(config, shape)
     expected = random_arrays(program, start)
-    found = {name: array.copy() for name, array in expected.items()}
+    found, before = ({name: array.copy() for name, array in expected.items()} for _ in range(2))
     ProgramGraph(NumpyOperations(expected, expected), program).run()
     for engine, _ in (numpy_split_engine(program), numpy_split_engine(program, config=config)):
         attach(engine)
@@ -124,6 +128,8 @@ def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
         for _ in range(2):
             for name in program.outputs:
                 found[name].fill(np.nan)
+            for name in program.states:
+                found[name][...] = before[name]
             engine.enqueue()
             for name in (*program.outputs, *program.states):
                 np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
@@ -147,7 +153,7 @@ def test_large_layers_are_cut_between_their_matrices(monkeypatch: pytest.MonkeyP
     matrices = [[each for each in segment.program.weights.values() if len(each.shape) == 2] for segment in found[:-1]]
     assert all(len(each) == 1 or sum(math.prod(one.shape) for one in each) <= gate_up for each in matrices)
     assert len(found) > config.num_layers + 1 and max(map(len, matrices)) == 2
-    assert sum(segment.attention is not None for segment in found) == config.num_layers
+    assert sum(bool(segment.between) for segment in found) == config.num_layers
     assert numpy_split_engine(whole, names, config)[0].scratch_bytes < before
     compare(config, shape)
 
@@ -338,3 +344,44 @@ def test_packed_models_have_plans_of_segments_alone() -> None:
     assert "head sizes up to 256 (multiples of 8)" in refusal and refusal.endswith("--backend numpy")
     assert plan_refusal(odd, prefill, "float16", 227 << 10, packed=False) is None
     assert plan_refusal(LLAMA, segment_shapes(model_program(LLAMA, prefill))[0], "float16", 227 << 10, True) is None
+
+
+def test_programs_are_cut_at_recurrent_layers() -> None:
+    """Whose kernels run between segments, of which those that do the same are one."""
+    config, shape = RECURRENT["gated_delta_nets"], EngineShape("prefill", 1, 32, 96, 96)
+    program = model_program(config, shape)
+    found = segments_of(program)
+    assert [segment.number for segment in found] == [0, 1, 2, 3, 4, 2, 3, 7]
+    kinds = [[type(step).__name__ for step in segment.between] for segment in found]
+    delta = ["ShortConvolution", "GatedDelta", "GatedNorm"]
+    assert kinds == [delta, delta, ["Attention"], delta, delta, ["Attention"], delta, []]
+    engine, engines = numpy_split_engine(program)
+    attach(engine)
+    engine.bind(bound_to(random_arrays(program, 0), program))
+    layers: list[int] = []
+    engine.enqueue_by_layer(layers.append)
+    assert layers == list(range(7))
+    assert {number: each.enqueued for number, each in engines.items()} == {0: 1, 1: 1, 2: 2, 3: 2, 4: 1, 7: 1}
+    deeper = replace(config, num_layers=14, layer_kinds=config.layer_kinds * 2)
+    scratch = [numpy_split_engine(model_program(each, shape))[0].scratch_bytes for each in (config, deeper)]
+    assert scratch[0] == scratch[1]
+
+
+def test_recurrent_models_have_plans_of_segments_alone() -> None:
+    """And what neither kernels nor segments run is refused, with the reasons."""
+    limits, config = EngineLimits(1, 512, 1024), RECURRENT["gated_delta_nets"]
+    planned = planned_shapes({"base": config}, limits, "float16", "sm_87")
+    assert [shape.name for shape in planned] == [
+        f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in range(5)
+    ]
+    for dtype, capability in (("float32", "sm_90"), ("float16", "sm_75")):
+        assert planned_shapes({"base": config}, limits, dtype, capability) == []
+    prefill, odd = EngineShape("prefill", 1, 512, 1024, 1536), replace(config, delta_heads=(2, 4, 24, 12))
+    assert planned_shapes({"base": odd}, limits, "float16", "sm_90") == []
+    refusal = str(plan_refusal(odd, prefill, "float16", 227 << 10, packed=False))
+    assert refusal.startswith(
+        "base.prefill-b1-t512-l1024 cannot run on this GPU: kernels take up to 64 rows, not 512; "
+    )
+    assert "kernels cannot run the gated delta rule of layer 0: " in refusal and "value heads of 12. Take" in refusal
+    assert refusal.endswith("--backend numpy")
+    assert plan_refusal(odd, segment_shapes(model_program(odd, prefill))[0], "float16", 227 << 10, False) is None

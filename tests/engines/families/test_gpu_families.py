@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_families import FAMILIES, PROMPT, TOLERANCES
+from tiny_families import FAMILIES, PROMPT, RECURRENT, TOLERANCES
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -53,3 +53,25 @@ def test_logits_agree_with_numpy(
     ]
     print(f"\n{family} {attention} {dtype}: {', '.join(f'{difference:.2%}' for difference in differences)}")
     assert max(differences) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("family", RECURRENT)
+def test_logits_of_recurrent_families_agree_with_numpy(
+    family: str, dtype: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
+) -> None:
+    """Chunks of 80 tokens run by segments on TensorRT with kernels between, of fewer by kernels alone: a prompt of 100
+    takes both."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **RECURRENT[family])
+    limits = EngineLimits(max_batch=2, prefill_chunk=80, kv_capacity=192)
+    build_engine_directory(checkpoint, tmp_path / "engines", limits, None, dtype=dtype)
+    directory = EngineDirectory.open(tmp_path / "engines")
+    prompt = (PROMPT * 3)[:100]
+    with open_runner("numpy", directory) as runner:
+        answer = greedy_tokens(runner, prompt, 12)
+        expected = teacher_forced_logits(runner, prompt, answer)
+    with open_runner("tensorrt", directory) as runner:
+        found = teacher_forced_logits(runner, prompt, answer)
+    difference = np.abs(found - expected).max() / np.abs(expected).max()
+    print(f"\n{family} {dtype}: {difference:.2%}")
+    assert difference <= TOLERANCES[dtype]

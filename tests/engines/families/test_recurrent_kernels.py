@@ -1,0 +1,99 @@
+"""Families with recurrent layers on the NumPy twins of the hand-written kernels, against what transformers computed:
+short prompts, plain steps, trees, and the commits between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+from random_trees import random_trees
+from recurrent_steps import RecurrentSteps
+
+from edgellm.engines.backends.executors import kernel_executor
+from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
+from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import PRESENT
+
+GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+#: Those whose heads have sizes that the kernels take.
+NAMES = ("lfm2", "qwen3_5_text", "qwen3_5_tied")
+
+
+class KernelSteps(RecurrentSteps):
+    """Sequences that engines of the kernels' twins run, by an executor of the caller's choice."""
+
+    def __init__(self, name: str, executor: type[FewRows] | None = None, batch: int = 1) -> None:
+        super().__init__(GOLDENS / name, batch)
+        self._executor = executor
+
+    def compute(self, program: Program, bindings: dict[str, np.ndarray]) -> None:
+        engine = numpy_kernel_engine(self.config, program.shape, self._executor)
+        for name, (shape, _) in program.outputs.items():
+            bindings[name] = np.full(shape, np.nan, np.float32)
+        arrays = self.weights | bindings
+        arrays |= {PRESENT + name: bindings[name] for name in program.changed}
+        engine.bind({name: arrays[name] for name in engine.tensor_names})
+        engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # nothing unwritten is read
+        engine.enqueue()
+
+
+@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_and_steps_have_the_logits_of_transformers(name: str, executor: type[FewRows]) -> None:
+    steps = KernelSteps(name, executor)
+    ids, expected = steps.token_ids[0].tolist(), steps.expected[0]
+    logits = [*steps.prefill(ids[:14], chunk=5, padding=2)]
+    for token in ids[14:]:
+        logits.append(steps.decode([token])[0])
+        steps.accept([[0]])
+    assert np.abs(np.stack(logits) - expected).max() <= 1e-4
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", NAMES)
+def test_trees_are_what_steps_along_their_paths_are(name: str, batch: int) -> None:
+    """Of several sequences at once; those of most nodes run in passes."""
+    random = np.random.default_rng(batch)
+    trees, steps = KernelSteps(name, batch=batch), KernelSteps(name)
+    prompts = [random.integers(0, 80, 5 + slot).tolist() for slot in range(batch)]
+    for slot, prompt in enumerate(prompts):
+        one = KernelSteps(name)
+        one.prefill(prompt)
+        for state, cache in one.caches.items():
+            trees.caches[state][slot] = cache[0]
+        trees.lengths[slot] = len(prompt)
+    nodes = random_trees(random, batch, 28, 80, 0.7)
+    logits, paths = trees.verify(nodes.tokens, nodes.parents), []
+    for slot in range(batch):
+        node = int(np.argmax(nodes.depths[slot]))
+        path = [node]
+        while nodes.parents[slot, path[0]] >= 0:
+            path.insert(0, int(nodes.parents[slot, path[0]]))
+        paths.append(path)
+    trees.accept(paths)
+    for slot, (prompt, path) in enumerate(zip(prompts, paths, strict=True)):
+        steps.restore({state: np.zeros_like(cache) for state, cache in steps.caches.items()}, [0])
+        steps.prefill(prompt)
+        for node in path:
+            plain = steps.decode([nodes.tokens[slot, node]])[0]
+            steps.accept([[0]])
+        assert np.abs(plain - logits[slot, path[-1]]).max() <= 1e-4  # products of matrices round otherwise
+        for state, held in steps.held().items():
+            np.testing.assert_allclose(trees.held(slot)[state], held, rtol=1e-4, atol=1e-4, err_msg=state)
+
+
+def test_what_kernels_do_not_take_is_refused_by_its_layer() -> None:
+    config = RecurrentSteps(GOLDENS / "qwen3_5_text_narrow").config
+    decode = EngineShape("decode", 1, 1, 32, 32)
+    executor, reason = kernel_executor(config, decode, "float16", 1 << 20)
+    assert executor is None and "the gated delta rule of layer 1" in reason and "3 value heads of 6" in reason
+    taken = replace(config, delta_heads=(2, 4, 16, 8))
+    assert kernel_executor(taken, decode, "float16", 1 << 20)[0] is not None
+    executor, reason = kernel_executor(replace(taken, delta_heads=(1, 2, 256, 8)), decode, "float16", 1024)
+    assert executor is None
+    wide = EngineShape("verify", 1, 65, 96, 96, 65)
+    assert kernel_executor(taken, wide, "float16", 1 << 20) == (None, "kernels take up to 64 rows, not 65")

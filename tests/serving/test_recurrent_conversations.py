@@ -1,0 +1,279 @@
+"""Conversations with models that have recurrent layers: what is reused, from where, and that it changes no token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_families import RECURRENT
+
+from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
+from edgellm.decoding.sequence import DecodingSequence
+from edgellm.drafting import given
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
+
+TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
+CHAIN = DraftingConfig(kind="chain", draft_top_k=1, draft_steps=3, adaptive=False)
+MODES = {"plain": None, "tree": TREE, "chain": CHAIN, "suffix": DraftingConfig(kind="suffix")}
+GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=3, max_tokens=10, ignore_eos=True)
+PROMPT = [(7 * index + 3) % 250 for index in range(40)]
+
+
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5"])
+def engines(
+    request: pytest.FixtureRequest,
+    make_checkpoint: Callable[..., Path],
+    tiny_draft: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Two slots, a draft, context 192."""
+    folder = tmp_path_factory.mktemp("recurrent")
+    checkpoint = make_checkpoint(folder / "checkpoint", **RECURRENT[request.param])
+    limits = EngineLimits(2, 16, 192, draft_top_k=4, draft_steps=3, verify_tree_size=12)
+    build_engine_directory(checkpoint, folder / "engines", limits, [], draft=tiny_draft)
+    return folder / "engines"
+
+
+def keeping(runtime: SpecDecodeRuntime) -> SpecDecodeRuntime:
+    """States are kept at places that short prompts have."""
+    states = runtime._states
+    assert states is not None
+    states.every, states.tail, states.least = 24, 4, 6
+    return runtime
+
+
+@pytest.fixture(params=list(MODES))
+def runtime(
+    request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SpecDecodeRuntime]:
+    """Whatever is said before is drafted from, also where it does not pay."""
+    monkeypatch.setattr(given, "GAIN", 0.0)
+    for name in ("FIRST_CREDIT", "MOST_CREDIT"):
+        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
+    with SpecDecodeRuntime(engines, drafting=MODES[request.param], backend="numpy") as opened:
+        yield keeping(opened)
+
+
+@pytest.fixture
+def cold(engines: Path) -> Iterator[Callable[[list[int], SamplingParams], tuple[int, ...]]]:
+    """Answers prompts plainly, each as if it were the first."""
+    answered: dict[tuple[tuple[int, ...], SamplingParams], tuple[int, ...]] = {}
+    with SpecDecodeRuntime(engines, backend="numpy", state_budget=0) as opened:
+
+        def answer(prompt: list[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:
+            key = (tuple(prompt), params)
+            if key not in answered:
+                opened._forget_contents()
+                response = opened.handle_request(Request(prompt, None, params))
+                assert response.usage.reused_tokens == 0
+                answered[key] = tuple(response.token_ids)
+            return answered[key]
+
+        yield answer
+
+
+def ask(runtime: SpecDecodeRuntime, prompt: list[int], params: SamplingParams = GREEDY) -> tuple[list[int], int]:
+    response = runtime.handle_request(Request(prompt, None, params))
+    return list(response.token_ids), response.usage.reused_tokens
+
+
+def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+    def reused(prompt: list[int]) -> int:
+        found, count = ask(runtime, prompt)
+        assert tuple(found) == cold(prompt)
+        return count
+
+    answer = list(cold(PROMPT))
+    assert reused(PROMPT) == 0
+    assert reused(PROMPT) == len(PROMPT) - 4  # the same again: from before its end
+    turn = [*PROMPT, *answer, 5, 6, 7, 8, 9, 10, 11, 12]
+    ended = reused(turn)
+    assert ended in (49, 50)  # where the answer ended, whose last token only a round has taken
+    assert reused([*PROMPT, *answer, 13, 14]) == ended  # the last message edited
+    assert reused([*PROMPT, *answer[3:], 5, 6]) == 36  # what was thought left out of the history
+    assert reused([*PROMPT[:20], 9, 9, 9]) == 0  # nobody knew that texts part here
+    assert reused([*PROMPT[:20], 8, 8, 8]) == 19
+    assert reused([*PROMPT[:12], 8, 8, 8]) == 0
+    long = [(11 * index + 5) % 250 for index in range(130)]
+    assert reused(long) == 0
+    assert reused([*long[:100], 3, 3]) == 96
+    assert reused([*long[:60], 4, 4]) == 48
+    assert reused(long) == 96  # its last rows were written over
+
+
+def test_the_places_of_a_conversation_in_words(engines: Path) -> None:
+    """The system prompt ends where the template says, and is found by another conversation at once."""
+    with LLM(engines, backend="numpy", drafting=None) as llm:
+        keeping(llm._runtime)
+        system = {"role": "system", "content": "Be brief, and say so."}
+        first = llm.chat([system, {"role": "user", "content": "one two three"}], GREEDY)
+        second = llm.chat([system, {"role": "user", "content": "four"}], GREEDY)
+        parted = len(llm.tokenizer.encode_chat([system], add_generation_prompt=False))
+        assert first.usage.reused_tokens == 0
+        assert parted <= second.usage.reused_tokens <= parted + len("<|im_start|>user\n")
+        session = llm.create_session(system["content"], GREEDY)
+        before = parted
+        for number in range(2):
+            response = session.send(f"number {number}")
+            assert response.usage.reused_tokens >= before - 4  # random bytes are rendered otherwise
+            before = response.usage.prompt_tokens
+
+
+def random_prompts(cold: Callable[..., tuple[int, ...]], seed: int, count: int) -> Iterator[list[int]]:
+    """Turns of three conversations in no order: told further, edited, asked again, rendered otherwise, begun alike."""
+    random = np.random.default_rng(seed)
+    system = random.integers(0, 250, 15).tolist()
+    texts = [[*system, *random.integers(0, 250, 8).tolist()] for _ in range(3)]
+    for _ in range(count):
+        which = int(random.integers(0, 3))
+        text = texts[which]
+        kind = random.choice(["tell", "tell", "tell", "edit", "again", "render", "new"])
+        said = random.integers(0, 250, int(random.integers(1, 12))).tolist()
+        if kind == "new" or len(text) > 120:
+            text = [*system, *said]
+        elif kind == "edit":
+            text = [*text[: int(random.integers(1, len(text)))], *said]
+        elif kind in ("tell", "render"):
+            answer = cold(text)
+            text = [*text, *answer[int(random.integers(1, 5)) if kind == "render" else 0 :], *said]
+        texts[which] = text
+        yield text
+
+
+@pytest.mark.parametrize("budget", [3, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (None, 0))])
+def test_reuse_and_eviction_change_no_token(
+    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]], budget: int | None
+) -> None:
+    states = runtime._states
+    assert states is not None
+    if budget is not None:
+        states.most = budget
+    total = 0
+    for number, prompt in enumerate(random_prompts(cold, 5, 40)):
+        params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
+        found, count = ask(runtime, prompt, params)
+        assert tuple(found) == cold(prompt, params), number
+        total += count
+        assert states.nbytes <= states.most * states.size
+    assert total > 1000 if budget is None else total > 300
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_batches_in_every_order(
+    runtime: SpecDecodeRuntime,
+    cold: Callable[..., tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: int,
+) -> None:
+    """More sequences than slots, of different lengths, so that slots change owners; steps are read late or at once."""
+    monkeypatch.setattr(NumpyBackend, "steps_ahead", ahead)
+    prompts = [PROMPT, [*PROMPT[:20], 4, 5], [9, 8, 7], [*PROMPT, *cold(PROMPT), 1, 2, 3]]
+    params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
+    expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    for order in list(itertools.permutations(range(4)))[::5]:
+        responses = runtime.handle_request([Request(prompts[place], None, params[place]) for place in order])
+        assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
+
+
+def test_an_answer_that_ends_before_its_last_step(
+    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and rounds go beyond a stop token: the states have taken tokens that belong to no answer."""
+    monkeypatch.setattr(NumpyBackend, "steps_ahead", 1)
+    for prompt in (PROMPT, PROMPT[5:], PROMPT[:33]):
+        whole = cold(prompt, GREEDY)
+        for _ in range(2):  # the second time it was said before, and is drafted
+            stopping = replace(GREEDY, stop_token_ids=(whole[4],))
+            found, _ = ask(runtime, prompt, stopping)
+            assert found == list(whole[: whole.index(whole[4]) + 1])
+            for said in ([], [1, 2], list(whole[5:9])):
+                turn = [*prompt, *found, *said, 77]
+                assert tuple(ask(runtime, turn)[0]) == cold(turn)
+
+
+@pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])
+def test_an_answer_that_gives_way(engines: Path, cold: Callable[..., tuple[int, ...]], budget: int) -> None:
+    expected = [cold(PROMPT, replace(SAMPLED, max_tokens=60)), cold(PROMPT[3:], GREEDY), cold(PROMPT[7:], GREEDY)]
+    for drafting in MODES.values():
+        with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
+            keeping(runtime)
+            for rounds in (1, 2, 4):
+                loop = runtime.loop()
+                first, *others = (
+                    runtime.prepare(Request(prompt, None, params))
+                    for prompt, params in (
+                        (PROMPT, replace(SAMPLED, max_tokens=60)),
+                        (PROMPT[3:], GREEDY),
+                        (PROMPT[7:], GREEDY),
+                    )
+                )
+                loop.admit(first)
+                advance(loop, rounds)
+                list(loop.settle())
+                loop.give_way(first)
+                assert (first.kept is not None) == bool(budget)
+                for each in others:
+                    loop.admit(each)
+                while any(not each.finished for each in others):
+                    advance(loop, 1)
+                loop.admit(first)
+                while not first.finished:
+                    advance(loop, 1)
+                loop.abandon()
+                found = [tuple(each.answer.token_ids) for each in (first, *others)]
+                assert found == expected, (drafting, rounds)
+
+
+def advance(loop: object, rounds: int) -> list[DecodingSequence]:
+    return [token.sequence for _ in range(rounds) for token in loop.advance()]  # type: ignore[attr-defined]
+
+
+def test_forced_tokens_and_rules(runtime: SpecDecodeRuntime, engines: Path) -> None:
+    """A grammar's masks, and the tokens that it forces, in rounds over recurrent layers."""
+    from edgellm.structure.description import Structure
+
+    structure = Structure(regex=r"(yes|no), of course, my dear [a-z]{3}\.")
+    params = SamplingParams(max_tokens=60, structure=structure)
+    with SpecDecodeRuntime(engines, backend="numpy") as plain:
+        expected = [plain.handle_request(Request(p, None, params)) for p in (PROMPT, PROMPT[4:])]
+    for _ in range(2):
+        responses = runtime.handle_request([Request(p, None, params) for p in (PROMPT, PROMPT[4:])])
+        assert [each.token_ids for each in responses] == [each.token_ids for each in expected]
+        assert all("of course" in each.text for each in responses)
+
+
+def test_memory_of_many_turns_is_flat(engines: Path) -> None:
+    with SpecDecodeRuntime(engines, backend="numpy", state_budget=0) as runtime:
+        states = keeping(runtime)._states
+        assert states is not None and states.most == 0
+        ask(runtime, PROMPT)
+        assert states.nbytes == 0
+    with SpecDecodeRuntime(engines, backend="numpy") as runtime:
+        states = keeping(runtime)._states
+        assert states is not None
+        states.most = 5
+        for number in range(30):
+            ask(runtime, [number, *PROMPT])
+            assert len(states._kept) + len(states._free) <= 5
+        assert states.nbytes == 5 * states.size
+        assert runtime._open_runner().base.memory_plan.host["states at places of texts"] == 256 << 20
+
+
+def test_logits_behind_a_text_leave_nothing_to_reuse(
+    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]
+) -> None:
+    ask(runtime, PROMPT)
+    taken: list[np.ndarray] = []
+    text = [*PROMPT[:30], *cold(PROMPT[:30])]
+    runtime.following_logits(text, 30, lambda block: taken.append(block.copy()))
+    assert np.concatenate(taken).argmax(axis=1).tolist() == text[30:]
+    for prompt in (PROMPT, [*text, 1]):
+        assert tuple(ask(runtime, prompt)[0]) == cold(prompt)
