@@ -27,7 +27,7 @@ from edgellm.commands.models import (
     with_cached_prompt,
 )
 from edgellm.commands.option_groups import ADAPTERS, DraftingOptions, with_option_groups
-from edgellm.commands.settings import MOST_PREEMPTION_MIB, PREEMPTION_MIB, Settings
+from edgellm.commands.settings import MOST_PREEMPTION_MIB, MOST_STATES_MIB, PREEMPTION_MIB, STATES_MIB, Settings
 from edgellm.errors import EdgeLLMError, EngineError, MissingDependencyError, RequestError
 
 if TYPE_CHECKING:
@@ -118,6 +118,16 @@ class LimitOptions:
             max=MOST_PREEMPTION_MIB,
             help="MiB of the host's memory for rows of answers that give way to more urgent ones "
             f"[default: {PREEMPTION_MIB}].",
+        ),
+    ] = None
+    states_mib: Annotated[
+        int | None,
+        typer.Option(
+            "--states-mib",
+            min=0,
+            max=MOST_STATES_MIB,
+            help="MiB of the host's memory for recurrent states at places of texts, of models that have such "
+            f"[default: {STATES_MIB}].",
         ),
     ] = None
     max_connections: Annotated[
@@ -241,6 +251,7 @@ async def _serve(settings: Settings, server: ServerOptions, limits: LimitOptions
         adapters=loras,
         snapshots=[] if settings.system_cache is None else [snapshot_path(settings.system_cache)],
         preemption_budget=(settings.preemption_mib if limits.preemption_mib is None else limits.preemption_mib) << 20,
+        state_budget=(settings.states_mib if limits.states_mib is None else limits.states_mib) << 20,
         queue_limit=limits.queue_limit,
     )
     guard = Guard.of(server.host, server.allowed_host or (), server.allowed_origin or (), keys)

@@ -23,6 +23,8 @@ SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams) if item.name 
 DEFAULTS = "defaults.yaml"
 #: MiB of the host for rows of answers that give way: the default, and the most that is taken.
 PREEMPTION_MIB, MOST_PREEMPTION_MIB = 256, 1 << 20
+#: The same for recurrent states at places of texts.
+STATES_MIB, MOST_STATES_MIB = 256, 1 << 20
 _PATHS = ("model", "chat_template", "system_cache")
 
 
@@ -46,6 +48,7 @@ class Settings:
     history: bool = True
     stats: bool | None = None
     preemption_mib: int = PREEMPTION_MIB
+    states_mib: int = STATES_MIB
     sampling: dict[str, Any] = field(default_factory=dict)
     drafting: dict[str, Any] = field(default_factory=dict)
 
@@ -125,6 +128,8 @@ def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
         raise _wrong(origin, key, value, "true or false")
     if key == "preemption_mib" and (type(value) is not int or not 0 <= value <= MOST_PREEMPTION_MIB):
         raise _wrong(origin, key, value, f"a whole number of MiB from 0 to {MOST_PREEMPTION_MIB}")
+    if key == "states_mib" and (type(value) is not int or not 0 <= value <= MOST_STATES_MIB):
+        raise _wrong(origin, key, value, f"a whole number of MiB from 0 to {MOST_STATES_MIB}")
     if key == "stats" and not isinstance(value, (bool, type(None))):
         raise _wrong(origin, key, value, "true, false or null")
     return value
