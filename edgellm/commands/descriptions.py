@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,23 @@ def vision_in_words(config: Mapping[str, Any]) -> str:
 def vision_limits_in_words(max_patches: int, rows: Sequence[int]) -> str:
     """Which images the engines take, and their rows."""
     return f"images of up to {max_patches:,} patches (engines of {', '.join(f'{count:,}' for count in rows)} rows)"
+
+
+def mixers_in_words(config: Mapping[str, Any]) -> str:
+    """What mixes the tokens of how many layers of a `DecoderConfig` as a dictionary; nothing where it is attention over
+    all of them."""
+    words = {
+        "attention": "of attention",
+        "window": f"of attention within {config['sliding_window']} tokens",
+        "convolution": f"short convolutions over {config['conv_width']} tokens",
+    }
+    if config["delta_heads"]:
+        keys, values, key_size, size = config["delta_heads"]
+        words["delta"] = (
+            f"of the gated delta rule ({keys} key heads of {key_size}, {values} value heads of {size}, behind "
+            f"convolutions over {config['conv_width']} tokens)"
+        )
+    return ", ".join(f"{count} {words[kind]}" for kind, count in Counter(config["layer_kinds"]).items())
 
 
 def draft_in_words(config: dict[str, Any]) -> str:

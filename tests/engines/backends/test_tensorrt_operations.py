@@ -9,7 +9,7 @@ import pytest
 
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, attention_kind, build_plan
-from edgellm.engines.errors import BuildError
+from edgellm.engines.errors import BuildError, EngineError
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
@@ -24,6 +24,10 @@ FAMILIES = {
     "qwen2": replace(LLAMA, family="qwen2", attention_bias=True, dtype="bfloat16"),
     "qwen3": replace(LLAMA, family="qwen3", qk_norm=True, head_dim=32, rotary_dim=32),
     "qwen3_vl": replace(LLAMA, family="qwen3_vl", qk_norm=True, mrope_section=(4, 2, 2), deepstack_layers=2),
+}
+RECURRENT = {
+    "convolution": replace(LLAMA, layer_kinds=("attention", "convolution"), conv_width=3, naming="lfm2"),
+    "delta": replace(LLAMA, layer_kinds=("attention", "delta"), conv_width=4, delta_heads=(2, 4, 16, 8)),
 }
 SHAPES = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=1040).engine_shapes()
 
@@ -119,6 +123,20 @@ def test_a_target_that_cannot_be_built_here_is_refused(library: TensorRTLibrary)
         pytest.skip("full TensorRT builds for the present GPU only")
     with pytest.raises(BuildError, match=r"sm_87.*sm_86.*Jetson"):
         build_plan(LLAMA, SHAPES[0], "float16", "auto", "sm_87")
+
+
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("phase", ["prefill", "decode", "verify"])
+def test_recurrent_layers_are_refused_by_name(library: TensorRTLibrary, kind: str, phase: str) -> None:
+    shape = EngineShape(phase, 1, 1 if phase == "decode" else 16, 64, 96)
+    with pytest.raises(EngineError, match=r"nothing for a short convolution, which layer 1 is: .*--backend numpy"):
+        build_plan(RECURRENT[kind], shape, "float16", "composed", "sm_86")
+
+
+def test_gated_attention_builds(library: TensorRTLibrary) -> None:
+    config = replace(LLAMA, attention_gate=True, qk_norm=True, norm_offset=1.0, rotary_dim=8)
+    for attention in ("native", "composed"):
+        assert build_plan(config, EngineShape("prefill", 1, 16, 64, 96), "float16", attention, "sm_86")
 
 
 def test_attention_follows_setting_and_target() -> None:

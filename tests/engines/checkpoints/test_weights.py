@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +116,19 @@ def test_parts_fill_every_buffer_once(tmp_path: Path, stored: type[np.generic], 
         for spec in SPECS:
             expected = np.concatenate([checkpoint.read(name, dtype) for name, _ in spec.parts])
             np.testing.assert_array_equal(buffers[spec.name], expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_weight_of_a_dtype_of_its_own_keeps_it(tmp_path: Path, dtype: str) -> None:
+    specs = [replace(SPECS[2], dtype="float32"), SPECS[1]]
+    with save(tmp_path, random_tensors(np.float32)) as checkpoint:
+        parts = list(iterate_weight_parts(checkpoint, specs, dtype))
+        assert [(offset, values.dtype) for spec, offset, values in parts if spec == specs[0]] == [
+            (place, np.float32) for place in (0, 16, 24)
+        ]
+        joined = np.concatenate([values for spec, _, values in parts if spec == specs[0]])
+        np.testing.assert_array_equal(joined, load_numpy_weights(checkpoint, specs)["bias"])
+        assert {values.dtype for spec, _, values in parts if spec == specs[1]} == {np.dtype(HOST_DTYPES[dtype])}
 
 
 def test_parts_that_need_no_conversion_are_views_of_the_map(tmp_path: Path) -> None:

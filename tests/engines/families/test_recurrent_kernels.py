@@ -20,7 +20,7 @@ from edgellm.engines.model.states import PRESENT
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
 #: Those whose heads have sizes that the kernels take.
-NAMES = ("lfm2", "qwen3_5_tied")
+NAMES = ("lfm2", "qwen3_5_text", "qwen3_5_tied")
 
 
 class KernelSteps(RecurrentSteps):
@@ -87,10 +87,10 @@ def test_trees_are_what_steps_along_their_paths_are(name: str, batch: int) -> No
 
 
 def test_what_kernels_do_not_take_is_refused_by_its_layer() -> None:
-    config = RecurrentSteps(GOLDENS / "qwen3_5_text").config
+    config = RecurrentSteps(GOLDENS / "qwen3_5_text_narrow").config
     decode = EngineShape("decode", 1, 1, 32, 32)
     executor, reason = kernel_executor(config, decode, "float16", 1 << 20)
-    assert executor is None and "the gated delta rule of layer 0" in reason and "4 value heads of 12" in reason
+    assert executor is None and "the gated delta rule of layer 1" in reason and "3 value heads of 6" in reason
     taken = replace(config, delta_heads=(2, 4, 16, 8))
     assert kernel_executor(taken, decode, "float16", 1 << 20)[0] is not None
     executor, reason = kernel_executor(replace(taken, delta_heads=(1, 2, 256, 8)), decode, "float16", 1024)

@@ -65,3 +65,10 @@ def text_digest(name: str) -> str:
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_programs_of_a_family_print_as_in_earlier_releases(name: str) -> None:
     assert text_digest(name) == TEXTS[name]
+
+
+def test_what_came_later_prints_where_it_is_used() -> None:
+    config = decoder_config(json.loads((GOLDENS / "llama_untied" / "config.json").read_text()))
+    plain, gated = (decoder_program(replace(config, attention_gate=gate), SHAPES[0]) for gate in (False, True))
+    assert "gated=True" in str(gated) and "masks_all=False, gated" not in str(plain)
+    assert repr(plain.attentions[0]).startswith("Attention(output='context', value='qkv', index=0, heads=(4, 2, 8), ")

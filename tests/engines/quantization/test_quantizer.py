@@ -20,12 +20,13 @@ import numpy as np
 import pytest
 import tiny_multimodal
 from safetensors.numpy import load_file, save_file
-from tiny_families import FAMILIES
+from tiny_families import FAMILIES, RECURRENT
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
+from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
 
@@ -59,6 +60,9 @@ def dequantized(tensors: dict[str, np.ndarray], module: str, bits: int) -> np.nd
     return (codes * np.repeat(scales, width, 1)).astype(np.float16)
 
 
+FINAL_NORMS = ("model.norm.weight", "model.embedding_norm.weight")
+
+
 def dense_again(source: Path, quantized: Path, target: Path, bits: int) -> Path:
     """The checkpoint with dequantized weights in place of packed ones."""
     tensors = stored(quantized)
@@ -82,11 +86,11 @@ def hidden_states(directory: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("method", "symmetric"), [("rtn", True), ("awq", False), ("gptq", True)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | RECURRENT)
 def test_every_family_computes_nearly_what_it_did(
     make_checkpoint: Make, tmp_path: Path, family: str, method: str, symmetric: bool
 ) -> None:
-    source = make_checkpoint(tmp_path / "source", **FAMILIES[family])
+    source = make_checkpoint(tmp_path / "source", **(FAMILIES | RECURRENT)[family])
     expected, before = hidden_states(source), load_file(source / "model.safetensors")
     for kind, most in ((INT8, 0.05), (INT4, 0.4)):
         options, target = replace(kind, method=method, symmetric=symmetric), tmp_path / f"int{kind.bits}"
@@ -95,9 +99,9 @@ def test_every_family_computes_nearly_what_it_did(
         after = load_file(dense / "model.safetensors")
         assert {name: each.shape for name, each in after.items()} == {name: each.shape for name, each in before.items()}
         packed = {name for name in after if f"{name}_packed" in stored(target)}
-        assert packed == {name for name in before if name.endswith("_proj.weight")}
+        assert packed == {name for name, each in before.items() if each.ndim == 2 and ".layers." in name}
         kept = {name for name in before if name not in packed and (method == "rtn" or "layers" not in name)}
-        assert {"model.embed_tokens.weight", "model.norm.weight"} <= kept
+        assert {"model.embed_tokens.weight", next(name for name in before if name.endswith(FINAL_NORMS))} <= kept
         assert all(after[name].tobytes() == before[name].tobytes() for name in kept)
         if method == "rtn":
             for name in packed:
@@ -105,6 +109,20 @@ def test_every_family_computes_nearly_what_it_did(
                 assert wrong < (0.01 if kind is INT8 else 0.1)
         assert np.linalg.norm(hidden_states(dense) - expected) < most * np.linalg.norm(expected)
         assert report.layers == 3 and report.tokens == (0 if method == "rtn" else 110)
+
+
+def test_a_draft_head_beside_the_decoder_stays_as_published(make_checkpoint: Make, tmp_path: Path) -> None:
+    source, target = make_checkpoint(tmp_path / "source", **RECURRENT["qwen3_5"]), tmp_path / "target"
+    fc = np.arange(64 * 128, dtype=np.float16).reshape(64, 128)
+    save_file(load_file(source / "model.safetensors") | {"mtp.fc.weight": fc}, source / "model.safetensors")
+    quantize_checkpoint(source, target, replace(INT8, method="rtn"), ())
+    assert np.array_equal(stored(target)["mtp.fc.weight"], fc)
+    ignored = json.loads((target / "config.json").read_text())["quantization_config"]["ignore"]
+    assert r"re:^mtp\..*" in ignored
+    with Checkpoint.open(target) as checkpoint:
+        config = decoder_config(checkpoint.config, dtype=checkpoint.dtype)
+        checkpoint.check(decoder_weights(config), unread_tensors(config))
+        assert checkpoint.layout("mtp.fc.weight", (64, 128)) is None
 
 
 def test_what_is_written(make_checkpoint: Make, tmp_path: Path) -> None:
