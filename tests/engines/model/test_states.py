@@ -13,6 +13,7 @@ from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.states import (
     KVRows,
+    WindowRows,
     decoder_states,
     exchange_bytes,
     saved_dtype,
@@ -34,6 +35,33 @@ def test_rows_of_both_kinds_have_their_tensors() -> None:
 
 def test_rows_are_cut_anywhere() -> None:
     assert [KVRows(0, 2, 16).cut(10, wanted) for wanted in (0, 4, 10, 12)] == [0, 4, 10, 10]
+
+
+def test_rows_of_a_window_are_a_ring_and_reach_so_far_back() -> None:
+    state = WindowRows(3, 2, 16, "compute", window=5, rows=64, reach=9)
+    for rows in (1, 4000):
+        assert state.tensors(4, rows) == dict.fromkeys(("k_cache_3", "v_cache_3"), ((4, 2, 64, 16), "compute"))
+    assert [state.saved(tokens)["k_cache_3"][0] for tokens in (3, 9, 700)] == [(2, 3, 16), (2, 9, 16), (2, 9, 16)]
+    assert [state.first_saved(tokens) for tokens in (3, 9, 10, 72, 73, 700)] == [0, 0, 1, 63, 0, 51]
+    # Of 20 tokens rows 11 to 19 are there: a text of 15 goes on, whose next token sees 11 to 15.
+    assert [state.cut(20, wanted) for wanted in (25, 20, 15, 14, 1, 0)] == [20, 20, 15, 0, 0, 0]
+    assert [state.cut(9, wanted) for wanted in (9, 5, 1)] == [9, 5, 1]  # nothing is gone yet
+    assert state.kept(1, 4) == {}
+
+
+def test_states_of_windows_follow_the_limits() -> None:
+    config = replace(CONFIG, sliding_window=20, layer_kinds=("window", "attention"))
+    limits = EngineLimits(2, 16, 512)
+    limits = replace(limits, window_rows=limits.rows_for_window(20))
+    assert (limits.window_step, limits.window_rows) == (64, 384)
+    window, rows = decoder_states(config, "int8", limits)
+    assert window == WindowRows(0, 2, 16, "int8", 20, 384, 276) and rows == KVRows(1, 2, 16, "int8")
+    shorter = decoder_states(config, "compute", replace(limits, window_rows=100))[0]
+    assert shorter == WindowRows(0, 2, 16, "compute", 20, 100, 36)
+    assert all(type(state) is KVRows for state in decoder_states(config, "compute", EngineLimits(2, 16, 16)))
+    shape = limits.base_shape("decode", 2, 1, 512)
+    edge = state_edge(decoder_states(config, "compute", limits), 2, limits.kv_rows)
+    assert model_program(config, shape).states == edge
 
 
 @pytest.mark.parametrize(
