@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows
-from edgellm.engines.backends.kernel_steps import most_rows, passes, title
+from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal, title
 from edgellm.engines.backends.recurrent_steps import recurrent_refusal
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
@@ -99,7 +99,7 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         if refusal is not None:
             return f"kernels cannot run {title(step)}: {refusal}"
     for heads, kv_heads, size in {step.heads for step in program.attentions}:
-        refusal = prefill_refusal(heads, kv_heads, size, int8)
+        refusal = prefill_refusal(heads, kv_heads, size, int8) or ring_refusal(shape)
         if refusal is not None:
             return refusal
         needed = attention_bytes(size, 2 if size <= 128 else 1, int8)
@@ -117,7 +117,7 @@ def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_lim
             f"{shape.name} cannot run with --kv-cache {shape.kv_cache}: TensorRT has no such KV caches, and {kernels}. "
             'Take --kv-cache compute (kv_cache="compute"), or --backend numpy'
         )
-    if shape.segment is not None or not (packed or _is_recurrent(config)):
+    if shape.segment is not None or not (packed or _lacks_layers(config, shape)):
         return None
     kernels, split = (refusal(config, shape, dtype, shared_limit) for refusal in (kernel_refusal, split_refusal))
     if packed:
@@ -126,14 +126,17 @@ def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_lim
             f"but {split}. Take the unquantized model, or --backend numpy"
         )
     return (
-        f"{shape.name} cannot run on this GPU: {kernels}; TensorRT has nothing for recurrent layers, and {split}. Take "
-        "float16 or bfloat16, or --backend numpy"
+        f"{shape.name} cannot run on this GPU: {kernels}; TensorRT has nothing for {_lacks_layers(config, shape)}, and "
+        f"{split}. Take float16 or bfloat16, or --backend numpy"
     )
 
 
-def _is_recurrent(config: ModelConfig) -> bool:
-    """Whether a model has layers for which TensorRT has no operation."""
-    return isinstance(config, DecoderConfig) and config.is_recurrent
+def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
+    """Of a shape the layers for which TensorRT has no operation; nothing where it has all."""
+    if isinstance(config, DecoderConfig) and config.is_recurrent:
+        return "recurrent layers"
+    has_windows = isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows
+    return "attention within a window" if has_windows else ""
 
 
 def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:
@@ -159,7 +162,7 @@ def planned_shapes(
         if not needless and refusal_on(config, shape, dtype, capability) is None:
             continue
         splits = splits_on(config, shape, dtype, capability)
-        if not splits and (shape.kv_cache != "compute" or shape.model in packed or _is_recurrent(config)):
+        if not splits and (shape.kv_cache != "compute" or shape.model in packed or _lacks_layers(config, shape)):
             continue  # TensorRT has none of these
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
     return [

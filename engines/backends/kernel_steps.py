@@ -31,6 +31,7 @@ from edgellm.kernels.decode.contract import (
     low_words,
     padded_columns,
 )
+from edgellm.kernels.prefill.contract import RING_STEP
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
@@ -61,7 +62,7 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if isinstance(step, Attention):
         if shape.tokens > MAX_TOKENS:
             return f"it takes up to {MAX_TOKENS} tokens of a sequence, not {shape.tokens}"
-        return attention_refusal(*step.heads, shape.kv_cache == "int8")
+        return attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
     if isinstance(step, Scale | SideBySide):
         return None
     if isinstance(step, RECURRENT):
@@ -89,6 +90,13 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):
         return f"the activation {step.activation} has no kernel"
     return None
+
+
+def ring_refusal(shape: EngineShape) -> str | None:
+    """Why kernels do not take the rings of windows of a shape, None if they do, or there are none."""
+    if shape.window_rows % RING_STEP == 0:
+        return None
+    return f"rings of windows have a multiple of {RING_STEP} rows, not {shape.window_rows}"
 
 
 def title(step: Step) -> str:

@@ -148,7 +148,8 @@ class NormLinear(Step):
 
 @dataclass(frozen=True, repr=False)
 class LinearResidual(Step):
-    """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)). `keep` gets the residual; `selects` as in `NormLinear`."""
+    """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)). `keep` gets
+    the residual; `selects` as in `NormLinear`."""
 
     value: str
     linear: Linear
