@@ -27,8 +27,9 @@ from edgellm.commands.descriptions import (
 from edgellm.commands.options import one_engine_directory
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits
-from edgellm.engines.building.inputs import choose_draft, read_adapters, read_decoder_config, read_vision_config
+from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.plans import BuildReport
+from edgellm.engines.building.shipped_draft import choose_draft
 from edgellm.engines.directories.engine_directory import DTYPES
 from edgellm.engines.model.config import HEADS, MTP
 from edgellm.engines.model.decoder import head_format

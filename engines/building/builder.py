@@ -26,13 +26,10 @@ from edgellm.engines.building.checks import (
     plan_bytes_bound,
     with_window_rows,
 )
-from edgellm.engines.building.draft_vocabulary import DRAFT_VOCABULARY
 from edgellm.engines.building.inputs import (
     BuildInputs,
     WeightTransfer,
-    choose_draft,
     copy_hashed,
-    lost_mtp,
     own_files,
     read_adapters,
     read_decoder_config,
@@ -42,6 +39,7 @@ from edgellm.engines.building.inputs import (
     write_made_files,
 )
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
+from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edgellm.engines.building.checks import check_tokenizer
-from edgellm.engines.building.draft_vocabulary import frequent_ids, read_vocabulary, write_vocabulary
+from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary, write_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
@@ -32,10 +32,10 @@ from edgellm.engines.directories.small_files import check_ordinary, open_ordinar
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
-from edgellm.engines.families.mtp import has_mtp, has_packed_head, missing_mtp, read_mtp
+from edgellm.engines.families.mtp import has_packed_head, read_mtp
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
-from edgellm.engines.model.config import DRAFT_HEAD, HEADS, MTP, DecoderConfig, DraftConfig, EngineLimits
+from edgellm.engines.model.config import DRAFT_HEAD, HEADS, MTP, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, unread_tensors
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
@@ -163,34 +163,6 @@ def read_adapters(sources: Mapping[str, str | Path], config: DecoderConfig) -> d
                 "'_' at first"
             )
     return {name: LoraAdapter.read(path, config) for name, path in sources.items()}
-
-
-def choose_draft(
-    source: Path, config: DecoderConfig, draft: str | Path | None = None, limits: EngineLimits | None = None
-) -> str | Path | None:
-    """What drafts for a checkpoint of dimensions `config`: the `draft` that is asked for, its place or `MTP`, else the
-    head that ships with the model, where there is one and `limits` (None: not chosen yet) have room for a draft.
-
-    Raises CheckpointError where such a head is asked for and is not there.
-    """
-    if draft is not None and draft != MTP:
-        return Path(draft)
-    if draft is None and limits is not None and not limits.has_draft:
-        return None
-    with Checkpoint.open(source) as checkpoint:
-        if has_mtp(checkpoint, config):
-            return MTP
-        if draft is None:
-            return None
-        raise CheckpointError(f"{missing_mtp(checkpoint, config)}. Leave --draft {MTP} out, or name an EAGLE head")
-
-
-def lost_mtp(source: Path, config: DecoderConfig) -> str | None:
-    """Why a checkpoint of a family that ships with a head for multi-token prediction has none; None where it has, or
-    was made without."""
-    with Checkpoint.open(source) as checkpoint:
-        reason = missing_mtp(checkpoint, config)
-        return reason if not has_mtp(checkpoint, config) and "config.json" in reason else None
 
 
 def read_inputs(

@@ -12,7 +12,7 @@ from typing import Any
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.model.config import MTP, DecoderConfig, DraftConfig
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import as_published, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
 
@@ -81,6 +81,3 @@ def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
     """Those of the language model."""
     part = checkpoint.config.get("text_config")
     return part if isinstance(part, dict) else checkpoint.config
-
-
-__all__ = ["MTP", "has_mtp", "has_packed_head", "missing_mtp", "read_mtp"]

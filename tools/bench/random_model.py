@@ -19,7 +19,7 @@ from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
-from edgellm.engines.building.draft_vocabulary import DRAFT_VOCABULARY as SHORTLIST
+from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY as SHORTLIST
 from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft

@@ -17,12 +17,14 @@ from typer.testing import CliRunner, Result
 
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import create_app
+from edgellm.drafting.config import default_drafting
+from edgellm.drafting.controller import candidate_plans
 from edgellm.engines.backends.executors import kernel_executor, planned_shapes
 from edgellm.engines.backends.tensorrt_operations import build_plan
-from edgellm.engines.building import draft_vocabulary
+from edgellm.engines.building import shipped_draft
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place
-from edgellm.engines.building.draft_vocabulary import frequent_ids, read_vocabulary
 from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -35,6 +37,7 @@ from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.engines.quantization.rounding import quantize_rows
 from edgellm.engines.quantization.written_layout import StoredTensor, packed_tensors, write_tensors
+from edgellm.engines.speculation.draft_plan import chain, tree
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LIMITS = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=16)
@@ -90,6 +93,10 @@ def test_a_head_in_the_checkpoint_drafts_unasked(published: Path, ids_file: Path
         if directory.draft is not None:
             assert directory.draft.config.draft_vocab_size == drafts
             assert directory.config.feature_layers == (3,)
+            usual = default_drafting(limits, "numpy")
+            assert usual is not None and usual.adaptive and usual.plan(limits) == chain(3)
+            choices = [plan.name for plan in candidate_plans(DraftingConfig.largest(limits), limits)]
+            assert {chain(2).name, chain(3).name, tree(4, 3, 16).name} <= set(choices)
         assert (tmp_path / place / "draft").exists() == (drafts == len(IDS))
     shown = edgellm("info", tmp_path / "asked_for").stdout
     for words in ("multi-token prediction", f"{len(IDS)} tokens", "the last hidden state", "trees up to 4 wide"):
@@ -138,7 +145,7 @@ def test_frequent_ids_are_the_lowest_and_those_of_formats(
     tokenizer = published / "tokenizer.json"
     added = [each["id"] for each in json.loads(tokenizer.read_text())["added_tokens"]]
     assert frequent_ids(tokenizer, 32768, [319]) is None
-    monkeypatch.setattr(draft_vocabulary, "DRAFT_VOCABULARY", 100)
+    monkeypatch.setattr(shipped_draft, "DRAFT_VOCABULARY", 100)
     ids = frequent_ids(tokenizer, 320, [319])
     special = sorted({319, *added})
     assert ids is not None and len(ids) == 100 and set(special) <= set(ids.tolist())

@@ -1,5 +1,7 @@
-"""Which tokens a draft proposes that ships with its model: reading the model's whole head for each of its guesses would
-take longer than the rest of the draft. What is verified is verified with the whole head, so no answer depends on it.
+"""Drafts that ship with their model: whether one drafts, and which tokens it proposes.
+
+Reading the model's whole head for each of its guesses would take longer than the rest of the draft. What is verified is
+verified with the whole head, so no answer depends on the choice.
 """
 
 from __future__ import annotations
@@ -10,10 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.digests import FileDigest, hash_file
 from edgellm.engines.directories.small_files import read_text, read_tokenizer
 from edgellm.engines.directories.strict_formats import is_integer
 from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.families.mtp import has_mtp, missing_mtp
+from edgellm.engines.model.config import MTP, DecoderConfig, EngineLimits
 from edgellm.engines.model.draft_decoder import MAPPING
 from edgellm.engines.quantization.written_layout import StoredTensor, write_tensors
 from edgellm.kernels.errors import shown
@@ -23,6 +28,34 @@ DRAFT_VOCABULARY = 32768
 #: The most bytes of a file of ids: two million of them.
 _FILE_BYTES = 16 << 20
 _EXPECTED = "expected a JSON list of token ids, or one id a line"
+
+
+def choose_draft(
+    source: Path, config: DecoderConfig, draft: str | Path | None = None, limits: EngineLimits | None = None
+) -> str | Path | None:
+    """What drafts for a checkpoint of dimensions `config`: the `draft` that is asked for, its place or `MTP`, else the
+    head that ships with the model, where there is one and `limits` (None: not chosen yet) have room for a draft.
+
+    Raises CheckpointError where such a head is asked for and is not there.
+    """
+    if draft is not None and draft != MTP:
+        return Path(draft)
+    if draft is None and limits is not None and not limits.has_draft:
+        return None
+    with Checkpoint.open(source) as checkpoint:
+        if has_mtp(checkpoint, config):
+            return MTP
+        if draft is None:
+            return None
+        raise CheckpointError(f"{missing_mtp(checkpoint, config)}. Leave --draft {MTP} out, or name an EAGLE head")
+
+
+def lost_mtp(source: Path, config: DecoderConfig) -> str | None:
+    """Why a checkpoint of a family that ships with a head for multi-token prediction has none; None where it has, or
+    was made without."""
+    with Checkpoint.open(source) as checkpoint:
+        reason = missing_mtp(checkpoint, config)
+        return reason if not has_mtp(checkpoint, config) and "config.json" in reason else None
 
 
 def frequent_ids(tokenizer: Path, vocab_size: int, ends: Iterable[int]) -> np.ndarray | None:
