@@ -261,12 +261,13 @@ def describe_in_place(
     dtype: str | None = None,
     attention: str = "auto",
     beyond_trained_context: bool = False,
+    tool_format: str | None = None,
 ) -> EngineDirectory:
     """Make an engine directory of a checkpoint by writing `edgellm.json` beside its files; an older one is replaced.
 
     A folder `draft` in it is the checkpoint of an EAGLE head, a folder `vision` a vision encoder that was published
-    apart, folders in `lora` are LoRA adapters. Raises AdapterError, CheckpointError, UnsupportedModelError, and
-    BuildError for limits out of range or a failure to write.
+    apart, folders in `lora` are LoRA adapters. `tool_format` names the format of the model's calls. Raises
+    AdapterError, CheckpointError, UnsupportedModelError, and BuildError for limits out of range or a failure to write.
     """
     directory = Path(directory)
     config = read_decoder_config(directory)
@@ -293,7 +294,7 @@ def describe_in_place(
     names += [f"{LORA_FOLDER}/{name}/{file}" for name in loras for file in ADAPTER_FILES]
     files = {name: current_digest(directory / name, trust_memory=False) for name in names}
     try:
-        write_description(directory, _description(inputs, dtype, attention, limits, files))
+        write_description(directory, _description(inputs, dtype, attention, limits, files, tool_format))
     except OSError as error:
         raise BuildError(f"{directory} cannot be written: {error.strerror or error}") from error
     return EngineDirectory.open(directory)
