@@ -82,8 +82,9 @@ def plan_memory(
 
 
 def mask_rows(limits: EngineLimits) -> int:
-    """The most rows of logits that rules can mask at a time: those of the nodes of every slot's tree."""
-    return limits.max_batch * (limits.verify_sizes[-1] if limits.has_draft else GIVEN_NODES)
+    """The most rows of logits that rules can mask at a time: those of the nodes of every slot's tree, a draft's or a
+    given one, since a directory with a draft may be opened without it."""
+    return limits.max_batch * max((GIVEN_NODES, *limits.verify_sizes))
 
 
 def token_bytes(config: DecoderConfig, limits: EngineLimits, dtype: str, draft: DraftConfig | None = None) -> int:

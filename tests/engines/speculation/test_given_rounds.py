@@ -178,3 +178,24 @@ def test_what_is_not_given_is_refused(runner: DecodingRunner) -> None:
     assert not runner.takes_given(1, given(40, 16))
     assert not runner.takes_given(1, given(7, 17))
     runner.stop(0)
+
+
+def test_rules_have_rows_for_the_largest_trees_of_all_slots(runner: DecodingRunner) -> None:
+    """A directory's own trees may be smaller than those given to it."""
+    plan = given(runner.verification.most_nodes - 1, runner.verification.most_given)
+    rooms: list[int] = []
+
+    class NoMasks:
+        def fill(self, trees: tuple[np.ndarray, np.ndarray] | None, rows: np.ndarray, masks: np.ndarray) -> int:
+            assert trees is not None
+            rooms.append(min(rows.size, len(masks)) - trees[0].size)
+            rows.fill(-1)
+            return 0
+
+    for slot, prompt in enumerate(PROMPTS[:3]):
+        runner.start(slot, prompt, 0, SamplingValues()).wait()
+    chain = GivenTree([5] * plan.top_k, [-1] * plan.top_k)
+    runner.round(3, plan, NoMasks(), [chain] * 3).wait()
+    for slot in range(3):
+        runner.stop(slot)
+    assert len(rooms) == 1 and rooms[0] >= 0
