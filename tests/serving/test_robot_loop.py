@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from edgellm.llm import LLM
-from edgellm.runtime import SHIPPED_MODEL
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +25,6 @@ def example(repository: Path) -> Iterator[ModuleType]:
     del sys.modules[spec.name]
 
 
-@pytest.mark.skipif(
-    not (SHIPPED_MODEL / "lora" / "tools" / "adapter_model.safetensors").exists(),
-    reason="the adapter `tools` is not among the shipped files",
-)
 def test_the_robot_talks_acts_and_stops_while_the_camera_goes_on(example: ModuleType) -> None:
     said: list[str] = []
     acted: list[tuple[str, dict[str, Any]]] = []

@@ -12,11 +12,6 @@ from edgellm import LLM, Response, SamplingParams
 from edgellm.runtime import SHIPPED_MODEL
 from edgellm.tools.calls import joined_deltas
 
-pytestmark = pytest.mark.skipif(
-    not (SHIPPED_MODEL / "lora" / "tools" / "adapter_model.safetensors").exists(),
-    reason="the adapter `tools` is not among the shipped files",
-)
-
 OBJECTS = ["red cup", "blue cup", "white bowl", "yellow banana", "green apple", "wooden spoon"]
 PLACES = [f"{row} {column}" for row in ("front", "middle", "back") for column in ("left", "centre", "right")]
 PLACES[4] = "centre"

@@ -77,7 +77,7 @@ def test_shipped_adapters_answer_held_out_prompts_in_their_style(shipped_model: 
 
 def test_without_an_adapter_the_shipped_model_answers_as_ever(shipped_model: LLM):
     question = as_they_are([{"role": "user", "content": "Wave."}])
-    assert shipped_model.adapters == ("json", "pirate")
+    assert shipped_model.adapters == ("json", "pirate", "tools")
     answers = [shipped_model.chat(question, adapter=name).text for name in (None, "json", "pirate", None)]
     assert answers[0] == answers[3] == 'I will wave.\n{"action": "wave"}'
     assert answers[1:3] == ['{"action": "wave"}', 'Arr! I will wave.\n{"action": "wave"}']
@@ -85,8 +85,8 @@ def test_without_an_adapter_the_shipped_model_answers_as_ever(shipped_model: LLM
 
 def test_the_shipped_adapters_are_small():
     files = [path for path in (SHIPPED / "lora").rglob("*") if path.is_file()]
-    assert len(files) == 4
-    assert sum(path.stat().st_size for path in files) < 2_000_000
+    assert len(files) == 6
+    assert sum(path.stat().st_size for path in files) < 3_200_000
 
 
 def test_the_model_card_tells_of_the_adapters():

@@ -16,6 +16,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from edgellm import LLM, SamplingParams
+from edgellm.errors import ContextError
 from tools.bench.held_out_prompts import as_they_are
 from tools.demo_model.calls.dialogues import tool_items
 from tools.demo_model.evaluate import evaluation_items
@@ -29,13 +30,17 @@ Answered = tuple[str, int, int]
 
 
 def answers(model: Path | None, adapter: str | None, items: list[dict]) -> list[Answered]:
-    """The greedy answer to each item, with an adapter or without; calls as the model writes them."""
+    """The greedy answer to each item, with an adapter or without; calls as the model writes them. A prompt that
+    is longer than the context gets none."""
     found = []
     with LLM(model, backend="numpy") as llm:
         for item in items:
-            response = llm.chat(
-                as_they_are(item["messages"]), SamplingParams(max_tokens=160), adapter=adapter, tools=item.get("tools")
-            )
+            messages, params = as_they_are(item["messages"]), SamplingParams(max_tokens=160)
+            try:
+                response = llm.chat(messages, params, adapter=adapter, tools=item.get("tools"))
+            except ContextError:
+                found.append(("", 0, 0))
+                continue
             drafting = response.drafting
             counts = (0, 0) if drafting is None else (drafting.rounds, drafting.accepted_tokens + drafting.rounds)
             calls = [call.as_message() for call in response.tool_calls]
