@@ -90,11 +90,13 @@ def test_the_shipped_adapters_are_small():
 
 
 def test_the_model_card_tells_of_the_adapters():
-    from tools.demo_model.model_card import RESULTS, adapters_text
+    from tools.demo_model.model_card import RESULTS, adapters_text, tools_text
 
-    training, evaluation = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("adapters", "adapter_evaluation")
+    training, evaluation, calls = (
+        json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("adapters", "adapter_evaluation", "tools_evaluation")
     )
+    assert tools_text(SHIPPED / "lora", training, calls) in (SHIPPED / "MODEL_CARD.md").read_text()
     section = adapters_text(SHIPPED / "lora", training, evaluation)
     assert section in (SHIPPED / "MODEL_CARD.md").read_text()
     for name in STYLES:
