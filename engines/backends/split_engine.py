@@ -20,7 +20,8 @@ from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RowScales
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
-_ALIGNMENT = 256
+#: In bytes: TensorRT's engines take scratch that begins at a multiple of it, behind the values between segments.
+_ALIGNMENT = 512
 
 #: Offset, shape and dtype of a value in the scratch buffer.
 _Place = tuple[int, tuple[int, ...], str]
