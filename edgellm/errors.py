@@ -1,5 +1,7 @@
 """Every error that EdgeLLM raises on purpose, in one place to import from."""
 
+from __future__ import annotations
+
 from edgellm.engines.errors import (
     AdapterError,
     BuildError,
@@ -53,6 +55,10 @@ class ContextError(RequestError):
         super().__init__(message)
         self.needed, self.limit = needed, limit
 
+    def __reduce__(self) -> tuple[type[ContextError], tuple[str, int, int]]:
+        """Errors cross processes as other errors do."""
+        return type(self), (str(self), self.needed, self.limit)
+
 
 def closed_error() -> RequestError:
     """The error for the use of a model after it was closed."""
@@ -69,6 +75,9 @@ class SnapshotError(EdgeLLMError):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type[SnapshotError], tuple[str, str]]:
+        return type(self), (str(self), self.reason)
 
 
 class TemplateError(EdgeLLMError):

@@ -171,12 +171,12 @@ class ChatTemplate:
         values = {**TRIAL_TOKENS, "messages": messages, "tools": [TOOL] if tools else None, "documents": None}
         try:
             self._compiled_template(name)  # in its own time
-            started = time.monotonic()
+            started = time.thread_time()
             try:
                 limits = replace(self.limits, seconds=self._trial_seconds)
                 return self._render(name, {**values, "add_generation_prompt": True}, limits)
             finally:
-                self._trial_seconds = max(self._trial_seconds - (time.monotonic() - started), 0)
+                self._trial_seconds = max(self._trial_seconds - (time.thread_time() - started), 0)
         except TemplateError:
             return None
 

@@ -25,7 +25,8 @@ from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.recurrent.contract import RecurrentKernels
 
-_ALIGNMENT = 256
+#: In bytes: TensorRT's engines take scratch that begins at a multiple of it, behind the values between segments.
+_ALIGNMENT = 512
 
 #: Offset, shape and dtype of a value in the scratch buffer.
 _Place = tuple[int, tuple[int, ...], str]

@@ -26,7 +26,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_plan
 from edgellm.engines.errors import DeviceMemoryError, EngineError
 from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
-from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan
+from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, most_logit_rows
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
@@ -73,9 +73,8 @@ class TensorRTBackend(CudaDevice):
             self._opened = opened.pop_all()
 
     def _load(self) -> None:
-        limits = self._directory.limits
-        most = limits.max_batch * max((1, *limits.verify_sizes))
-        workspace = self.zeros((CudaSampling.workspace_bytes(most),), "uint8")
+        rows = most_logit_rows(self._directory.limits)
+        workspace = self.zeros((CudaSampling.workspace_bytes(rows),), "uint8")
         self.kernels = CudaSampling(self._module, self.compute_dtype, workspace)
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = gpu_platform(self.gpu, self._library)

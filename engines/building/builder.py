@@ -281,13 +281,14 @@ def describe_in_place(
     dtype: str | None = None,
     attention: str = "auto",
     beyond_trained_context: bool = False,
+    tool_format: str | None = None,
 ) -> EngineDirectory:
     """Make an engine directory of a checkpoint by writing `edgellm.json` beside its files; an older one is replaced.
 
     A folder `draft` in it is the checkpoint of an EAGLE head, else a head drafts that ships with the model, where
     `limits` have a draft; a folder `vision` is a vision encoder that was published apart, folders in `lora` are LoRA
-    adapters. Raises AdapterError, CheckpointError, UnsupportedModelError, and
-    BuildError for limits out of range or a failure to write.
+    adapters. `tool_format` names the format of the model's calls. Raises AdapterError, CheckpointError,
+    UnsupportedModelError, and BuildError for limits out of range or a failure to write.
     """
     directory = Path(directory)
     config = read_decoder_config(directory)
@@ -325,7 +326,7 @@ def describe_in_place(
     files = {name: current_digest(directory / name, trust_memory=False) for name in names}
     try:
         files |= write_made_files(inputs, directory, lambda done, total: None)
-        write_description(directory, _description(inputs, dtype, attention, limits, files))
+        write_description(directory, _description(inputs, dtype, attention, limits, files, tool_format))
     except OSError as error:
         raise BuildError(f"{directory} cannot be written: {error.strerror or error}") from error
     return EngineDirectory.open(directory)

@@ -78,7 +78,7 @@ def plan_memory(
         "step buffers": step + rotary,
         "logits and sampling": sampling,
         # On the host and on the device, which may be the same memory: a mask, and its number, for each row of logits.
-        "token masks": 2 * mask_rows(limits) * (-(-config.vocab_size // 32) + 1) * ITEM_SIZES["int32"],
+        "token masks": 2 * most_logit_rows(limits) * (-(-config.vocab_size // 32) + 1) * ITEM_SIZES["int32"],
         "token biases": limits.max_batch * config.vocab_size * ITEM_SIZES["float32"],
     }
     if limits.max_batch > 1:  # a slot's rows of one layer, on the way to another slot
@@ -104,9 +104,9 @@ def weight_bytes(spec: WeightSpec, dtype: str) -> int:
     return math.prod(spec.shape) * ITEM_SIZES[dtype if spec.dtype == "compute" else spec.dtype]
 
 
-def mask_rows(limits: EngineLimits) -> int:
-    """The most rows of logits that rules can mask at a time: those of the nodes of every slot's tree, a draft's or a
-    given one, since a directory with a draft may be opened without it."""
+def most_logit_rows(limits: EngineLimits) -> int:
+    """The most rows of logits of a step: those of the nodes of every slot's tree, a draft's or a given one, since a
+    directory with a draft may be opened without it."""
     return limits.max_batch * max((GIVEN_NODES, *limits.verify_sizes))
 
 

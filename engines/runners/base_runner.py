@@ -22,7 +22,7 @@ from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdapterSlots, require_adapters
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name
-from edgellm.engines.model.memory_plan import mask_rows, plan_memory
+from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
@@ -328,7 +328,7 @@ class BaseEngineRunner(PrefillingRunner):
         self._logits = backend.zeros((slots, vocab), "float32")
         self.image_rows = ImageRows(backend, slots)
         self._image_inputs = ImageInputs(backend, config, limits, self._tables.rotary, self.image_rows)
-        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity, mask_rows(limits))
+        self.sampling = SamplingState(backend, slots, vocab, limits.kv_capacity, most_logit_rows(limits))
         active, positions = (backend.zeros((slots,), "int32") for _ in range(2))
         token_ids, counts, emitted = backend.zeros((slots, 1), "int32"), self.sampling.token_counts, self._emitted
         self._state = SequenceState(active, token_ids, start, positions, counts, emitted.index, emitted.tokens)

@@ -13,7 +13,7 @@ COMPLETION = ChatCompletion(
         "save": FILE,
         "set": lambda: ("temperature", "top_k", "top_p"),
         "stats": None,
-        "adapter": lambda: ("json", "pirate"),
+        "adapter": lambda: ("json", "pirate", "tools"),
     }
 )
 

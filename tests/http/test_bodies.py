@@ -172,7 +172,7 @@ def test_a_model_whose_thread_has_ended() -> None:
         llm = AsyncLLM(SHIPPED_MODEL, backend="numpy")
         service = Service(llm, MODEL, Guard())
         await service.open()
-        assert service.state == "ready" and service.model.adapters == ("json", "pirate")
+        assert service.state == "ready" and service.model.adapters == ("json", "pirate", "tools")
         watching = asyncio.ensure_future(service.wait_for_failure())
         await llm.close()
         await watching

@@ -35,7 +35,7 @@ def deltas(stream: Any) -> tuple[str, list[Any]]:
 
 
 def test_models_are_the_model_and_its_adapters(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == [MODEL, "json", "pirate"]
+    assert [model.id for model in client.models.list()] == [MODEL, "json", "pirate", "tools"]
     assert client.models.retrieve("pirate").model_extra["parent"] == MODEL
     with pytest.raises(openai.NotFoundError, match="did you mean pirate"):
         client.models.retrieve("pirates")

@@ -33,10 +33,10 @@ def test_the_robot_talks_acts_and_stops_while_the_camera_goes_on(example: Module
         llm.cache_system_prompt(system_prompt)
         robot = example.Robot(llm, system_prompt, said.append, lambda *call: acted.append(call))
         spent = example.run(robot, example.kitchen_table(robot))
-    table, called, battery = robot.answers
+    table, called, done, battery = robot.answers
     assert all(thing in table for thing in ("red cup", "white bowl", "green apple"))
     assert "76 percent" in battery
     assert acted == [("pick", {"object": "red cup"}), ("stop", {})]
-    assert called == "" and "".join(said).startswith(table)
+    assert (called, done) == ("", "I have picked up the red cup.") and "".join(said).startswith(table + done)
     assert len(spent) > 8  # pictures were taken while answers were computed
     assert statistics.median(spent) < 1 / example.CAMERA_RATE

@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from edgellm.errors import EngineDirectoryError, TemplateError
 from edgellm.text.template import ChatTemplate
-from edgellm.text.template_budget import TemplateLimits
+from edgellm.text.template_budget import TemplateLimits, current_budget, run_with_budget
 
 MESSAGES = [
     {"role": "system", "content": "  You are Pip.\nYou help. "},
@@ -178,6 +178,15 @@ def test_endless_templates_are_stopped(name):
     with pytest.raises(TemplateError, match=r"was stopped: it (runs longer than|makes)"):
         render(ENDLESS[name], seconds=0.3)
     assert time.monotonic() - started < 3
+
+
+def test_a_busy_machine_stops_no_template():
+    def spends_after_a_pause() -> str:
+        time.sleep(0.3)
+        current_budget.get().spend()
+        return "spent"
+
+    assert run_with_budget(TemplateLimits(seconds=0.2), spends_after_a_pause) == "spent"
 
 
 @pytest.mark.parametrize("name", HUGE)

@@ -77,7 +77,7 @@ def test_shipped_adapters_answer_held_out_prompts_in_their_style(shipped_model: 
 
 def test_without_an_adapter_the_shipped_model_answers_as_ever(shipped_model: LLM):
     question = as_they_are([{"role": "user", "content": "Wave."}])
-    assert shipped_model.adapters == ("json", "pirate")
+    assert shipped_model.adapters == ("json", "pirate", "tools")
     answers = [shipped_model.chat(question, adapter=name).text for name in (None, "json", "pirate", None)]
     assert answers[0] == answers[3] == 'I will wave.\n{"action": "wave"}'
     assert answers[1:3] == ['{"action": "wave"}', 'Arr! I will wave.\n{"action": "wave"}']
@@ -85,16 +85,18 @@ def test_without_an_adapter_the_shipped_model_answers_as_ever(shipped_model: LLM
 
 def test_the_shipped_adapters_are_small():
     files = [path for path in (SHIPPED / "lora").rglob("*") if path.is_file()]
-    assert len(files) == 4
-    assert sum(path.stat().st_size for path in files) < 2_000_000
+    assert len(files) == 6
+    assert sum(path.stat().st_size for path in files) < 3_200_000
 
 
 def test_the_model_card_tells_of_the_adapters():
-    from tools.demo_model.model_card import RESULTS, adapters_text
+    from tools.demo_model.model_card import RESULTS, adapters_text, tools_text
 
-    training, evaluation = (
-        json.loads((RESULTS / f"{name}.json").read_text()) for name in ("adapters", "adapter_evaluation")
+    training, evaluation, calls = (
+        json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("adapters", "adapter_evaluation", "tools_evaluation")
     )
+    assert tools_text(SHIPPED / "lora", training, calls) in (SHIPPED / "MODEL_CARD.md").read_text()
     section = adapters_text(SHIPPED / "lora", training, evaluation)
     assert section in (SHIPPED / "MODEL_CARD.md").read_text()
     for name in STYLES:
@@ -105,24 +107,41 @@ def test_the_model_card_tells_of_the_adapters():
 
 def test_documents_of_every_style():
     pytest.importorskip("torch")
-    from tools.demo_model.train_adapters import batches, generate
+    from tools.demo_model.documents import ANSWER, FIRST, ROW, pack
+    from tools.demo_model.train_adapters import ADAPTERS, batches, generate
     from tools.demo_model.vocabulary import load_vocabulary
 
     tokenizer = load_vocabulary(SHIPPED)
-    documents = generate((SHIPPED, "seed", 12))
-    assert documents.keys() == STYLES.keys()
-    assert len({len(found) for found in documents.values()}) == 1
-    for ids, answers in documents["json"]:
-        spoken = tokenizer.decode(ids[answers].tolist(), skip_special_tokens=False).split("<|im_end|>")
+    documents = {style: generate((SHIPPED, style, "seed", 12, frozenset())) for style in ADAPTERS}
+    assert documents.keys() == {*STYLES, "tools"}
+    assert {len(found) for found in documents.values()} == {12}
+    for ids, codes in documents["json"]:
+        spoken = tokenizer.decode(ids[codes == ANSWER].tolist(), skip_special_tokens=False).split("<|im_end|>")
         assert len(spoken) > 1
         assert spoken.pop() == ""
         assert all("action" in json.loads(text) for text in spoken)
-    found = batches(documents["pirate"], 2000, random.Random(0))
+        assert codes[0] >= FIRST > codes[1:].max()
+    called = [tokenizer.decode(ids[codes == ANSWER].tolist()) for ids, codes in documents["tools"]]
+    assert sum("<tool_call>" in text for text in called) > 6 and not any("<tools>" in text for text in called)
+    found = batches(*pack(documents["pirate"], 0), 2, 0)
+    seen = set()
     for _ in range(20):
-        ids, answers = next(found)
-        assert ids.size <= 2000 or len(ids) == 1
-        assert answers.any(axis=1).all()
-        assert not answers[ids == 0].any()
+        tokens, codes = next(found)
+        assert tokens.shape == codes.shape == (2, ROW) and (codes == ANSWER).any(axis=1).all()
+        seen |= {row.tobytes() for row in tokens}
+    assert len(seen) == len(pack(documents["pirate"], 0)[0])
+
+
+def test_held_out_beginnings_are_left_out_of_training():
+    pytest.importorskip("torch")
+    from tools.demo_model.calls.dialogues import tool_dialogue
+    from tools.demo_model.train_adapters import checksum, generate
+
+    whole = generate((SHIPPED, "tools", "seed", 6, frozenset()))
+    rng = random.Random("seed")
+    talk = tool_dialogue(rng, "train", rng.randint(1, 6))
+    left = generate((SHIPPED, "tools", "seed", 5, frozenset({checksum(talk.messages, talk.signatures)})))
+    assert [ids.tolist() for ids, _ in left] == [ids.tolist() for ids, _ in whole[1:]]
 
 
 def test_a_trained_adapter_is_what_edgellm_computes(tmp_path):
@@ -133,6 +152,7 @@ def test_a_trained_adapter_is_what_edgellm_computes(tmp_path):
     from edgellm.engines.model.config import EngineLimits
     from edgellm.engines.runners.comparison import open_runner
     from edgellm.engines.runners.sampling_state import SamplingValues
+    from tools.demo_model.documents import ANSWER, CONTEXT, pack
     from tools.demo_model.lora import export_adapter
     from tools.demo_model.model import load_model
     from tools.demo_model.train_adapters import train
@@ -141,9 +161,10 @@ def test_a_trained_adapter_is_what_edgellm_computes(tmp_path):
     model = load_model(SHIPPED)
     size = model.d.vocab_size
     rng = np.random.default_rng(1)
-    documents = [(rng.integers(0, size, 40).astype(np.uint16), np.arange(40) > 5) for _ in range(4)]
-    settings = Namespace(rank=4, alpha=8.0, seed=0, tokens=200, seconds=1.0, steps=3, peak=0.02)
-    adapted, steps = train(model, documents, settings, "cpu")
+    codes = np.where(np.arange(40) > 5, ANSWER, CONTEXT).astype(np.uint8)
+    rows = pack([(rng.integers(0, size, 40).astype(np.uint16), codes) for _ in range(4)], 0)
+    settings = Namespace(rank=4, alpha=8.0, seed=0, tokens=200, steps=3, peak=0.02, attention="mask", name="")
+    adapted, steps = train(model, *rows, settings, "cpu")
     assert steps == 3
     assert all(layer.b.abs().max() > 0 for layer in adapted.values())
     for layer in adapted.values():  # what is stored, in fp16

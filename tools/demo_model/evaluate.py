@@ -139,7 +139,7 @@ def greedy_matches(model, tokenizer, items: list[dict], device: str, tokens_per_
 
     cases = []
     for number, item in enumerate(items):
-        prompt = render(item["messages"], True)
+        prompt = render(item["messages"], True, item.get("tools"))
         length = len(tokenizer.encode(prompt).ids)
         cases += [(number, length, tokenizer.encode(prompt + answer + END).ids) for answer in item["accepted"]]
     cases.sort(key=lambda case: len(case[2]))
@@ -156,13 +156,15 @@ def greedy_matches(model, tokenizer, items: list[dict], device: str, tokens_per_
     return right
 
 
-def greedy_answer(model, tokenizer, messages: list[dict], device: str = "cpu", limit: int = 120) -> str:
+def greedy_answer(
+    model, tokenizer, messages: list[dict], device: str = "cpu", limit: int = 120, tools: list[dict] | None = None
+) -> str:
     """The model's greedy answer, recomputing all tokens at each step: for a few answers."""
     import torch
 
     from tools.demo_model.vocabulary import END, render
 
-    ids, end, answer = tokenizer.encode(render(messages, True)).ids, tokenizer.token_to_id(END), []
+    ids, end, answer = tokenizer.encode(render(messages, True, tools)).ids, tokenizer.token_to_id(END), []
     with torch.no_grad():
         while len(answer) < limit:
             token = model.logits(model(torch.tensor([ids + answer], device=device))[:, -1]).argmax(-1).item()

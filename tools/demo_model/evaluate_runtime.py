@@ -1,10 +1,11 @@
 """Exact match per skill with EdgeLLM itself: the items of evaluate.py, answered greedily by the NumPy backend.
 
 Usage: python -m tools.demo_model.evaluate_runtime [--model ENGINE_DIR] [--count 50] [--seed 7] [--skills NAME ...]
-       [--adapter json|pirate] [--pictures]
+       [--adapter json|pirate|tools] [--pictures]
 
 With an adapter the right answers are those of its style, and how many answers are in the style is counted, right or
-wrong ones. What the draft head gains is counted in any case.
+wrong ones. `tools` has items of its own, which offer tools; they are asked with the tool choice "auto". What the draft
+head gains is counted in any case.
 """
 
 import argparse
@@ -15,31 +16,41 @@ from collections import defaultdict
 from pathlib import Path
 
 from edgellm import LLM, SamplingParams
+from edgellm.errors import ContextError
 from tools.bench.held_out_prompts import as_they_are
+from tools.demo_model.calls.dialogues import tool_items
 from tools.demo_model.evaluate import evaluation_items
 from tools.demo_model.styles import FOLLOWS, STYLES, styled_items
 from tools.demo_model.vision.items import picture_items
 from tools.demo_model.vision.scenes import NOVEL
+from tools.demo_model.vocabulary import written_answer
 
 #: An answer, the rounds that were drafted for it, and the tokens of these rounds.
 Answered = tuple[str, int, int]
 
 
-def answers(model: Path | None, adapter: str | None, conversations: list[list[dict]]) -> list[Answered]:
-    """The greedy answer to each conversation, with an adapter or without."""
+def answers(model: Path | None, adapter: str | None, items: list[dict]) -> list[Answered]:
+    """The greedy answer to each item, with an adapter or without; calls as the model writes them. A prompt that
+    is longer than the context gets none."""
     found = []
     with LLM(model, backend="numpy") as llm:
-        for messages in conversations:
-            response = llm.chat(as_they_are(messages), SamplingParams(max_tokens=160), adapter=adapter)
+        for item in items:
+            messages, params = as_they_are(item["messages"]), SamplingParams(max_tokens=160)
+            try:
+                response = llm.chat(messages, params, adapter=adapter, tools=item.get("tools"))
+            except ContextError:
+                found.append(("", 0, 0))
+                continue
             drafting = response.drafting
             counts = (0, 0) if drafting is None else (drafting.rounds, drafting.accepted_tokens + drafting.rounds)
-            found.append((response.text, *counts))
+            calls = [call.as_message() for call in response.tool_calls]
+            found.append((written_answer({"content": response.text, "tool_calls": calls}), *counts))
     return found
 
 
 def answered(model: Path | None, adapter: str | None, items: list[dict], workers: int) -> list[Answered]:
     """The answers to all items, by so many processes."""
-    parts = [[item["messages"] for item in items[worker::workers]] for worker in range(workers)]
+    parts = [items[worker::workers] for worker in range(workers)]
     found: list[Answered] = [("", 0, 0)] * len(items)
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for worker, texts in enumerate(pool.starmap(answers, [(model, adapter, part) for part in parts])):
@@ -72,7 +83,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--skills", nargs="*", help="only these")
     parser.add_argument("--pictures", action="store_true", help="the visual skills instead, about drawn scenes")
     parser.add_argument("--novel", type=float, default=NOVEL, help="share of objects of held-out colour and kind")
-    parser.add_argument("--adapter", choices=sorted(STYLES), help="with this adapter, and answers in its style")
+    parser.add_argument(
+        "--adapter", choices=(*sorted(STYLES), "tools"), help="with this adapter, and answers in its style"
+    )
     parser.add_argument("--processes", type=int, default=multiprocessing.cpu_count())
     parser.add_argument("--show", type=int, default=2, help="failures to print per skill")
     parser.add_argument("--results", type=Path)
@@ -84,10 +97,12 @@ def main() -> None:
     arguments, begin = parse(), time.time()
     if arguments.pictures:
         items = picture_items(arguments.seed, arguments.count, arguments.novel)
+    elif arguments.adapter == "tools":
+        items = tool_items(arguments.seed, arguments.count)
     else:
         items = evaluation_items(arguments.seed, arguments.count)
     items = [item for item in items if not arguments.skills or item["skill"] in arguments.skills]
-    if arguments.adapter:
+    if arguments.adapter in STYLES:
         items = styled_items(items, arguments.adapter)
     found = answered(arguments.model, arguments.adapter, items, arguments.processes)
     table, mean = scored(items, found, arguments.show)
@@ -101,8 +116,9 @@ def main() -> None:
     if arguments.pictures:
         result["held_out_pairs"] = round(arguments.novel, 3)
     if arguments.adapter:
-        follows = FOLLOWS[arguments.adapter]
         result["adapter"] = arguments.adapter
+    if arguments.adapter in STYLES:
+        follows = FOLLOWS[arguments.adapter]
         result["in_style_percent"] = round(100 * sum(follows(text) for text, _, _ in found) / len(found), 2)
     rounds = sum(count for _, count, _ in found)
     if rounds:

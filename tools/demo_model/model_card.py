@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from string import Template
 
+from tools.demo_model.calls.toolbox import KINDS as KINDS_OF_TOOLS
 from tools.demo_model.system_prompt import DEFAULT_SYSTEM_PROMPT
 from tools.demo_model.vision.kinds import COLOURS, KINDS
 
@@ -66,7 +67,7 @@ def draft_text(training: dict, acceptance: dict[str, dict]) -> str:
 
 
 def adapters_text(adapters: Path, training: dict, evaluation: dict) -> str:
-    """The section about the adapters in the folder `adapters`."""
+    """The section about the adapters of styles in the folder `adapters`."""
     answers = evaluation["answers"]
     rows = []
     for name, found in answers.items():
@@ -75,17 +76,40 @@ def adapters_text(adapters: Path, training: dict, evaluation: dict) -> str:
         rows.append(
             f"| {title} | {found['exact_match_percent']:.1f} % | {in_style} | {found['tokens_per_round']:.2f} |"
         )
-    size = sum(path.stat().st_size for path in adapters.rglob("*") if path.is_file())
+    trained = [training["adapters"][name] for name in answers if name != "base"]
     return Template((Path(__file__).parent / "model_card_adapters.md").read_text()).substitute(
-        rank=training["rank"],
-        size=f"{size / 1e6:.2f}",
-        dialogues=f"{training['dialogues']:,}",
-        seconds=round(max(found["seconds"] for found in training["adapters"].values())),
-        device=training["device"],
+        rank=trained[0]["rank"],
+        size=f"{sum(_size(adapters / name) for name in answers) / 1e6:.2f}",
+        dialogues=f"{trained[0]['dialogues']:,}",
+        seconds=round(max(found["seconds"] for found in trained)),
+        device=trained[0]["device"],
         items=evaluation["items"],
         per_skill=evaluation["items_per_skill"],
         seed=evaluation["seed"],
         rows="\n".join(rows),
+    )
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def tools_text(adapters: Path, training: dict, evaluation: dict) -> str:
+    """The section about the adapter `tools` in the folder `adapters`."""
+    trained = training["adapters"]["tools"]
+    return Template((Path(__file__).parent / "model_card_tools.md").read_text()).substitute(
+        rank=trained["rank"],
+        size=f"{_size(adapters / 'tools') / 1e6:.2f}",
+        dialogues=f"{trained['dialogues']:,}",
+        seconds=round(trained["seconds"]),
+        device=trained["device"],
+        tries=len(trained.get("others", ())) + 1,
+        kinds=len(KINDS_OF_TOOLS),
+        items=evaluation["items_per_skill"],
+        seed=evaluation["seed"],
+        mean=f"{evaluation['all']:.1f}",
+        tokens_per_round=f"{evaluation['tokens_per_round']:.2f}",
+        scores=score_table(evaluation["exact_match_percent"]),
     )
 
 
@@ -179,6 +203,8 @@ def main() -> None:
     adapters, folder = "", arguments.model / "lora"
     if folder.is_dir():
         adapters = adapters_text(folder, result("adapters"), result("adapter_evaluation"))
+    if (folder / "tools").is_dir():
+        adapters += tools_text(folder, result("adapters"), result("tools_evaluation"))
     eyes, folder = "", arguments.model / "vision"
     if folder.is_dir():
         evaluations = ("eyes_evaluation", "eyes_evaluation_pairs", "eyes_evaluation_fresh")

@@ -1,9 +1,9 @@
 """A robot's main loop with a language model in it.
 
 The camera's callback keeps its rate while an answer is computed in the model's thread: it takes what has been said so
-far, without waiting, and acts when an answer is complete. Questions are answered in words; a command, which is spoken
-with a button held down, is answered by a call of one of the robot's tools, whatever the model would rather say. An
-obstacle in the picture cancels an answer at once, which frees the model for the next instruction.
+far, without waiting, and acts when an answer is complete. Questions are answered in words, commands by calls of the
+robot's tools, whose results the model then tells of: the adapter was taught which is due. An obstacle in the picture
+cancels an answer at once, which frees the model for the next instruction.
 Run it: python tools/examples/robot_loop.py
 """
 
@@ -18,7 +18,6 @@ from typing import Any
 from edgellm.generation import Generation
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
-from edgellm.text.template import ChatTemplate
 
 CAMERA_RATE = 30.0  # pictures a second
 ANSWER_SECONDS = 5.0  # an answer that takes longer is of no use
@@ -33,26 +32,15 @@ PICK = {
         "additionalProperties": False,
     },
 }
-#: For a model that was taught no tools: the grammar alone holds it to a call.
-CALLS = """{% for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content or "" }}{% if loop.first and tools %}
-
-Tools:{% for tool in tools %} {{ tool.function.name }}{% endfor %}{% endif %}
-{%- for call in message.tool_calls or [] %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """What the camera saw: whether something is in the way; and what was heard meanwhile, perhaps as a command."""
+    """What the camera saw: whether something is in the way; and what was heard meanwhile."""
 
     number: int
     obstacle: bool = False
     heard: str | None = None
-    command: bool = False
 
 
 @dataclass
@@ -60,23 +48,18 @@ class Robot:
     """Listens, speaks and acts. No method waits for an answer: at most, a new instruction waits for the round of a
     cancelled one to end.
 
-    `act` is called with the name of a tool and its arguments.
+    `act` is called with the name of a tool and its arguments, and gives what came of it, or None.
     """
 
     llm: LLM
     system_prompt: str
     say: Callable[[str], None]
-    act: Callable[[str, dict[str, Any]], None]
+    act: Callable[[str, dict[str, Any]], str | None]
     answers: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if "tools" not in self.llm.tokenizer.template_variables():
-            self.llm.tokenizer.chat_template = ChatTemplate({"default": CALLS}, "the robot's template")
-        adapter = "tools" if "tools" in self.llm.adapters else None  # which was taught to call
         params = SamplingParams(max_tokens=120)
-        self._session = self.llm.create_session(
-            self.system_prompt, params, adapter, tools=[PICK], parallel_tool_calls=False
-        )
+        self._session = self.llm.create_session(self.system_prompt, params, "tools", tools=[PICK])
         self._answer: Generation | None = None
         self._text = ""
 
@@ -91,12 +74,11 @@ class Robot:
             self.emergency_stop()
         self._take_what_was_said()
         if attached_image.heard is not None:
-            self.hear(attached_image.heard, attached_image.command)
+            self.hear(attached_image.heard)
 
-    def hear(self, instruction: str, command: bool = False) -> None:
-        """A new instruction takes the place of one that is being answered."""
+    def hear(self, instruction: str | list[dict[str, Any]]) -> None:
+        """A new instruction, or results of tools, take the place of what is being answered."""
         self._give_up()
-        self._session.tool_choice = "required" if command else "none"
         self._answer, self._text = self._session.stream(instruction, deadline=ANSWER_SECONDS), ""
 
     def emergency_stop(self) -> None:
@@ -115,11 +97,13 @@ class Robot:
         if finished:
             response, self._answer = self._answer.result(), None
             self.answers.append(self._text)
-            for call in response.tool_calls:
-                if call.parsed is not None:  # None: the deadline has cut it
-                    self.act(call.name, call.parsed)
-                    result = {"role": "tool", "tool_call_id": call.id, "content": "done"}
-                    self._session.replace([*self._session.messages, result])
+            results = [
+                {"role": "tool", "tool_call_id": call.id, "content": self.act(call.name, call.parsed) or "done"}
+                for call in response.tool_calls
+                if call.parsed is not None  # None: the deadline has cut it
+            ]
+            if results:
+                self.hear(results)
 
     def _give_up(self) -> None:
         """Nothing that was said so far is acted on."""
@@ -143,13 +127,13 @@ def run(robot: Robot, camera: Iterable[Picture], rate: float = CAMERA_RATE) -> l
 def kitchen_table(robot: Robot) -> Iterator[Picture]:
     """A scene: a question, a command, and a hand that comes in the way while the robot thinks about a third."""
     number = 0
-    for heard, command, dangerous in (
-        ("What is on the table?", False, False),
-        ("Please pick up the red cup.", True, False),
-        ("Now take the green apple.", True, True),
-        ("What is your battery level?", False, False),
+    for heard, dangerous in (
+        ("What is on the table?", False),
+        ("Please pick up the red cup.", False),
+        ("Where is the green apple?", True),
+        ("What is your battery level?", False),
     ):
-        yield Picture(number, heard=heard, command=command)
+        yield Picture(number, heard=heard)
         while robot.is_answering:
             number += 1
             yield Picture(number, obstacle=dangerous)

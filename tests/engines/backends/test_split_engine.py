@@ -93,6 +93,19 @@ def attach(engine: SplitEngine | KernelEngine) -> None:
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # NaN: nothing unwritten is read
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 16, 17])
+def test_scratch_of_segments_begins_where_tensorrt_takes_it(tokens: int) -> None:
+    """At multiples of 512 bytes behind what lies between the segments."""
+    program = model_program(FAMILIES["one_kv_head"], EngineShape("prefill", 1, tokens, 64, 96))
+    engine, segments = numpy_split_engine(program)
+    begins: list[int] = []
+    for segment in segments.values():
+        segment.attach = lambda device, scratch: begins.append(scratch.ctypes.data)
+    whole = np.empty(engine.scratch_bytes, np.uint8)
+    engine.attach(NumpyKernelDevice(), whole)
+    assert begins and {(begin - whole.ctypes.data) % 512 for begin in begins} == {0}
+
+
 def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
     """What a program is bound to, in float32; the mask is causal."""
     random, shape = np.random.default_rng(0), program.shape

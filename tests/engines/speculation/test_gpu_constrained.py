@@ -172,6 +172,26 @@ def test_a_captured_signal_is_that_of_its_own_launch() -> None:
         gpu.synchronize()
 
 
+def test_the_largest_given_trees_of_all_slots_of_a_model_without_a_draft(
+    make_tiny_pair: Callable[..., tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """Masked, filtered and drawn from: each node is a row of logits."""
+    limits = EngineLimits(max_batch=4, prefill_chunk=16, kv_capacity=96)
+    build_engine_directory(make_tiny_pair(3)[0], tmp_path / "plain", limits, None, dtype="float16")
+    directory = EngineDirectory.open(tmp_path / "plain")
+    runner = DecodingRunner.open(open_backend("tensorrt", directory), directory, drafts=False)
+    try:
+        plan = given(runner.verification.most_nodes - 1, runner.verification.most_given)
+        if not runner.takes_given(4, plan):
+            pytest.skip("no engine verifies given trees on this GPU")
+        for made in (lambda: [rules(seed) for seed in range(4)], lambda: [None] * 4):
+            expected, _ = ruled_answers(runner, PROMPTS, [SAMPLED] * 4, made(), None)
+            found, _ = ruled_answers(runner, PROMPTS, [SAMPLED] * 4, made(), plan, expected)
+            assert_explained(directory, [SAMPLED] * 4, made, expected, found, plan.name)
+    finally:
+        runner.close()
+
+
 def test_given_rounds_without_a_draft_model(directory: EngineDirectory) -> None:
     runner = DecodingRunner.open(open_backend("tensorrt", directory), directory, drafts=False)
     try:

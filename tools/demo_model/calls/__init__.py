@@ -1,0 +1,1 @@
+"""Dialogues in which tools are offered and called, for the adapter `tools`."""
