@@ -14,7 +14,7 @@ from edgellm.llm import LLM, start_runtime
 from edgellm.requests import Messages, Request, Response, StopWhen, request_list
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
-from edgellm.serving.async_generation import AsyncGeneration, AsyncSession
+from edgellm.serving.async_generation import AsyncGeneration, AsyncSession, asked_in_thread
 from edgellm.serving.batch_handling import failure_of
 from edgellm.serving.thread import QUEUE_LIMIT, description
 from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET
@@ -377,7 +377,7 @@ class AsyncLLM:
         """Ask when the model is open, in a thread where that reads images: it would keep the event loop waiting."""
         await self.open()
         shows_images = isinstance(request, Request) and request.shows_images
-        return await asyncio.to_thread(ask, request) if shows_images else ask(request)
+        return await asked_in_thread(ask, request) if shows_images else ask(request)
 
     async def _asked_when_possible(
         self, request: Request, answers: Sequence[asyncio.Task[Any]]

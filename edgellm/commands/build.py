@@ -29,8 +29,9 @@ from edgellm.engines.building.builder import build_engine_directory, refresh_pla
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.plans import BuildReport
+from edgellm.engines.building.shipped_draft import choose_draft
 from edgellm.engines.directories.engine_directory import DTYPES
-from edgellm.engines.model.config import HEADS
+from edgellm.engines.model.config import HEADS, MTP
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.quantization.config import folder_quantization
 from edgellm.tools.formats import FORMATS, checkpoint_format
@@ -146,31 +147,48 @@ def build(
         ),
     ] = False,
     draft: Annotated[
+        str | None,
+        typer.Option(
+            rich_help_panel="Draft",
+            metavar="DRAFT_CHECKPOINT|mtp",
+            help="EAGLE head of this very model, to build engines for too, or mtp: the head for multi-token prediction "
+            "that ships inside CHECKPOINT [default: mtp where there is one].",
+        ),
+    ] = None,
+    no_mtp: Annotated[
+        bool,
+        typer.Option(
+            "--no-mtp", rich_help_panel="Draft", help="Leave out the head that ships inside CHECKPOINT: do not draft."
+        ),
+    ] = False,
+    draft_vocabulary: Annotated[
         Path | None,
         typer.Option(
             rich_help_panel="Draft",
-            metavar="DRAFT_CHECKPOINT",
-            help="EAGLE head of this very model, to build engines for too.",
+            metavar="FILE",
+            help="The ids that the head inside CHECKPOINT proposes, a JSON list or one a line [default: 32,768 of "
+            "frequent tokens].",
         ),
     ] = None,
     draft_top_k: Annotated[
         int | None,
         typer.Option(
             rich_help_panel="Draft",
-            help="Widest draft tree, 1 to 64 [default: 10].",
+            help="Widest draft tree, 1 to 64 [default: 10; mtp: 4].",
         ),
     ] = None,
     draft_steps: Annotated[
         int | None,
         typer.Option(
             rich_help_panel="Draft",
-            help="Deepest draft tree, 1 to 32 [default: 6].",
+            help="Deepest draft tree, 1 to 32 [default: 6; mtp: 3].",
         ),
     ] = None,
     verify_tree_size: Annotated[
         int | None,
         typer.Option(
-            rich_help_panel="Draft", help="Most nodes verified at once, the root included, 2 to 64 [default: 60]."
+            rich_help_panel="Draft",
+            help="Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp: 16].",
         ),
     ] = None,
     lora: Annotated[
@@ -241,8 +259,9 @@ def build(
     """
     engine_dir = one_engine_directory(engine_dir, model)
     display = ProgressDisplay(sys.stderr)
+    drafts = draft is not None or no_mtp or draft_vocabulary is not None
     if refresh is not None:
-        if checkpoint is not None or model is not None or draft is not None or lora or vision is not None:
+        if checkpoint is not None or model is not None or drafts or lora or vision is not None:
             raise typer.BadParameter(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
             )
@@ -251,16 +270,20 @@ def build(
     else:
         if checkpoint is None or engine_dir is None:
             raise typer.BadParameter("expected CHECKPOINT and ENGINE_DIR, or --refresh-plans ENGINE_DIR")
+        if no_mtp and (draft == MTP or draft_vocabulary is not None):
+            given = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
+            raise typer.BadParameter(f"{given} is given beside --no-mtp: leave one of them out")
         found_format = checkpoint_format(checkpoint, tool_format)
         config, adapters = read_decoder_config(checkpoint), named_directories(lora or [])
         ranks = [adapter.rank for adapter in read_adapters(adapters, config).values()]
+        drafted = None if no_mtp and draft is None else choose_draft(checkpoint, config, draft)
         limits = choose_limits(
             config,
             max_batch,
             prefill_chunk,
             kv_capacity,
             beyond_trained_context,
-            draft is not None,
+            drafted is not None,
             draft_top_k,
             draft_steps,
             verify_tree_size,
@@ -271,6 +294,7 @@ def build(
             max_image_patches,
             kv_cache,
             folder_quantization(checkpoint) is not None,
+            drafted == MTP,
         )
         with ended_by_signals(), display:
             report = build_engine_directory(
@@ -284,13 +308,14 @@ def build(
                 force,
                 beyond_trained_context,
                 display,
-                draft,
+                drafted,
                 adapters,
                 vision,
                 all_plans,
                 head,
                 embedding,
                 found_format,
+                draft_vocabulary,
             )
     for line in report_lines(report):
         typer.echo(line)

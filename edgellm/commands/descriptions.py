@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.model.config import MTP, EngineLimits, EngineShape
 from edgellm.kernels.user_paths import user_path
 
 
@@ -63,11 +64,30 @@ def vision_limits_in_words(max_patches: int, rows: Sequence[int]) -> str:
     return f"images of up to {max_patches:,} patches (engines of {', '.join(f'{count:,}' for count in rows)} rows)"
 
 
+def mixers_in_words(config: Mapping[str, Any]) -> str:
+    """What mixes the tokens of how many layers of a `DecoderConfig` as a dictionary; nothing where it is attention over
+    all of them."""
+    words = {
+        "attention": "of attention",
+        "window": f"of attention within {config['sliding_window']} tokens",
+        "convolution": f"short convolutions over {config['conv_width']} tokens",
+    }
+    if config["delta_heads"]:
+        keys, values, key_size, size = config["delta_heads"]
+        words["delta"] = (
+            f"of the gated delta rule ({keys} key heads of {key_size}, {values} value heads of {size}, behind "
+            f"convolutions over {config['conv_width']} tokens)"
+        )
+    return ", ".join(f"{count} {words[kind]}" for kind, count in Counter(config["layer_kinds"]).items())
+
+
 def draft_in_words(config: dict[str, Any]) -> str:
     """Kind, dimensions and features of a `DraftConfig` as a dictionary."""
     layer, kind = config["decoder"], f"EAGLE-{config['generation']}"
     if config["generation"] == "1":  # one kind of head: they differ in the tree
         kind, features = "EAGLE-1/2", "the last hidden state"
+    elif config["generation"] == MTP:
+        kind, features = "the model's own head for multi-token prediction", "the last hidden state"
     else:
         features = f"the hidden states entering layers {', '.join(map(str, config['feature_layers']))}"
     shared = [name for name in ("embedding", "head") if not config[f"has_{name}"]]

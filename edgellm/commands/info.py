@@ -18,6 +18,7 @@ from edgellm.commands.descriptions import (
     executors_in_words,
     kv_cache_in_words,
     lora_limits_in_words,
+    mixers_in_words,
     vision_in_words,
     vision_limits_in_words,
 )
@@ -253,6 +254,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         f"{config['num_layers']} of hidden size {config['hidden_size']}, {config['num_heads']} query and "
         f"{config['num_kv_heads']} key-value heads of {config['head_dim']}, FFN {config['intermediate_size']}",
     )
+    if config["layer_kinds"]:
+        yield _row("", mixers_in_words(config))
     yield _row("vocabulary", f"{config['vocab_size']:,} tokens, end of sequence {_ids(config['eos_token_ids'])}")
     yield _row(
         "limits",

@@ -293,7 +293,7 @@ class DecodingLoop:
         seconds, self._last_read = now - max(launch.seconds, self._last_read), now
         plan, counts = launch.plan, [len(emitted) for emitted in tokens if emitted]
         if not launch.is_prefill and counts:
-            if self._chooser is not None and not (plan is not None and plan.is_given):
+            if self._chooser is not None and not (plan is not None and plan.takes_given):
                 self._chooser.record(plan, counts, seconds)
             if self._given is not None:
                 self._given.record(plan, counts, seconds, launch.ruled, launch.waited)
@@ -302,7 +302,8 @@ class DecodingLoop:
             if sequence.finished or not emitted:
                 continue
             if sequence.tally is not None and not launch.is_prefill:
-                drafted = None if launch.trees is None else len(launch.trees[slot].tokens)
+                trees = launch.trees
+                drafted = None if plan is None or trees is None else plan.verified(len(trees[slot].tokens))
                 sequence.tally.step(plan, seconds, drafted)
             sequence.clock.step(now)
             logprobs: list[TokenLogprobs | None] = [None] * len(emitted)

@@ -17,6 +17,12 @@ class PlanChooser(Protocol):
     def next_plan(self, room: int, batch: int) -> DraftPlan | None:
         """The plan for `batch` sequences that may emit at most `room` tokens each; None decodes one token plainly."""
 
+    def likely(self, room: int, batch: int) -> DraftPlan | None:
+        """What `next_plan` would give now, tries aside; nothing is noted."""
+
+    def plain_seconds(self, batch: int) -> float | None:
+        """What a plain step should take; None where that was not measured."""
+
     def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
         """A round (None: a plain step) of `seconds` ended; each running sequence got `emitted` tokens by it."""
 
@@ -31,6 +37,12 @@ class FixedDrafting:
     def next_plan(self, room: int, batch: int) -> DraftPlan | None:
         """See `PlanChooser`."""
         return self.plan if self.plan.longest <= room else self.plan.fitting(room)
+
+    likely = next_plan
+
+    def plain_seconds(self, batch: int) -> float | None:
+        """Nothing is measured."""
+        return None
 
     def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
         """Nothing is learned."""

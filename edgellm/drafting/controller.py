@@ -148,13 +148,7 @@ class DraftingController:
         `room` is how many tokens the sequence with the least room may still get, `batch` the number of sequences. Only
         plans that cannot emit more than `room` tokens are considered.
         """
-        if batch != self._batch or not self._outlook:
-            self._batch = batch
-            self._outlook = self._look_ahead()
-        possible = [candidate for candidate in self._candidates if candidate.steps < max(1, room)]
-        best = max(possible, key=self._rate)
-        if self._current in possible and self._rate(self._current) * (1.0 + SWITCHING_GAIN) >= self._rate(best):
-            best = self._current
+        possible, best = self._best(room, batch)
         self._current = best
         tried = self._worth_trying(possible)
         if tried is None:
@@ -162,6 +156,25 @@ class DraftingController:
         self._explored += 1
         self._unused[tried.name] = 0.0  # one try at a time, also where the next round is launched before it is read
         return tried.plan
+
+    def likely(self, room: int, batch: int) -> DraftPlan | None:
+        """What `next_plan` would give now, tries aside; nothing is noted."""
+        return self._best(room, batch)[1].plan
+
+    def plain_seconds(self, batch: int) -> float | None:
+        """What a plain step should take."""
+        return self._costs.seconds(PLAIN, batch)
+
+    def _best(self, room: int, batch: int) -> tuple[list[Candidate], Candidate]:
+        """The candidates for which there is room, and what looks best of them."""
+        if batch != self._batch or not self._outlook:
+            self._batch = batch
+            self._outlook = self._look_ahead()
+        possible = [candidate for candidate in self._candidates if candidate.steps < max(1, room)]
+        best = max(possible, key=self._rate)
+        if self._current in possible and self._rate(self._current) * (1.0 + SWITCHING_GAIN) >= self._rate(best):
+            best = self._current
+        return possible, best
 
     def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float) -> None:
         """Take notice of a finished round: tokens emitted by each active sequence (at least 1), and its time."""

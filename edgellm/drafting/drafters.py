@@ -40,7 +40,8 @@ class Drafters:
         """
         is_new = setting not in self._made
         if is_new:
-            self._made[setting] = self._given_for(setting), self._chooser_for(setting)
+            chooser = self._chooser_for(setting)
+            self._made[setting] = self._given_for(setting, chooser), chooser
         (self.given, self.chooser), self.setting = self._made[setting], setting
         return is_new and isinstance(self.chooser, DraftingController)
 
@@ -57,7 +58,8 @@ class Drafters:
     def plans(self) -> Sequence[DraftPlan]:
         """What rounds are taken of, but for tokens that rules force."""
         chosen = () if self.chooser is None else self.chooser.plans
-        return [*chosen, *(self.given.plans if self.given is not None and self._proposes else ())]
+        given = self.given if self._proposes else None
+        return [*chosen, *(() if given is None else (*given.plans, *given.joint_plans))]
 
     def report(self) -> DraftingReport | None:
         """What adaptive drafting, or drafting from what was said alone, chose so far, and why; else None."""
@@ -78,9 +80,9 @@ class Drafters:
         plan = setting.plan(self._directory.limits)
         return adaptive_drafting(setting, self._directory, self._runner) if setting.adaptive else FixedDrafting(plan)
 
-    def _given_for(self, setting: DraftingConfig | None) -> GivenDrafting | None:
-        """What proposes tokens that rules force and, where the setting says so, what was said. None where the tokens
-        would show which of the drafts was faster."""
+    def _given_for(self, setting: DraftingConfig | None, chooser: PlanChooser | None) -> GivenDrafting | None:
+        """What proposes tokens that rules force and, where the setting says so, what was said, alone or beside what the
+        `chooser` takes. None where the tokens would show which of the drafts was faster."""
         if setting is not None and not setting.gives_plain_tokens:
             return None
         assert self._runner is not None
@@ -88,7 +90,13 @@ class Drafters:
         asked = setting is not None and setting.proposes_given
         if asked and self.index is None:
             self.index = SuffixIndex()
-        given = GivenDrafting(verification.most_given, runner.backend.fixed_shapes, self.index if asked else None)
+        given = GivenDrafting(
+            verification.most_given,
+            runner.backend.fixed_shapes,
+            self.index if asked else None,
+            chooser,
+            verification.most_nodes,
+        )
         if asked and not any(runner.takes_given(1, plan) for plan in given.plans):
             raise EngineError(
                 f"drafts from what was said cannot be verified with {self._directory.path} on this device: neither its "

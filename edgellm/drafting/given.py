@@ -1,21 +1,24 @@
 """Drafts without a model: tokens that rules force, and what followed the last time that these tokens were said.
 
-They cost the host some microseconds, and the device the verification alone. A round of them is taken where it is
-expected to give more tokens a second than what is done otherwise. What candidates promise follows from the tokens that
-came, whichever step gave them; what rounds cost follows from finished ones.
+They cost the host some microseconds, and the device the verification alone. A round of them, or of them beside a draft
+model's in one tree, is taken where it is expected to give more tokens a second than what is done otherwise. What
+candidates promise follows from the tokens that came, whichever step gave them; what rounds cost from finished ones.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
 
+from edgellm.drafting.choosers import PlanChooser
 from edgellm.drafting.controller import DraftingReport, Forecast
 from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.worth import ASKING_SHARE, WAITED, Budget, Proposed, Rates, Trust
+from edgellm.drafting.worth import ASKING_SHARE, WAITED, Budget, Proposed, Rates, Trust, rate_name
 from edgellm.engines.errors import ConstraintError
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -26,12 +29,17 @@ from edgellm.engines.speculation.suffix_index import Proposal
 CAPTURED_TREES, COMPUTED_TREES = (4, 8, 16, 32), (3, 5, 8, 12, 16, 24, 32)
 #: A first guess of a round's time over a plain step's: of the round, and of each of its tokens.
 CAPTURED_COST, COMPUTED_COST = (1.1, 0.005), (1.4, 0.07)
+#: The most given candidates of joint trees, and a first guess of what each adds to the draft model's rounds.
+CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
+CAPTURED_JOINT_COST, COMPUTED_JOINT_COST = 0.005, 0.03
 #: Rounds of a tree that are not timed: the first loads code, the second captures a graph.
 CAPTURED_WARM_UPS, COMPUTED_WARM_UPS = 2, 1
 #: The most candidates below one token.
 WIDTH = 3
 #: A round must promise so many times the tokens a second of what is done otherwise.
 GAIN = 1.15
+#: So many times, of a joint round: where the given candidates do not come it still gives what the draft model proposes.
+JOINT_GAIN = 1.05
 #: After so many rounds one step is taken without, so that what they are compared with stays known as load changes.
 MOST_ROUNDS = 50
 #: How quickly the share of steps under rules that could have been rounds follows what is seen.
@@ -85,11 +93,24 @@ class GivenDrafting:
 
     Tokens that rules force are always proposed; an `index` of what was said is asked where there is one. `deepest` is
     the most candidates that the engines take one after the other, `captured` whether they take only some shapes, which
-    are captured. Deterministic but for the seconds that it is told.
+    are captured. What `chooser` would take of a draft model is joined with given candidates in one tree of at most
+    `most_nodes`. Deterministic but for the seconds that it is told.
     """
 
-    def __init__(self, deepest: int, captured: bool, index: Proposer | None = None) -> None:
-        self.index = index
+    def __init__(
+        self,
+        deepest: int,
+        captured: bool,
+        index: Proposer | None = None,
+        chooser: PlanChooser | None = None,
+        most_nodes: int = 0,
+    ) -> None:
+        self.index, self._chooser = index, chooser
+        counts = CAPTURED_JOINT if captured else COMPUTED_JOINT
+        self._joint_cost = CAPTURED_JOINT_COST if captured else COMPUTED_JOINT_COST
+        self._joined: Callable[[DraftPlan], tuple[DraftPlan, ...]] = cache(
+            lambda plan: tuple(plan.joined(count, min(count, deepest), most_nodes) for count in counts)
+        )
         sizes = CAPTURED_TREES if captured else COMPUTED_TREES
         self.plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes)
         self._first_cost, self._warm_ups = (
@@ -105,6 +126,12 @@ class GivenDrafting:
         #: Under rules: how often a round was best, behind a plain step and behind a round; whether the latest step was
         #: one; and whether it could have been, but had begun as a plain one.
         self._shares, self._was_round, self._missed = [0.5, 0.5], False, False
+
+    @property
+    def joint_plans(self) -> list[DraftPlan]:
+        """The joint plans of all that the draft model may propose."""
+        own = () if self._chooser is None else self._chooser.plans
+        return [plan for each in own for plan in self._joined(each)]
 
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins."""
@@ -186,15 +213,16 @@ class GivenDrafting:
         for lesson in self._lessons:
             self._trust.learn(*lesson)
         self._lessons.clear()
-        name = plan.name if plan is not None and plan.is_given else PLAIN
+        taken = plan if plan is not None and plan.takes_given else None
+        name = PLAIN if taken is None else taken.name
         self._rounds[name] = self._rounds.get(name, 0) + 1
         key, saved = (len(emitted), ruled), 0.0
         rates = self._rates.get(key)
         if rates is not None:
-            if name != PLAIN:
+            if taken is not None:
                 saved = max(0.0, sum(emitted) * rates.seconds(PLAIN) / rates.tokens - seconds)
-            rates.record(WAITED if name == PLAIN and waited else name, sum(emitted), seconds)
-        elif name == PLAIN:
+            rates.record(taken, emitted, seconds, waited)
+        elif taken is None:
             self._steps[key] = self._steps.get(key, 0) + 1
             if self._steps[key] > self._untimed:
                 self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
@@ -213,20 +241,32 @@ class GivenDrafting:
         rates = self._rates.get((batch, ruled))
         if not longest or rates is None or rates.rounds >= MOST_ROUNDS:
             return None
-        best, most, speed = None, 0.0, 0.0
-        for plan in self.plans:
-            if plan.longest <= room:
-                tokens = batch + sum([each.expected(plan.top_k) for each in found])
-                rate = tokens / rates.seconds(plan.name)
-                if rate > speed and runner.takes_given(batch, plan):
-                    best, most, speed = plan, tokens, rate
-            if longest <= plan.top_k:
-                break
+        beside = None if self._chooser is None else self._chooser.likely(room, batch)
+        other = rates.other(waited)  # a draft model's rounds count here, too
+        best, forecast, ahead = None, other, -math.inf
+        for plans, gain in ((self.plans, GAIN), (() if beside is None else self._joined(beside), JOINT_GAIN)):
+            for plan in plans:
+                if plan.longest <= room:
+                    tokens = self._expected(plan, found, rates)
+                    seconds = rates.seconds(rate_name(plan))
+                    margin = tokens / seconds - gain * other.tokens_per_second
+                    if margin > ahead and runner.takes_given(batch, plan):
+                        best, forecast, ahead = plan, Forecast(plan.name, tokens, seconds, tokens / seconds), margin
+                if longest <= plan.given_nodes:
+                    break
         if best is None:
             return None
-        other = rates.other(waited)  # a draft model's rounds count here, too
-        self._latest = other, Forecast(best.name, most, most / speed, speed)
-        return best if speed > GAIN * other.tokens_per_second else None
+        self._latest = other, forecast
+        if best.is_joint:
+            rates.promise(forecast.tokens)
+        return best if ahead > 0.0 else None
+
+    @staticmethod
+    def _expected(plan: DraftPlan, found: Sequence[Proposed], rates: Rates) -> float:
+        """The tokens that a round of the plan should give all sequences."""
+        if plan.is_joint:
+            return rates.joined(plan, found)
+        return len(found) + sum([each.expected(plan.given_nodes) for each in found])
 
     def _proposed(self, sequence: Drafted, most: int) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`."""
@@ -240,7 +280,7 @@ class GivenDrafting:
             except ConstraintError:
                 return _NOTHING  # whoever asks for the mask hears of it
         if forced:
-            return Proposed.of(_chain(forced), [FORCED_CHANCE**depth for depth in range(len(forced))])
+            return Proposed.of(_chain(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
             return _NOTHING
         if said.proposed is None:
@@ -267,10 +307,15 @@ class GivenDrafting:
             said.news = []
 
     def _guesses(self, batch: int, seconds: float) -> Mapping[str, float]:
-        """Seconds of the steps of a batch, before rounds were timed."""
+        """Seconds of the steps of a batch, one of which took `seconds`, before rounds were timed: those of given
+        candidates alone need no draft model, and cost what plain steps do."""
         once, each = self._first_cost
-        rounds = {plan.name: seconds * (once + each * batch * plan.tree_size) for plan in self.plans}
-        return {PLAIN: seconds, WAITED: seconds, **rounds}
+        plain = (None if self._chooser is None else self._chooser.plain_seconds(batch)) or seconds
+        guessed = {PLAIN: seconds, WAITED: seconds}
+        guessed |= {rate_name(plan): plain * (once + each * batch * plan.tree_size) for plan in self.plans}
+        return guessed | {
+            rate_name(plan): seconds * (1.0 + self._joint_cost * batch * plan.given_nodes) for plan in self.joint_plans
+        }
 
 
 class Said:
@@ -285,8 +330,8 @@ class Said:
         self.patience = self.quiet = 0
 
 
-def _chain(tokens: Sequence[int]) -> GivenTree:
-    return GivenTree(tokens, range(-1, len(tokens) - 1))
+def _chain(tokens: Sequence[int], leads: bool = False) -> GivenTree:
+    return GivenTree(tokens, range(-1, len(tokens) - 1), leads)
 
 
 _NOTHING = Proposed.of(_chain([]), [])
@@ -294,7 +339,7 @@ _NOTHING = Proposed.of(_chain([]), [])
 
 def _cut(tree: GivenTree, plan: DraftPlan) -> GivenTree:
     """The first candidates of a tree, as far as a plan has places for them: it has the levels then, too."""
-    return GivenTree(tree.tokens[: plan.top_k], tree.parents[: plan.top_k])
+    return GivenTree(tree.tokens[: plan.given_nodes], tree.parents[: plan.given_nodes], tree.leads)
 
 
 def _allowed(constraint: TokenConstraint, found: Proposal) -> Proposal:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from edgellm.drafting.controller import CostModel, Forecast
 from edgellm.drafting.costs import PLAIN, RoundCosts
+from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.suffix_index import Proposal
 
@@ -21,6 +22,16 @@ OFTEN, SELDOM = 16, 8
 WAITED = "waited"
 #: How quickly the tokens of other steps follow what is seen.
 _PACE = 0.15
+#: What joint rounds give at first over what they promise, for how many tokens this first guess counts, and what was
+#: seen at most. Both drafts are often right at the same places, so it is less than two that know nothing of each other
+#: give.
+JOINT_FIRST, JOINT_EVIDENCE, JOINT_MEMORY = 0.95, 16.0, 160.0
+
+
+def rate_name(plan: DraftPlan) -> str:
+    """Under which name the time of a plan of given candidates is kept: joint ones by what is given, whichever plan of
+    the draft model's that is beside, since their times follow those of its rounds."""
+    return f"joint {plan.given_nodes}" if plan.is_joint else plan.name
 
 
 class Proposed(NamedTuple):
@@ -47,6 +58,23 @@ class Proposed(NamedTuple):
     def expected(self, count: int) -> float:
         """How many of the first `count` candidates should come."""
         return self.sums[min(count, len(self.chances))]
+
+    def expected_beside(self, plan: DraftPlan, reach: Sequence[float]) -> float:
+        """How many more tokens than its draft model's a joint plan should give with these candidates: where these come
+        and that one's do not, which come to depth d + 1 with probability `reach[d]`, whatever comes of the others; and
+        those that come behind a chain that leads."""
+        count = plan.given_nodes
+        if self.tree.leads:
+            chances = self.chances[:count]
+            behind = chances[-1] * sum(reach[: max(0, plan.steps - len(chances))]) if chances else 0.0
+            return max(0.0, sum(chances) + behind - sum(reach))
+        depths: list[int] = []
+        found = 0.0
+        for parent, chance in zip(self.tree.parents[:count], self.chances, strict=False):
+            depth = 0 if parent < 0 else depths[parent] + 1
+            depths.append(depth)
+            found += chance * (1.0 - reach[depth] if depth < len(reach) else 1.0)
+        return found
 
 
 class Trust:
@@ -119,22 +147,49 @@ class Rates:
     def __init__(self, guesses: Mapping[str, float], tokens: float, warm_ups: int) -> None:
         self.tokens, self.rounds = tokens, 0
         self._costs = CostModel(RoundCosts({name: {1: value} for name, value in guesses.items()}), list(guesses))
-        self._warm_ups = {name: 0 if name in (PLAIN, WAITED) else warm_ups for name in guesses}
+        self._most_warm_ups = warm_ups
+        self._warm_ups: dict[str, int] = {}
         self._seen = dict.fromkeys(guesses, 0)
         self._seconds: dict[str, float] = {}
+        #: How often the draft model's own rounds came to each depth; what joint rounds promised and gave.
+        self._reach: list[float] = []
+        self._promise, self._promised, self._came = 0.0, JOINT_EVIDENCE, JOINT_FIRST * JOINT_EVIDENCE
 
-    def record(self, name: str, tokens: int, seconds: float) -> None:
-        """A step has ended."""
-        self.rounds = 0 if name in (PLAIN, WAITED) else self.rounds + 1
-        if self._warm_ups[name]:
-            self._warm_ups[name] -= 1
+    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, waited: bool = False) -> None:
+        """A step has ended, of a plan that took given candidates or (None) another one."""
+        name, tokens = (WAITED if waited else PLAIN) if plan is None else rate_name(plan), sum(emitted)
+        self.rounds = 0 if plan is None else self.rounds + 1
+        if plan is not None and plan.is_joint and self._promise:
+            fading = min(1.0, JOINT_MEMORY / self._promised)
+            self._promised = fading * self._promised + self._promise
+            self._came = fading * self._came + tokens
+        if plan is not None and self._warm_ups.setdefault(plan.name, 0) < self._most_warm_ups:
+            self._warm_ups[plan.name] += 1
             return
-        if name in (PLAIN, WAITED):
+        if plan is None:
             self.tokens += _PACE * (tokens - self.tokens)
+            self._follow(emitted)
         self._seen[name] += 1
         if self._seen[name] <= OFTEN or self._seen[name] % SELDOM == 0:  # taking notice has a price, too
             self._costs.record(name, 1, seconds)
             self._seconds.clear()
+
+    def _follow(self, emitted: Sequence[int]) -> None:
+        reach = self._reach
+        reach += [0.0] * (max(emitted) - 1 - len(reach))
+        for depth in range(len(reach)):
+            reached = sum([count > depth + 1 for count in emitted]) / len(emitted)
+            reach[depth] += _PACE * (reached - reach[depth])
+
+    def joined(self, plan: DraftPlan, proposals: Sequence[Proposed]) -> float:
+        """The tokens that a joint round should give: those of the draft model's rounds, and what is proposed for each
+        sequence beside; as far as earlier joint rounds gave what that says."""
+        extra = sum([each.expected_beside(plan, self._reach) for each in proposals])
+        return (self.tokens + extra) * self._came / self._promised
+
+    def promise(self, tokens: float) -> None:
+        """A joint round is taken that should give so many tokens."""
+        self._promise = tokens * self._promised / self._came
 
     def seconds(self, name: str) -> float:
         """What a step should take."""

@@ -28,7 +28,7 @@ from edgellm.http.fields import (
 from edgellm.requests import Response
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tools.calls import ToolCallDelta
-from edgellm.tools.characters import is_object
+from edgellm.tools.values import is_object
 
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")

@@ -238,7 +238,15 @@ class AsyncSession:
         await self._open_model()
         given_up = threading.Event()
         try:
-            return await asyncio.to_thread(ask, *arguments, given_up)
+            return await asked_in_thread(ask, *arguments, given_up)
         except BaseException:  # a cancellation, too, after which the thread goes on
             given_up.set()
             raise
+
+
+async def asked_in_thread(ask: Callable[..., Generation], *arguments: Any) -> Generation:
+    """What `ask` gives, called in a thread, which would keep its result for a while behind the call: an answer that is
+    let go of ends when nobody holds it."""
+    asked: list[Generation] = []
+    await asyncio.to_thread(lambda: asked.append(ask(*arguments)))
+    return asked.pop()

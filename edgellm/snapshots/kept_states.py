@@ -49,7 +49,8 @@ class StateKeeper:
     first. Used from the runner's thread.
 
     A state is that of a place in a text: of the tokens before it, computed with an adapter (its digest, or None). All
-    take the same memory, which is used again. Copies follow the runner's other work, in order: nothing is waited for.
+    take as much memory, so that what goes leaves its own to what comes. Copies follow the runner's other work, in
+    order: nothing is waited for.
     """
 
     every, tail, least = EVERY, TAIL, LEAST
@@ -63,7 +64,6 @@ class StateKeeper:
         runner.base.memory_plan.host[KEPT_STATES] = budget
         #: By use, the least recent first: how many tokens are before the place, and the state.
         self._kept: OrderedDict[_Key, tuple[int, np.ndarray]] = OrderedDict()
-        self._free: list[np.ndarray] = []
         self._looked_up: tuple[Sequence[TokenIdentity], str | None, dict[int, _Key]] | None = None
 
     @property
@@ -115,7 +115,6 @@ class StateKeeper:
         """Let go of everything; call it before the runner is closed."""
         self._backend.synchronize()
         self._kept.clear()
-        self._free.clear()
         self._looked_up = None
 
     def _places(self, tokens: Sequence[TokenIdentity], adapter: str | None) -> dict[int, _Key]:
@@ -136,8 +135,6 @@ class StateKeeper:
 
     def _memory(self) -> np.ndarray | None:
         """Memory for one more; None where there is no room for any."""
-        if self._free:
-            return self._free.pop()
         if len(self._kept) < self.most:
             try:
                 return self._backend.host_memory(self.size)

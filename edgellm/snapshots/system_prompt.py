@@ -10,8 +10,8 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefix_index import common_tokens, token_key
-from edgellm.text.messages import checked_tools, checked_variables, is_image, text_of_part
-from edgellm.text.tokenizer import Tokenizer, check_encodable, strings_in
+from edgellm.text.messages import checked_tools, checked_variables, is_image, strings_in, text_of_part
+from edgellm.text.tokenizer import Tokenizer, check_encodable
 
 #: Two first questions that have no beginning in common.
 _QUESTIONS = ("Hello!", "7 + 5 = ?")

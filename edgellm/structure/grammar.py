@@ -240,6 +240,10 @@ class GrammarVocabulary:
         """What a token of the vocabulary is; of a special one its name."""
         return self._tokenizer.decode_bytes([token])
 
+    def is_special(self, token: int) -> bool:
+        """Whether grammars know a token by its id alone: special ones, and others whose name is like one (`<name>`)."""
+        return self._tokenizer.is_special_token(token)
+
     def spelled(self, data: bytes) -> list[int]:
         """Tokens that are these bytes together."""
         return self._tokenizer.tokenize_bytes(data)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -304,6 +306,36 @@ class _JSONCopy:
             if not isinstance(key, str):
                 raise RequestError(f"{place} has the key {key!r}: expected text")
         return {key: self.of(item, f"{place}.{key}", depth + 1) for key, item in value.items()}
+
+
+def unsplit_parts(content: Any, pattern: re.Pattern[str]) -> Any:
+    """A message's content; where neighbouring text parts would together make a special token's text, they are one part.
+
+    Templates write the parts of a message one after the other, where each by itself shows no such text.
+    """
+    if not isinstance(content, list):
+        return content
+    found: list[dict[str, Any]] = []
+    for is_text, run in itertools.groupby(content, lambda part: part["type"] == "text"):
+        parts = list(run)
+        if is_text:
+            text = "".join(part["text"] for part in parts)
+            ends = set(itertools.accumulate(len(part["text"]) for part in parts))
+            if any(match.start() < end < match.end() for match in pattern.finditer(text) for end in ends):
+                parts = [{"type": "text", "text": text}]
+        found += parts
+    return found
+
+
+def strings_in(value: Any) -> list[str]:
+    """All strings in nested lists and dictionaries, keys included."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [string for pair in value.items() for item in pair for string in strings_in(item)]
+    if isinstance(value, (list, tuple)):
+        return [string for item in value for string in strings_in(item)]
+    return []
 
 
 class FinalMessage:

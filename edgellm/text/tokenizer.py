@@ -6,7 +6,6 @@ the template's own special tokens are found by anchors that nobody can write (`A
 
 from __future__ import annotations
 
-import itertools
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,8 @@ from tokenizers import AddedToken
 from edgellm.engines.directories.small_files import check_tokenizer_file, encoded, largest_id, read_tokenizer
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError, shown
-from edgellm.text.messages import DISGUISES, FinalMessage, checked_messages
+from edgellm.text.earlier_calls import EarlierCalls, WriteCalls
+from edgellm.text.messages import DISGUISES, FinalMessage, checked_messages, strings_in, unsplit_parts
 from edgellm.text.output import Detokenizer, TokenText
 from edgellm.text.template import ChatTemplate
 
@@ -54,6 +54,8 @@ class Tokenizer:
         self.chat_template = chat_template
         #: Whether messages may show images: one marker for each, where the template puts it.
         self.takes_images = False
+        #: Writes calls of earlier answers where the chat template does not; None leaves them out.
+        self.write_calls: WriteCalls | None = None
         self._declare_special([*self.special_tokens.values(), *additional_special_tokens])
         self._special = {
             token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
@@ -165,8 +167,14 @@ class Tokenizer:
             given = disguise.apply(values)
         except RecursionError as error:
             raise RequestError("messages, tools or variables are nested too deeply, or hold themselves") from error
-        rendered = self._required_template().render(
-            given, self.special_tokens, add_generation_prompt=add_generation_prompt and final is None
+        template = self._required_template()
+        calls = EarlierCalls(given, self.write_calls, lambda: template.writes_calls(bool(tools)))
+        rendered = calls.put_into(
+            template.render(
+                calls.values,
+                self.special_tokens,
+                add_generation_prompt=add_generation_prompt and final is None,
+            )
         )
         if final is not None:
             rendered = final.cut(rendered, given["messages"][-1])
@@ -291,25 +299,6 @@ def _alternatives(contents: Iterable[str], rule: Callable[[str], str] = re.escap
     return re.compile("|".join(rule(content) for content in sorted(contents, key=len, reverse=True)) or r"(?!)")
 
 
-def unsplit_parts(content: Any, pattern: re.Pattern[str]) -> Any:
-    """A message's content; where neighbouring text parts would together make a special token's text, they are one part.
-
-    Templates write the parts of a message one after the other, where each by itself shows no such text.
-    """
-    if not isinstance(content, list):
-        return content
-    found: list[dict[str, Any]] = []
-    for is_text, run in itertools.groupby(content, lambda part: part["type"] == "text"):
-        parts = list(run)
-        if is_text:
-            text = "".join(part["text"] for part in parts)
-            ends = set(itertools.accumulate(len(part["text"]) for part in parts))
-            if any(match.start() < end < match.end() for match in pattern.finditer(text) for end in ends):
-                parts = [{"type": "text", "text": text}]
-        found += parts
-    return found
-
-
 class Disguise:
     """Replaces special tokens' text in the values that a template is given, and undoes it in the rendered text."""
 
@@ -345,17 +334,6 @@ class Disguise:
     def undo(self, text: str) -> str:
         """`text` with the disguised special tokens' text as it was."""
         return text.translate(self._originals)
-
-
-def strings_in(value: Any) -> list[str]:
-    """All strings in nested lists and dictionaries, keys included."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [string for pair in value.items() for item in pair for string in strings_in(item)]
-    if isinstance(value, (list, tuple)):
-        return [string for item in value for string in strings_in(item)]
-    return []
 
 
 class AnchoredTokenizer:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import RequestError
@@ -14,6 +15,7 @@ from edgellm.structure.reasoning import reasoning_marks, reasoning_state
 from edgellm.tools.calls import ToolChoice
 from edgellm.tools.formats import ToolFormat, taught_format, tool_format
 from edgellm.tools.reader import ToolReader
+from edgellm.tools.values import is_object
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
@@ -40,6 +42,7 @@ class ToolCalling:
         self._tokenizer = tokenizer
         self._own_template = tokenizer.chat_template
         self._recorded = None if recorded is None else tool_format(recorded)
+        tokenizer.write_calls = self.written
         self._known: weakref.WeakKeyDictionary[ChatTemplate, ToolFormat | None] = weakref.WeakKeyDictionary()
 
     def format(self) -> ToolFormat | None:
@@ -48,8 +51,17 @@ class ToolCalling:
         if template is None or (self._recorded is not None and template is self._own_template):
             return self._recorded
         if template not in self._known:
-            self._known[template] = taught_format(template)
+            self._known[template] = taught_format(
+                template, lambda token: self._tokenizer.token_to_id(token) is not None
+            )
         return self._known[template] or self._recorded
+
+    def written(self, calls: Sequence[Any]) -> str:
+        """The calls of an earlier message as the model writes them; "" where its format is not known."""
+        found = self.format()
+        functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
+        named = [each for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
+        return "" if found is None else found.written([(each["name"], _arguments(each)) for each in named])
 
     def calling(
         self, choice: ToolChoice | None, prompt_ids: Sequence[int], continued: str | None = None
@@ -69,20 +81,24 @@ class ToolCalling:
                     "no form of calls that is known: ask with tool_choice 'auto', or build with --tool-format"
                 )
             return None
-        ids = {mark: self._tokenizer.token_to_id(mark) for mark in found.marks}
-        special = {
-            mark: token_id
-            for mark, token_id in ids.items()
-            if token_id is not None and token_id in self._tokenizer.special_token_ids
-        }
+        known = ((mark, self._tokenizer.token_to_id(mark)) for mark in found.marks)
+        ids = {mark: token_id for mark, token_id in known if token_id is not None}
+        hidden = self._tokenizer.special_token_ids.intersection(ids.values())
         marks = reasoning_marks(self._tokenizer)
         state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
-        reader = ToolReader(found, choice.schemas(), marks, state, special.values())
-        return Calling(reader, partial(_constraint, found, choice, special))
+        reader = ToolReader(found, choice.schemas(), marks, state, hidden)
+        return Calling(reader, partial(_constraint, found, choice, ids))
+
+
+def _arguments(function: dict[str, Any]) -> dict[str, Any]:
+    given = function.get("arguments")
+    if isinstance(given, str) and is_object(given):
+        given = json.loads(given)
+    return given if isinstance(given, dict) else {}
 
 
 def _constraint(
-    found: ToolFormat, choice: ToolChoice, special: dict[str, int], vocabulary: Callable[[], GrammarVocabulary]
+    found: ToolFormat, choice: ToolChoice, mark_ids: dict[str, int], vocabulary: Callable[[], GrammarVocabulary]
 ) -> TokenConstraint | None:
     """The rules; None where a model may call or not, and grammars cannot read its tokenizer: its calls are read as they
     come."""
@@ -95,4 +111,4 @@ def _constraint(
             raise
         logger.warning("calls of tools are not enforced: %s", error)
         return None
-    return call_constraint(found, choice, tokens, special)
+    return call_constraint(found, choice, tokens, mark_ids)

@@ -1,13 +1,14 @@
-"""Reading character by character: what waits for more, what is read again, and values in the text of calls."""
+"""Reading character by character: what waits for more, what is read again, and values as JSON and Python write them."""
 
 from __future__ import annotations
 
-import ast
 import json
 import string
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any
+
+from edgellm.tools.values import json_text, python_json, unescaped
 
 SPACES = frozenset(" \t\r\n")
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_-.")
@@ -54,6 +55,23 @@ class CharacterReader:
         while (character := (yield from self._next())) in SPACES:
             pass
         return character
+
+    def _followed_by(self, texts: tuple[str, ...]) -> Characters:
+        """Whether one of the texts stands behind whitespace, or the answer ends there. All that is read for that is
+        read again."""
+        passed: list[str] = []
+        while True:
+            text = "".join(passed).lstrip(" \t\r\n")
+            if text in texts or not any(each.startswith(text) for each in texts):
+                break
+            character = yield from self._next()
+            if character == END:
+                text = texts[0]
+                break
+            passed.append(character)
+        for character in reversed(passed):
+            self._back(character)
+        return text in texts
 
     def _expect(self, expected: str) -> Characters:
         self._require((yield from self._behind_spaces()), expected)
@@ -121,60 +139,55 @@ class CharacterReader:
                 depth += (character in ("{", "[")) - (character in ("}", "]"))
         return "".join(found)
 
+    def _python_value(self) -> Characters:
+        """An argument as Python writes it, as JSON, and the character behind it, `,` or `)`."""
+        source: list[str] = []
+        depth = 0
+        while True:
+            character = yield from self._next()
+            self._refuse_end(character)
+            if character in ("'", '"'):
+                source.append(json_text((yield from self._python_string(character))))
+                continue
+            if depth == 0 and character in (",", ")"):
+                break
+            depth += (character in ("(", "[", "{")) - (character in (")", "]", "}"))
+            if depth < 0:
+                self._require(character, ")")
+            source.append(character)
+        try:
+            return python_json("".join(source)), character
+        except ValueError as error:
+            raise Broken(f"a call has an argument that cannot be read ({error})") from error
 
-def json_text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    def _python_string(self, quote: str) -> Characters:
+        """The value of a string behind its first quote.
 
+        Line ends may stand in it as they are. A quote ends it where what follows may follow a string: templates write
+        text with quotes in it as it is, and so do models.
+        """
+        if (yield from self._followed_at_once(quote * 2)):
+            return unescaped((yield from self._until(quote * 3))[2:])
+        found: list[str] = []
+        while True:
+            character = yield from self._next()
+            self._refuse_end(character)
+            if character == "\\":
+                found.append(character)
+                character = yield from self._next()
+                self._refuse_end(character)
+            elif character == quote and (yield from self._followed_by((",", ")", "]", "}", ":"))):
+                return unescaped("".join(found))
+            found.append(character)
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
-
-
-def is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text, parse_constant=_refuse_constant), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def typed_text(text: str, schema: Any) -> str:
-    """A value that stands as text between tags, as JSON: of the schema's type, text where nothing else fits."""
-    kinds = schema.get("type", ()) if isinstance(schema, dict) else ()
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds)
-    if kinds == {"string"}:
-        return json_text(text)
-    try:
-        return json_text(json.loads(text, parse_constant=_refuse_constant))
-    except (ValueError, RecursionError):
-        return json_text({"True": True, "False": False, "None": None}.get(text, text))
-
-
-def python_arguments(source: str) -> str:
-    """The arguments of a call as Python writes them, as a JSON object; Broken for what are none."""
-    try:
-        call = ast.parse(f"f({source})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError("arguments have no names")
-        return json_text({str(each.arg): _python_value(each.value) for each in call.keywords if each.arg is not None})
-    except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        raise Broken(f"a call has arguments that cannot be read ({error})") from error
-
-
-def _python_value(node: ast.AST) -> Any:
-    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[node.id]
-    if isinstance(node, (ast.List, ast.Tuple)):
-        return [_python_value(each) for each in node.elts]
-    if isinstance(node, ast.Dict):
-        return {
-            str(_python_value(key)): _python_value(value)
-            for key, value in zip(node.keys, node.values, strict=True)
-            if key is not None
-        }
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = _python_value(node.operand)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return -value
-    raise ValueError("a value is no literal")
+    def _followed_at_once(self, text: str) -> Characters:
+        """Whether the next characters are these; they are read again."""
+        passed: list[str] = []
+        while len(passed) < len(text) and text.startswith("".join(passed)):
+            character = yield from self._next()
+            if character == END:
+                break
+            passed.append(character)
+        for character in reversed(passed):
+            self._back(character)
+        return "".join(passed) == text

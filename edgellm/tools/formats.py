@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from edgellm.errors import EdgeLLMError, RequestError, shown
 from edgellm.text.template import ChatTemplate
-from edgellm.text.tokenizer import read_json_object
+from edgellm.text.template_trials import TOOL
+from edgellm.text.tokenizer import Tokenizer, read_json_object
+from edgellm.tools.values import json_text
 
 #: How the inside of a call is written: an object with name and arguments, name and arguments behind each other, a call
 #: as Python writes it, or tags.
@@ -33,11 +36,33 @@ class ToolFormat:
     key: str = "arguments"
     #: How the call look(at="cup") looks in a conversation.
     seen: str = ""
+    #: A token that only models of this format have: it tells of the format where a template writes no calls.
+    token: str = ""
 
     @property
     def marks(self) -> tuple[str, ...]:
         """What a tokenizer may have special tokens for."""
         return tuple(filter(None, (self.begin, self.end, "[ARGS]" if self.body == "named" else "")))
+
+    def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Calls, each a name and arguments, as an answer has them; "" for none."""
+        line_end = "\n" if self.end and self.body in ("object", "tags") else ""
+        begin, end = ("", "") if self.bare else (f"{self.begin}{line_end}", f"{line_end}{self.end}")
+        bodies = [self._written(name, arguments) for name, arguments in calls]
+        if self.body in ("list", "python"):
+            return f"{begin}[{', '.join(bodies)}]{end}" if bodies else ""
+        return self.separator.join(f"{begin}{body}{end}" for body in bodies)
+
+    def _written(self, name: str, arguments: Mapping[str, Any]) -> str:
+        if self.body == "python":
+            return f"{name}({', '.join(f'{key}={_python_text(value)}' for key, value in arguments.items())})"
+        if self.body == "tags":
+            texts = {key: value if isinstance(value, str) else json_text(value) for key, value in arguments.items()}
+            tags = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+            return f"<function={name}>\n{tags}</function>"
+        if self.body == "named":
+            return f"{name}[ARGS]{json_text(arguments)}"
+        return f'{{"name": {json_text(name)}, "{self.key}": {json_text(arguments)}}}'
 
 
 _OBJECT = r'\{\s*"name":\s*"look",\s*"%s":\s*\{\s*"at":\s*"cup"\s*\}'
@@ -64,8 +89,9 @@ FORMATS = {
             "<|tool_call_start|>",
             "<|tool_call_end|>",
             ", ",
-            # Some of its templates write no earlier calls, but tell of tools between marks of their own.
+            # Some of its templates write no earlier calls: of these some tell of tools between marks of their own.
             seen=r"<\|tool_call_start\|>\s*" + _PYTHON + r"|<\|tool_list_start\|>",
+            token="<|tool_call_start|>",
         ),
         ToolFormat(
             "llama4_pythonic",
@@ -91,6 +117,10 @@ FORMATS = {
 }
 
 
+def _python_text(value: Any) -> str:
+    return str(value) if value is None or isinstance(value, bool) else json_text(value)
+
+
 def tool_format(name: str) -> ToolFormat:
     """The format of a name; RequestError for one that is not known."""
     if name not in FORMATS:
@@ -105,14 +135,24 @@ def checkpoint_format(folder: Path, named: str | None) -> str | None:
         return tool_format(named).name
     try:
         template = ChatTemplate.from_directory(folder, read_json_object(folder / "tokenizer_config.json"))
-        found = None if template is None else taught_format(template)
+        found = None
+        if template is not None:
+            found = taught_format(
+                template, lambda token: Tokenizer.from_directory(folder).token_to_id(token) is not None
+            )
     except EdgeLLMError:  # opening the directory says what is wrong
         return None
     return None if found is None else found.name
 
 
-def taught_format(template: ChatTemplate) -> ToolFormat | None:
+def taught_format(template: ChatTemplate, has_token: Callable[[str], bool] = lambda token: False) -> ToolFormat | None:
     """The format in which a chat template writes the calls of earlier answers, which is what its model was taught; None
-    where it writes none, or in a form that is not known."""
+    where it writes them in a form that is not known. Of a template that tells of tools and writes no calls, the
+    vocabulary decides: `has_token` says whether a token is there."""
     texts = template.shown_calls()
-    return next((each for each in FORMATS.values() if any(re.search(each.seen, text) for text in texts)), None)
+    for each in FORMATS.values():
+        if any(re.search(each.seen, text) for text in texts):
+            return each
+    if not any(TOOL["function"]["description"] in text for text in texts) or template.writes_calls(with_tools=True):
+        return None
+    return next((each for each in FORMATS.values() if each.token and has_token(each.token)), None)

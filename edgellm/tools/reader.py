@@ -21,16 +21,16 @@ from edgellm.tools.characters import (
     Broken,
     CharacterReader,
     Characters,
-    is_object,
-    json_text,
-    python_arguments,
-    typed_text,
 )
 from edgellm.tools.formats import ToolFormat
+from edgellm.tools.values import is_object, json_text, typed_text
 
 #: So many letters and digits, which every template takes.
 _ID_LENGTH = 9
 _ID_CHARACTERS = string.ascii_letters + string.digits
+#: The end of a value between tags, and what follows it: within a text the first may stand for itself.
+_VALUE_END = "</parameter>"
+_BEHIND_VALUE = ("<parameter=", "</function>", "</tool_call>")
 
 
 class _OpenCall:
@@ -283,7 +283,8 @@ class ToolReader(CharacterReader):
         self._begin_call()
         name = yield from self._until(">")
         self._name(name)
-        properties = self._schemas[name].get("properties", {}) if isinstance(self._schemas[name], dict) else {}
+        schema = self._schemas[name]
+        properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
         separator = "{"
         while True:
             yield from self._expect("<")
@@ -294,53 +295,63 @@ class ToolReader(CharacterReader):
             self._require(character, "p")
             yield from self._literal("arameter=")
             key = yield from self._until(">")
-            value = yield from self._until("</parameter>")
-            value = value.removeprefix("\n").removesuffix("\n")
-            self._argue(f"{separator}{json_text(key)}: {typed_text(value, properties.get(key))}")
+            value = (yield from self._tagged_value()).removeprefix("\n").removesuffix("\n")
+            self._argue(f"{separator}{json_text(key)}: {typed_text(value, properties.get(key), schema)}")
             separator = ", "
         self._argue("{}" if separator == "{" else "}")
         self._close_call()
 
+    def _tagged_value(self) -> Characters:
+        """The text up to the tag that ends it: the one that another tag of the call follows."""
+        found = ""
+        while True:
+            found += yield from self._until(_VALUE_END)
+            if (yield from self._followed_by(_BEHIND_VALUE)):
+                return found
+            found += _VALUE_END
+
     def _python_list(self) -> Characters:
-        """Calls as Python writes them, in a list. The arguments of each are shown when it is whole."""
+        """Calls as Python writes them, in a list; a model that is told to may have objects there."""
         if self._raw != ["["]:
             yield from self._expect("[")
         while True:
-            self._begin_call()
             character = yield from self._behind_spaces()
-            name: list[str] = []
-            while character in NAME_CHARACTERS:
-                name.append(character)
-                character = yield from self._next()
-            self._require(character, "(")
-            self._name("".join(name))
-            self._argue(python_arguments((yield from self._python_source())))
-            self._close_call()
+            if character == "{":
+                yield from self._object_call()
+            else:
+                yield from self._python_call(character)
             character = yield from self._behind_spaces()
             if character != ",":
                 break
         self._require(character, "]")
 
-    def _python_source(self) -> Characters:
-        """The text up to the bracket that closes an open one."""
-        found: list[str] = []
-        depth, quote = 1, ""
-        while True:
+    def _python_call(self, character: str) -> Characters:
+        """A call that begins with this character. Each argument is shown when it is whole; any word may be its name."""
+        self._begin_call()
+        name: list[str] = []
+        while character in NAME_CHARACTERS:
+            name.append(character)
             character = yield from self._next()
-            self._refuse_end(character)
-            if quote:
-                if character == "\\":
-                    found.append(character)
-                    character = yield from self._next()
-                elif character == quote:
-                    quote = ""
-            elif character in ("'", '"'):
-                quote = character
-            else:
-                depth += (character in ("(", "[", "{")) - (character in (")", "]", "}"))
-                if not depth:
-                    return "".join(found)
-            found.append(character)
+        self._require(character, "(")
+        self._name("".join(name))
+        separator = "{"
+        character = yield from self._behind_spaces()
+        while character != ")":
+            key = ""
+            while character.isalnum() or character in ("_", "-"):
+                key += character
+                character = yield from self._next()
+            if not key:
+                raise Broken("a call has an argument without a name")
+            self._back(character)
+            yield from self._expect("=")
+            value, character = yield from self._python_value()
+            self._argue(f"{separator}{json_text(key)}: {value}")
+            separator = ", "
+            if character == ",":
+                character = yield from self._behind_spaces()
+        self._argue("{}" if separator == "{" else "}")
+        self._close_call()
 
     def _begin_call(self) -> None:
         self._open = _OpenCall()

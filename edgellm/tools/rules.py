@@ -14,22 +14,26 @@ from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure.description import json_options
 from edgellm.tools.calls import ToolChoice
 from edgellm.tools.formats import ToolFormat
+from edgellm.tools.values import json_text, kinds_of, named_values, referred
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
 
 #: A call without a mark begins within so many bytes of an answer, or not at all.
 _OPENING_BYTES = 256
+#: So many $refs that lead to $refs are followed.
+_MOST_REFERENCES = 20
 
 
 def call_constraint(
     tool_format: ToolFormat,
     choice: ToolChoice,
     vocabulary: GrammarVocabulary,
-    special_ids: dict[str, int],
+    mark_ids: dict[str, int],
 ) -> TokenConstraint:
-    """The rules of an answer that calls one of the tools, or may; `special_ids` are those of the format's marks that
-    are special tokens. Raises RequestError for tools that cannot be enforced on this model."""
+    """The rules of an answer that calls one of the tools, or may; `mark_ids` are those of the format's marks that are
+    one token. Raises RequestError for tools that cannot be enforced on this model."""
+    special_ids = {mark: token for mark, token in mark_ids.items() if vocabulary.is_special(token)}
     grammar = call_grammar(tool_format, choice, special_ids)
     compiled = vocabulary.constraint_for(grammar, "the tools")
     if choice.mode == "required":
@@ -107,15 +111,16 @@ def _parts(schema: dict[str, Any]) -> tuple[list[tuple[str, Any, bool]], dict[st
         found = f"requires {unknown[0]!r}, which is not among the properties" if unknown else found
         raise RequestError(
             f"a tool's schema {found}, which cannot be enforced in the format of this model, that writes arguments "
-            "one by one: name all of them in properties, or ask with tool_choice 'none'"
+            "one by one: name all of them in properties, set the function's strict to false, or ask with tool_choice "
+            "'none'"
         )
     definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return [(name, each, name in required) for name, each in properties.items()], definitions
 
 
-def _kinds(schema: Any) -> set[str]:
-    kinds = schema.get("type", ()) if isinstance(schema, dict) else ()
-    return {kinds} if isinstance(kinds, str) else set(kinds)
+def _is_open(schema: dict[str, Any]) -> bool:
+    """Whether arguments may have any names and values."""
+    return set(schema) <= {"type", "additionalProperties"} and schema.get("additionalProperties", True) is True
 
 
 def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> list[str]:
@@ -134,44 +139,107 @@ def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> 
 
 
 def _python_rules(number: int, name: str, schema: dict[str, Any]) -> list[str]:
+    call = f'call_{number}: {_text(name + "(")} from_{number}_0 ")"'
+    if _is_open(schema):
+        some = f'any_{number}: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value_{number}'
+        rules = [f'from_{number}_0: (any_{number} (", " any_{number})*)?', some, f"value_{number}: {_json_rule({})}"]
+        return [call, *rules]
     parts, definitions = _parts(schema)
-    rules = [f'call_{number}: {_text(name + "(")} from_{number}_0 ")"', *_listed(number, parts, ", ")]
+    rules = [call, *_listed(number, parts, ", ")]
     for place, (key, each, _) in enumerate(parts):
         if not re.fullmatch(r"[^\W\d]\w*", key):
             raise RequestError(
                 f"the tool {name} has the argument {key!r}, which the format of this model cannot write: expected a "
                 "name of letters, digits and _"
             )
-        own = {"boolean": '"True" | "False"', "null": '"None"'}.get("".join(_kinds(each)))
-        if own is None or "enum" in each or "const" in each:
+        words = {"boolean": '"True" | "False"', "null": '"None"'}
+        own = words.get(each["type"]) if isinstance(each, dict) and set(each) == {"type"} else None
+        if own is None:
             own = _json_rule({**each, **definitions} if isinstance(each, dict) else {})
         value = f"value_{number}_{place}"
         rules += [f"arg_{number}_{place}: {_text(key + '=')} {value}", f"{value}: {own}"]
     return rules
 
 
+_TAG_END = "\n</parameter>\n"
+#: How templates write these as text, and JSON does.
+_WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
+
+
 def _tagged_rules(number: int, name: str, schema: dict[str, Any]) -> list[str]:
+    call = f'call_{number}: {_text(f"<function={name}>" + chr(10))} from_{number}_0 "</function>"'
+    if _is_open(schema):
+        some = f"from_{number}_0: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
+        return [call, some, _tagged_text(f"TEXT_{number}", {})]
     parts, definitions = _parts(schema)
-    rules = [
-        f'call_{number}: {_text(f"<function={name}>" + chr(10))} from_{number}_0 "</function>"',
-        *_listed(number, parts, ""),
-    ]
+    rules = [call, *_listed(number, parts, "")]
     for place, (key, each, _) in enumerate(parts):
-        value, closing = f"value_{number}_{place}", "\n</parameter>\n"
-        values = each.get("enum", [each["const"]] if "const" in each else None) if isinstance(each, dict) else None
-        if values is not None and all(isinstance(value, str) for value in values):
-            rules += [f"{value}: ({' | '.join(map(_text, values))}) {_text(closing)}"]
-        elif _kinds(each) == {"string"} and set(each) == {"type"}:
-            rules += [f"{value}[lazy]: /(?s:.*)\\n<\\/parameter>\\n/"]
-        else:
-            if _kinds(each) & {"string"} or not _kinds(each):
-                raise RequestError(
-                    f"the tool {name} has the argument {key!r} with text of a form, which cannot be enforced in the "
-                    "format of this model: leave pattern, format and lengths out, or use an enum"
-                )
-            rules += [f"{value}: json_{value} {_text(closing)}", f"json_{value}: {_json_rule({**each, **definitions})}"]
+        value = f"value_{number}_{place}"
+        rules += _tagged_value(value, f"the tool {name} has the argument {key!r}", each, schema, definitions)
         rules += [f"arg_{number}_{place}: {_text(f'<parameter={key}>' + chr(10))} {value}"]
     return rules
+
+
+def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
+    """Rules of the value of one argument with the tag that ends it. RequestError, which begins with `what`, where the
+    schema says more of its text than can be kept, or text could be taken for something else that is not allowed."""
+    alternatives, rules, written = _alternatives(schema, root), [], []
+    is_text = any("string" in kinds_of(each, root) for each in alternatives)
+    for place, each in enumerate(alternatives):
+        kinds, named, is_plain = kinds_of(each, root), named_values(each), set(each) == {"type"}
+        if named is not None and set(each) <= {"type", "enum", "const"}:
+            valid = [one for one in named if kinds_of({"const": one}, root) & kinds]
+            written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in _spelled(one)]
+        elif not each or (kinds == {"string"} and set(each) <= {"type", "minLength", "maxLength"}):
+            rules.append(_tagged_text(f"{value.upper()}_{place}", each))
+            written.append(f"{value.upper()}_{place}")
+        elif "string" in kinds or (is_text and not is_plain):
+            found = "text of a form" if "string" in kinds else "text, or something of a form,"
+            raise RequestError(
+                f"{what} with {found} which cannot be enforced in the format of this model: leave pattern, format and "
+                "alternatives with bounds out, or use an enum"
+            )
+        elif is_plain and each["type"] in _WORDS:
+            written += [f"{_text(word)} {_text(_TAG_END)}" for word in _WORDS[each["type"]]]
+        else:
+            rules.append(f"json_{value}_{place}: {_json_rule({**each, **definitions})}")
+            written.append(f"json_{value}_{place} {_text(_TAG_END)}")
+    if not written:
+        raise RequestError(f"{what} which nothing can be: expected a schema that some value fulfils")
+    return [f"{value}: {' | '.join(written)}", *rules]
+
+
+def _tagged_text(name: str, schema: dict[str, Any]) -> str:
+    """The terminal of any text of a length, with the tag that ends it, which may not be within it."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    length = "*" if not least and most == "" else f"{{{least},{most}}}"
+    return rf"{name}: /(?s:.{length})\n<\/parameter>\n/ & ~/(?s:.*)<\/parameter>(?s:.*)<\/parameter>(?s:.*)/"
+
+
+def _alternatives(schema: Any, root: dict[str, Any], level: int = 0) -> list[dict[str, Any]]:
+    """The schemas of which a value fulfils one: those of $ref, anyOf and oneOf that stand alone, and one for each type
+    of a list. A schema that allows everything is an empty one."""
+    if not isinstance(schema, dict):
+        return [{}]
+    if set(schema) == {"$ref"} and level < _MOST_REFERENCES:
+        return _alternatives(referred(schema["$ref"], root), root, level + 1)
+    for keyword in ("anyOf", "oneOf"):
+        if set(schema) == {keyword}:
+            return [found for each in schema[keyword] for found in _alternatives(each, root, level + 1)]
+    if isinstance(schema.get("type"), list) and named_values(schema) is None:
+        return [
+            {key: kept for key, kept in schema.items() if kind == "string" or key not in ("minLength", "maxLength")}
+            | {"type": kind}
+            for kind in schema["type"]
+        ]
+    return [schema]
+
+
+def _spelled(value: Any) -> tuple[str, ...]:
+    """How a value may be written between tags."""
+    if value is None or isinstance(value, bool):
+        return ("null", "None") if value is None else (json.dumps(value), str(value))
+    return (value if isinstance(value, str) else json_text(value),)
 
 
 class FromCall:

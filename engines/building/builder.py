@@ -36,11 +36,13 @@ from edgellm.engines.building.inputs import (
     read_inputs,
     read_vision_config,
     with_packed_heads,
-    write_heads,
+    write_made_files,
 )
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
+from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
+from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
 from edgellm.engines.directories.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.directories.engine_directory import (
     EngineDirectory,
@@ -65,7 +67,7 @@ from edgellm.engines.directories.staged_directory import StagedDirectory
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import BuildError, CheckpointError, EngineError
 from edgellm.engines.lora.adapter import ADAPTER_FILES
-from edgellm.engines.model.config import HEADS, DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import HEADS, MTP, DecoderConfig, EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.programs import ModelConfig
@@ -111,15 +113,18 @@ def build_engine_directory(
     head: str = HEADS[0],
     embedding: str = EMBEDDINGS[0],
     tool_format: str | None = None,
+    draft_vocabulary: str | Path | None = None,
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
     `limits` default to what fits the model, `targets` to this machine's GPU, `dtype` to the checkpoint's own (float16
-    where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, `adapters` are
-    the directories of LoRA adapters by name; `limits` must have room for them. `vision` is the directory of a vision
-    encoder that was published apart; one in the checkpoint itself is left out where `limits` have no vision engines.
-    `head` is one of `HEADS`; a draft's own head becomes the same. `embedding` is one of `EMBEDDINGS`: where tokens are
-    looked up of a model whose embedding table was its head. `tool_format` names the format of the model's calls.
+    where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, or "mtp" for the
+    head that ships in the checkpoint itself, which is taken unasked, too, unless `limits` have no draft; it proposes
+    the ids in the file `draft_vocabulary` (None: those that are said most). `adapters` are the directories of LoRA
+    adapters by name; `limits` must have room for them. `vision` is the directory of a vision encoder that was published
+    apart; one in the checkpoint itself is left out where `limits` have no vision engines. `head` is one of `HEADS`; a
+    draft's own head becomes the same. `embedding` is one of `EMBEDDINGS`: where tokens are looked up of a model whose
+    embedding table was its head. `tool_format` names the format of the model's calls.
     Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. With
     `force` an existing engine directory is replaced, once the new one is complete.
     Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
@@ -133,25 +138,32 @@ def build_engine_directory(
     ranks = [adapter.rank for adapter in loras.values()]
     vision = None if vision is None else Path(vision)
     encoder = _read_vision(source, vision, config, limits)
+    drafted = choose_draft(source, config, draft, limits)
     if limits is None:
         packs = folder_quantization(source) is not None
         limits = choose_limits(
-            config, has_draft=draft is not None, adapter_ranks=ranks, vision=encoder, is_packed=packs
+            config,
+            has_draft=drafted is not None,
+            adapter_ranks=ranks,
+            vision=encoder,
+            is_packed=packs,
+            is_mtp=drafted == MTP,
         )
     limits = with_window_rows(config, limits)
-    check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
+    check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention, weights, head, embedding)
     check_range(config, dtype)
     platforms, note = choose_platforms(targets)
-    inputs = read_inputs(source, None if draft is None else Path(draft), config, loras, encoder, vision)
-    places = {"base": source, "draft": Path(draft or source), "vision": vision or source}
+    vocabulary = None if draft_vocabulary is None else Path(draft_vocabulary)
+    inputs = read_inputs(source, drafted, config, loras, encoder, vision, vocabulary)
+    places = {"base": source, "draft": drafted if isinstance(drafted, Path) else source, "vision": vision or source}
     checkpoints = {model: partial(Checkpoint.open, place) for model, place in places.items()}
 
     planned = partial(_planned_bytes, inputs, head, limits, dtype, checkpoints)
     embeds = leaves_out_embedding(config, head, embedding, planned)
-    inputs = with_packed_heads(inputs, head, embeds, (source, None if draft is None else Path(draft)), dtype)
+    inputs = with_packed_heads(inputs, head, embeds, (source, drafted), dtype)
     packed, refusal = _packed_layouts(inputs.models, checkpoints, dtype)
     if refusal is not None and platforms:
         if targets:
@@ -169,6 +181,10 @@ def build_engine_directory(
     report.notes += [note] if note else []
     if config.image_token_id is None and _has_vision_part(source):
         report.notes.append("The vision encoder of this model is not supported: it is served without images.")
+    lost = None if drafted is not None else lost_mtp(source, config)
+    report.notes += [f"{lost}. It drafts with nothing."] if lost else []
+    if drafted == MTP and inputs.vocabulary is None and config.vocab_size > DRAFT_VOCABULARY:
+        report.notes.append("The draft reads the model's whole head, which is packed as published.")
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
     try:
@@ -268,14 +284,16 @@ def describe_in_place(
 ) -> EngineDirectory:
     """Make an engine directory of a checkpoint by writing `edgellm.json` beside its files; an older one is replaced.
 
-    A folder `draft` in it is the checkpoint of an EAGLE head, a folder `vision` a vision encoder that was published
-    apart, folders in `lora` are LoRA adapters. Raises AdapterError, CheckpointError, UnsupportedModelError, and
+    A folder `draft` in it is the checkpoint of an EAGLE head, else a head drafts that ships with the model, where
+    `limits` have a draft; a folder `vision` is a vision encoder that was published apart, folders in `lora` are LoRA
+    adapters. Raises AdapterError, CheckpointError, UnsupportedModelError, and
     BuildError for limits out of range or a failure to write.
     """
     directory = Path(directory)
     config = read_decoder_config(directory)
-    draft = directory / DRAFT_FOLDER
-    has_draft = draft.exists()
+    folder = directory / DRAFT_FOLDER
+    has_folder = folder.exists() and {each.name for each in folder.iterdir()} != {VOCABULARY_FILE}
+    draft = choose_draft(directory, config, folder if has_folder else None, limits)
     loras = read_adapters({name: directory / LORA_FOLDER / name for name in adapter_names(directory)}, config)
     ranks = [adapter.rank for adapter in loras.values()]
     vision = directory / VISION_FOLDER
@@ -283,22 +301,30 @@ def describe_in_place(
     encoder = _read_vision(directory, vision_source, config, limits)
     if limits is None:
         packs = folder_quantization(directory) is not None
-        limits = choose_limits(config, has_draft=has_draft, adapter_ranks=ranks, vision=encoder, is_packed=packs)
+        limits = choose_limits(
+            config,
+            has_draft=draft is not None,
+            adapter_ranks=ranks,
+            vision=encoder,
+            is_packed=packs,
+            is_mtp=draft == MTP,
+        )
     limits = with_window_rows(config, limits)
-    check_limits(config, limits, beyond_trained_context, has_draft, ranks)
+    check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
     check_image_rows(encoder, vision_source is not None, limits)
     dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention)
     check_range(config, dtype)
-    inputs = read_inputs(directory, draft if has_draft else None, config, loras, encoder, vision_source)
+    inputs = read_inputs(directory, draft, config, loras, encoder, vision_source)
     names = described_file_names(directory)
     if vision_source is not None:
         names += [f"{VISION_FOLDER}/{name}" for name in described_file_names(vision)]
-    if has_draft:
-        names += [f"{DRAFT_FOLDER}/{name}" for name in described_file_names(draft)]
+    if has_folder:
+        names += [f"{DRAFT_FOLDER}/{name}" for name in described_file_names(folder)]
     names += [f"{LORA_FOLDER}/{name}/{file}" for name in loras for file in ADAPTER_FILES]
     files = {name: current_digest(directory / name, trust_memory=False) for name in names}
     try:
+        files |= write_made_files(inputs, directory, lambda done, total: None)
         write_description(directory, _description(inputs, dtype, attention, limits, files))
     except OSError as error:
         raise BuildError(f"{directory} cannot be written: {error.strerror or error}") from error
@@ -353,8 +379,8 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
         try:
             _write_plans(job, staged.path / "plans", report, transfer, progress)
             report.seconds["plans"] = time.perf_counter() - started
-            heads = write_heads(job.inputs.heads, staged.path, partial(progress, "head"))
-            digests = transfer.result() | heads
+            made = write_made_files(job.inputs, staged.path, partial(progress, "head"))
+            digests = transfer.result() | made
         finally:
             transfer.cancel()
         report.seconds["weights"] = transfer.seconds

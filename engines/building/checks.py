@@ -50,6 +50,9 @@ _IMAGE_ROWS = (256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384,
 
 #: EAGLE-2's and EAGLE-3's usual tree.
 DRAFT_DEFAULTS = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
+#: Published recipes for Qwen3.5 draft chains of 3: the head was made to look one token further, and each guess behind
+#: that rests on its own state. Trees of that depth are there for where they pay.
+MTP_DEFAULTS = {"draft_top_k": 4, "draft_steps": 3, "verify_tree_size": 16}
 
 #: Without weights a plan took up to 0.6 MB a layer (16 layers of Llama-3.2-1B's shapes, TensorRT-RTX 1.6.1), one with
 #: fused attention 2 MB beside.
@@ -75,12 +78,13 @@ def choose_limits(
     max_image_patches: int | None = None,
     kv_cache: str = KV_CACHES[0],
     is_packed: bool = False,
+    is_mtp: bool = False,
 ) -> EngineLimits:
     """Limits with defaults that fit the model where nothing is asked for; BuildError for numbers out of range.
 
     `adapter_ranks` are the ranks of the LoRA adapters that are there already. By default each of them has a place, and
     each sequence. `vision` is the model's vision encoder, `kv_cache` one of `KV_CACHES`; `is_packed`: the model has
-    packed weights, as devices have that are short of memory.
+    packed weights, as devices have that are short of memory; `is_mtp`: its draft is the head that ships with it.
     """
     if kv_capacity is None:
         kv_capacity = min(DEFAULT_KV_CAPACITY, config.max_position_embeddings, *context_bounds(config).values())
@@ -89,7 +93,7 @@ def choose_limits(
         fitting = min(WIDE_PREFILL_CHUNK if wide else DEFAULT_PREFILL_CHUNK, kv_capacity)
         prefill_chunk = max(PREFILL_CHUNK_STEP, fitting - fitting % PREFILL_CHUNK_STEP)
     asked = {"draft_top_k": draft_top_k, "draft_steps": draft_steps, "verify_tree_size": verify_tree_size}
-    usual = DRAFT_DEFAULTS if has_draft else dict.fromkeys(asked, 0)
+    usual = (MTP_DEFAULTS if is_mtp else DRAFT_DEFAULTS) if has_draft else dict.fromkeys(asked, 0)
     chosen: dict[str, Any] = {name: usual[name] if value is None else value for name, value in asked.items()}
     batch = 1 if max_batch is None else max_batch
     if max_lora_rank is None:

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from edgellm.engines.building.checks import check_tokenizer
+from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary, write_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import is_multimodal
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
 from edgellm.engines.directories.digests import BLOCK_BYTES, FileDigest, current_digest, hash_file
 from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, WEIGHT_INDEX, published_file_names
 from edgellm.engines.directories.engine_parts import (
@@ -29,9 +32,10 @@ from edgellm.engines.directories.small_files import check_ordinary, open_ordinar
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.mtp import has_packed_head, read_mtp
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
-from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, DraftConfig
+from edgellm.engines.model.config import DRAFT_HEAD, HEADS, MTP, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, unread_tensors
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
@@ -44,12 +48,14 @@ _DRAFT_PREFIX, _LORA_PREFIX, _VISION_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER
 
 
 class PublishedHead(NamedTuple):
-    """A head [rows, columns] that is to be packed: the tensor `name` of a checkpoint, and in which format."""
+    """A head [rows, columns] that is to be packed: the tensor `name` of a checkpoint, or those `rows` of it (None: all)
+    in their order, and in which format."""
 
     checkpoint: Path
     name: str
     shape: tuple[int, int]
     format: WeightFormat
+    rows: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class BuildInputs:
     `adapter_ranks` are the largest ranks of LoRA adapters, by their names. The `vision` encoder is in the model's own
     files, or was published apart and has files in a folder of its own. `packed` says by "base", "draft" and "vision"
     what packs the weights of those that have packed ones. `heads` are packed and written, by their files' names.
+    `vocabulary` are the ids of a draft that ships with the model, where it has not all.
     """
 
     config: DecoderConfig
@@ -69,6 +76,7 @@ class BuildInputs:
     vision: VisionConfig | None = None
     packed: Mapping[str, Quantization] = field(default_factory=dict)
     heads: Mapping[str, PublishedHead] = field(default_factory=dict)
+    vocabulary: np.ndarray | None = None
 
     @property
     def models(self) -> dict[str, ModelConfig]:
@@ -159,32 +167,46 @@ def read_adapters(sources: Mapping[str, str | Path], config: DecoderConfig) -> d
 
 def read_inputs(
     source: Path,
-    draft_source: Path | None,
+    draft_source: str | Path | None,
     config: DecoderConfig,
     adapters: Mapping[str, LoraAdapter],
     vision: VisionConfig | None = None,
     vision_source: Path | None = None,
+    vocabulary_file: Path | None = None,
 ) -> BuildInputs:
-    """Check weights and tokenizer of a checkpoint of dimensions `config`, and a draft against it.
+    """Check weights and tokenizer of a checkpoint of dimensions `config`, and a draft, as `choose_draft` gives it,
+    against it.
 
-    `vision` is what `read_vision_config` gave; its files are brought along from `vision_source`.
+    `vision` is what `read_vision_config` gave; its files are brought along from `vision_source`. A draft that ships
+    with the model has the ids in `vocabulary_file` (None: those that are said most, or all where the head is packed).
 
-    Raises CheckpointError, and UnsupportedModelError for an unknown kind of draft.
+    Raises CheckpointError, UnsupportedModelError for an unknown kind of draft, and BuildError for ids that are none.
     """
     draft, weights, packed = None, dict[str, Path](), dict[str, Quantization | None]()
+    vocabulary: np.ndarray | None = None
     published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         packed["base"] = checkpoint.quantization
         weights |= _weight_files(checkpoint, "", published)
         check_tokenizer(source, config.vocab_size)
-        if draft_source is not None:
+        if draft_source == MTP:
+            if vocabulary_file is not None:
+                vocabulary = read_vocabulary(vocabulary_file, config.vocab_size)
+            elif not has_packed_head(checkpoint, config):
+                vocabulary = frequent_ids(source / "tokenizer.json", config.vocab_size, config.eos_token_ids)
+            draft = read_mtp(checkpoint, config, None if vocabulary is None else len(vocabulary))
+        elif vocabulary_file is not None:
+            raise BuildError(f"--draft-vocabulary is given, but no head that ships with {source} drafts: leave it out")
+        elif draft_source is not None:
+            draft_source = Path(draft_source)
             with Checkpoint.open(draft_source) as opened:
                 draft = read_draft(opened, checkpoint, config)
                 packed["draft"] = opened.quantization
                 for name in filter(lambda name: (draft_source / name).exists(), ("config.json", MODELOPT_FILE)):
                     published[f"{_DRAFT_PREFIX}{name}"] = draft_source / name
                 weights |= _weight_files(opened, _DRAFT_PREFIX, published)
+        if draft is not None:
             config = replace(config, feature_layers=draft.feature_layers)
     if vision is not None and vision_source is not None:
         with Checkpoint.open(vision_source) as opened:
@@ -201,11 +223,11 @@ def read_inputs(
         check_ordinary(path, size_limit(path.name), CheckpointError, "Copy it from the checkpoint's source")
     ranks = {name: each.rank for name, each in adapters.items()}
     found = {model: quantization for model, quantization in packed.items() if quantization is not None}
-    return BuildInputs(config, draft, weights, published, ranks, vision, found)
+    return BuildInputs(config, draft, weights, published, ranks, vision, found, vocabulary=vocabulary)
 
 
 def with_packed_heads(
-    inputs: BuildInputs, head: str, embeds_by_head: bool, sources: tuple[Path, Path | None], dtype: str
+    inputs: BuildInputs, head: str, embeds_by_head: bool, sources: tuple[Path, str | Path | None], dtype: str
 ) -> BuildInputs:
     """The same with the model's head, and the draft's own where it is dense, as `head` says, one of `HEADS`.
 
@@ -230,21 +252,28 @@ def with_packed_heads(
     config = replace(config, head=head, embeds_by_head=embeds_by_head)
     if draft is not None and draft_source is not None:
         draft = replace(draft, base_head=head_weight_name(config), base_embedding=embedding_name(config))
-        shape = (draft.draft_vocab_size, draft.hidden_size)
-        with Checkpoint.open(draft_source) as checkpoint:
-            is_dense = checkpoint.layout(DRAFT_HEAD, shape) is None
-        if draft.has_head and is_dense:
-            heads[f"{_DRAFT_PREFIX}{HEAD_FILE}"] = PublishedHead(draft_source, DRAFT_HEAD, shape, format)
+        shape, place = (draft.draft_vocab_size, draft.hidden_size), f"{_DRAFT_PREFIX}{HEAD_FILE}"
+        if inputs.vocabulary is not None:
+            heads[place] = PublishedHead(source, name, shape, format, inputs.vocabulary)
             draft = replace(draft, head=head)
+        elif draft.generation != MTP:
+            draft_source = Path(draft_source)
+            with Checkpoint.open(draft_source) as checkpoint:
+                is_dense = checkpoint.layout(DRAFT_HEAD, shape) is None
+            if draft.has_head and is_dense:
+                heads[place] = PublishedHead(draft_source, DRAFT_HEAD, shape, format)
+                draft = replace(draft, head=head)
     return replace(inputs, config=config, draft=draft, heads=heads)
 
 
-def write_heads(
-    heads: Mapping[str, PublishedHead], folder: Path, progress: Callable[[int, int], None]
-) -> dict[str, FileDigest]:
-    """Pack heads into files of a folder, by their names; gives the digests. `progress` gets rows done and in all.
-    Raises OSError and CheckpointError."""
+def write_made_files(inputs: BuildInputs, folder: Path, progress: Callable[[int, int], None]) -> dict[str, FileDigest]:
+    """Write what no checkpoint has, packed heads and the ids of a draft, to a folder; gives the digests by name.
+    `progress` gets rows of heads done and in all. Raises OSError and CheckpointError."""
+    made, heads = dict[str, FileDigest](), inputs.heads
     done, total = 0, sum(head.shape[0] for head in heads.values())
+    if inputs.vocabulary is not None:
+        name = f"{_DRAFT_PREFIX}{VOCABULARY_FILE}"
+        made[name] = write_vocabulary(folder / name, inputs.vocabulary)
 
     def advance(rows: int) -> None:
         nonlocal done
@@ -253,8 +282,8 @@ def write_heads(
 
     for name, head in heads.items():
         with Checkpoint.open(head.checkpoint) as checkpoint:
-            write_head(folder / name, checkpoint, head.name, head.format, advance)
-    return {name: hash_file(folder / name) for name in heads}
+            write_head(folder / name, checkpoint, head.name, head.format, advance, head.rows)
+    return made | {name: hash_file(folder / name) for name in heads}
 
 
 def own_files(files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,16 @@ class Checkpoint:
         self._files = {file.path: file for file in files}
         self.tensors: dict[str, TensorInfo] = {name: info for file in files for name, info in file.tensors.items()}
         self._is_multimodal = is_multimodal(config)
+        #: Which rows of which tensor the head is, where it is not one of its own.
+        self._head_rows: tuple[TensorInfo, np.ndarray] | None = None
         self._head = None if head is None else PackQuantized(head.bits, head.group, head.zeros)
         if self._is_multimodal:
             self.tensors = _unwrapped(self.tensors)
 
     @classmethod
-    def open(cls, path: str | Path, head: WeightFormat | None = None) -> Checkpoint:
-        """Open and check a directory; CheckpointError names the file and what is wrong with it."""
+    def open(cls, path: str | Path, head: WeightFormat | None = None, head_file: Path | None = None) -> Checkpoint:
+        """Open and check a directory; CheckpointError names the file and what is wrong with it. `head_file` is that of
+        a `head` elsewhere than in the directory."""
         path = Path(path)
         foreign = foreign_model(path)
         if foreign is not None:
@@ -94,8 +98,25 @@ class Checkpoint:
         quantization = read_quantization(path, config)
         generation = path / "generation_config.json"
         generation_config = JSONObject.read(generation, CheckpointError).values if generation.exists() else None
-        files = open_weight_files(path) + ([] if head is None else [SafetensorsFile(path / HEAD_FILE)])
+        files = open_weight_files(path) + ([] if head is None else [SafetensorsFile(head_file or path / HEAD_FILE)])
         return cls(path, config, generation_config, files, quantization, head)
+
+    def use_shortlist(self, file: Path, mapping: str, source: str) -> None:
+        """Take the tensor `mapping` from a further file, and for the head, unless it is packed, those rows of the
+        tensor `source` that the mapping names: row i is the row i + mapping[i]. Raises CheckpointError."""
+        opened = SafetensorsFile(file)
+        self._files[file] = opened
+        self.tensors |= {name: info for name, info in opened.tensors.items() if name == mapping}
+        if self._head is not None:
+            return
+        info, offsets = self.info(source), self.integers(mapping)
+        ids = offsets + np.arange(len(offsets))
+        if ids.size and not 0 <= ids.min() <= ids.max() < info.shape[0]:
+            raise CheckpointError(f"{file}: {mapping} names rows that {source} {_written(info.shape)} does not have")
+        shape = (len(ids), *info.shape[1:])
+        name = f"{len(ids)} rows of {info.name}"
+        self.tensors[_HEAD] = replace(info, name=name, shape=shape, nbytes=info.nbytes // info.shape[0] * len(ids))
+        self._head_rows = info, ids
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -128,7 +149,10 @@ class Checkpoint:
         return self._files[file].status
 
     def raw_bytes(self, name: str) -> np.ndarray:
-        """The tensor's bytes as they lie in the file, [nbytes] uint8, a read-only view."""
+        """The tensor's bytes as they lie in the file, [nbytes] uint8, a read-only view; of a shortlist a copy."""
+        if self._head_rows is not None and name == _HEAD:
+            info, ids = self._head_rows
+            return self._files[info.file].bytes_of(info).reshape(info.shape[0], -1)[ids].reshape(-1)
         info = self.info(name)
         return self._files[info.file].bytes_of(info)
 
@@ -168,10 +192,16 @@ class Checkpoint:
         """How the weight is packed; None for one that is stored as it is."""
         if self._head is not None and name == _HEAD:
             return self._head
+        if (self._head_rows is not None and name == _HEAD) or self._is_dense_beside(name):
+            return None
         if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
             return None
         module = name.removesuffix(_WEIGHT)
         return self.quantization.layout(published_names(module) if self._is_multimodal else (module,))
+
+    def _is_dense_beside(self, name: str) -> bool:
+        """Whether it is a draft head's that ships with the model, stored as it is: not all who pack a model say so."""
+        return name.startswith("mtp.") and name in self.tensors and self.tensors[name].dtype in STORAGE
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
         """The tensors that a weight is made of: itself, or its layout's. CheckpointError where one is missing."""
@@ -225,12 +255,13 @@ class Checkpoint:
         integers: Mapping[str, tuple[int, ...]] | None = None,
         vision: bool = False,
         unread: tuple[str, ...] = (),
+        within: str = "",
     ) -> list[str]:
         """One line for every missing, unknown and mis-shaped tensor, and for dtypes of no use.
 
         `integers` are the names and shapes of tensors of whole numbers or truth values that are there beside `specs`.
         Of a multimodal model either the language model is looked at or, with `vision`, the vision part. Tensors whose
-        names begin with one of `unread` may be there.
+        names begin with one of `unread` may be there, and those whose names do not begin with `within`.
         """
         wanted = {name: Stored.of(tuple(shape), *_INTEGERS) for name, shape in (integers or {}).items()}
         problems: list[str] = []
@@ -240,6 +271,8 @@ class Checkpoint:
         problems += self._differences(wanted)
         for name, info in self.tensors.items():
             if (self._is_multimodal and name.startswith(VISION_PREFIXES) != vision) or name.startswith(unread):
+                continue
+            if not name.startswith(within):
                 continue
             if name in wanted or name.endswith(_HARMLESS_ENDINGS):
                 continue

@@ -16,6 +16,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 #: In an engine directory the head, where it was packed when the directory was built.
 HEAD_FILE = "head.safetensors"
+#: In the folder of a draft that ships with the model, which ids of the model's vocabulary it has.
+VOCABULARY_FILE = "vocabulary.safetensors"
 
 #: In bytes; what Linux allows.
 _LONGEST_FILE_NAME = 255

@@ -171,11 +171,11 @@ class EngineDirectory:
         """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
         CheckpointError."""
         folders = {"base": self.path}
-        if self.draft is not None:
-            folders["draft"] = self.draft.path
         if self.vision is not None and self.vision.files is not None:
             folders["vision"] = self.vision.path
         found = {model: folder_quantization(folder) for model, folder in folders.items()}
+        if self.draft is not None:
+            found["draft"] = self.draft.quantization()
         return {model: quantization for model, quantization in found.items() if quantization is not None}
 
     @property

@@ -8,23 +8,28 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
 from edgellm.engines.directories.digests import FileDigest
 from edgellm.engines.directories.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.model.config import (
     CONV_WIDTHS,
+    DRAFT_HEAD,
     FEATURE_NORMS,
     GATE_ACTIVATIONS,
     GENERATIONS,
     HEADS,
     LAYER_KINDS,
+    MTP,
     NAMINGS,
     DecoderConfig,
     DraftConfig,
 )
 from edgellm.engines.model.decoder import embedding_name, head_format, head_weight_name
+from edgellm.engines.model.draft_decoder import MAPPING, draft_weights, mtp_draft
 from edgellm.engines.model.vision import ACTIVATIONS, LARGEST_IMAGE_SIDE, VISION_FAMILIES, VisionConfig
+from edgellm.engines.quantization.config import folder_quantization
+from edgellm.engines.quantization.layout import Quantization
 
 #: Where the draft head lies in an engine directory.
 DRAFT_FOLDER = "draft"
@@ -47,7 +52,11 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, eq=False)
 class EngineDraft:
-    """The draft head of an engine directory: its configuration and the digests of its files, by name in `path`."""
+    """The draft head of an engine directory: its configuration and the digests of its files, by name in `path`.
+
+    The weights of a head for multi-token prediction are among the model's own; a file says which rows of the model's
+    head it has, where it has not all.
+    """
 
     path: Path
     config: DraftConfig
@@ -56,7 +65,24 @@ class EngineDraft:
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
         decoder = self.config.decoder
-        return Checkpoint.open(self.path, head_format(self.config.head, decoder.hidden_size, decoder.dtype))
+        head = head_format(self.config.head, decoder.hidden_size, decoder.dtype)
+        if self.config.generation != MTP:
+            return Checkpoint.open(self.path, head)
+        opened = Checkpoint.open(self.path.parent, head, self.path / HEAD_FILE)
+        if self.config.has_mapping:
+            opened.use_shortlist(self.path / VOCABULARY_FILE, MAPPING, head_weight_name(decoder))
+        return opened
+
+    def quantization(self) -> Quantization | None:
+        """What packs its weights; None where they are dense. Raises CheckpointError."""
+        if self.config.generation != MTP:
+            return folder_quantization(self.path)
+        found = folder_quantization(self.path.parent)
+        if found is None:
+            return None
+        parts = [part for spec in draft_weights(self.config) for part in spec.parts if part[0] != DRAFT_HEAD]
+        with self.checkpoint() as opened:
+            return found if any(opened.layout(*part) is not None for part in parts) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +123,11 @@ def parse_draft(folder: Path, values: JSONObject) -> EngineDraft:
     config = values.object("config").dataclass(DraftConfig, decoder=DecoderConfig)
     for key, choices in (("generation", GENERATIONS), ("feature_norm", FEATURE_NORMS)):
         choice(values.object("config"), key, choices)
-    files = parse_files(values.object("files"))
+    files = (parse_digests if config.generation == MTP else parse_files)(values.object("files"))
     check_head(values.object("config"), config.head, config.hidden_size, HEAD_FILE in files)
+    expected = {VOCABULARY_FILE} if config.has_mapping else set()
+    if config.generation == MTP and files.keys() - {HEAD_FILE} != expected:
+        raise values.error(f"its files are {', '.join(files) or 'none'}, expected {', '.join(expected) or 'none'}")
     if config.head != HEADS[0] and not config.has_head:
         raise values.error(f"'head' is {config.head!r}, but 'has_head' is false: it shares the model's")
     return EngineDraft(folder, config, files)
@@ -158,6 +187,10 @@ def check_agreement(
     if draft is not None:
         own, decoder = values.object("draft").object("config"), draft.config.decoder
         _check_decoder(own.object("decoder"), decoder)
+        if draft.config.generation == MTP:
+            reduced = draft.config.draft_vocab_size if draft.config.has_mapping else None
+            if draft.config != mtp_draft(config, reduced, draft.config.head):
+                raise own.error("it is not the head for multi-token prediction of this model")
         for key in ("vocab_size", "hidden_size"):
             if getattr(decoder, key) != getattr(config, key):
                 raise own.error(

@@ -443,8 +443,10 @@ def _rounded_up(count: int, step: int) -> int:
     return -(-count // step) * step
 
 
+#: The head for multi-token prediction that ships inside a checkpoint, as `DraftConfig.generation` has it.
+MTP = "mtp"
 #: EAGLE-1 and EAGLE-2 have one kind of head; EAGLE-3.1 is EAGLE-3 with normed features.
-GENERATIONS = ("1", "3", "3.1")
+GENERATIONS = ("1", "3", "3.1", MTP)
 #: How the features are normed before `fc`: not at all, each by its own norm, or all of them by one.
 FEATURE_NORMS = ("none", "each", "whole")
 #: Names of the head's own tables, as the engines take them.
@@ -455,16 +457,18 @@ DRAFT_EMBEDDING, DRAFT_HEAD = "embed_tokens.weight", "lm_head.weight"
 class DraftConfig:
     """Dimensions and switches of a draft head, read from its `config.json` and the names of its tensors.
 
-    `generation` is one of `GENERATIONS`. `decoder` describes the head's one decoder layer; its `hidden_size` H and
-    `vocab_size` are the base's too. `draft_vocab_size` is the number of logits; `has_mapping` says whether `d2t` maps
-    them to the base's ids (else they are the same). `feature_layers` are the layers of the base whose input is a
-    feature (see `DecoderConfig.feature_layers`), in the order in which they are concatenated; `feature_norm` is one of
-    `FEATURE_NORMS`. `layer_prefix` begins the names of the layer's tensors in the checkpoint ("midlayer.", or
-    "layers.0."; with "model." before it where the checkpoint has that). Without `has_embedding` the base's table
-    `base_embedding` embeds tokens, without `has_head` the base's `base_head` gives the logits. `norm_before_residual`:
-    the residual stream is the normed feature. `feed_back_normed`: a propose step takes the hidden state after the
-    final norm, not the one before it. `image_embeddings`: at an image's tokens it takes the base's image rows as
-    embeddings, else the embedding of the image token. `head` is one of `HEADS`: what its own head is, where it has one.
+    `generation` is one of `GENERATIONS`; the weights of an `MTP` head are in its base's own files, and a head with a
+    mapping has those rows of the base's head that the mapping names. `decoder` describes the head's one decoder layer;
+    its `hidden_size` H and `vocab_size` are the base's too. `draft_vocab_size` is the number of logits; `has_mapping`
+    says whether `d2t` maps them to the base's ids (else they are the same). `feature_layers` are the layers of the base
+    whose input is a feature (see `DecoderConfig.feature_layers`), in the order in which they are concatenated;
+    `feature_norm` is one of `FEATURE_NORMS`. `layer_prefix` begins the names of the layer's tensors in the checkpoint
+    ("midlayer.", or "layers.0."; with "model." before it where the checkpoint has that). Without `has_embedding` the
+    base's table `base_embedding` embeds tokens, without `has_head` the base's `base_head` gives the logits.
+    `norm_before_residual`: the residual stream is the normed feature. `feed_back_normed`: a propose step takes the
+    hidden state after the final norm, not the one before it. `image_embeddings`: at an image's tokens it takes the
+    base's image rows as embeddings, else the embedding of the image token. `head` is one of `HEADS`: what its own head
+    is, where it has one.
     """
 
     generation: str
@@ -501,5 +505,5 @@ class DraftConfig:
 
     @property
     def checkpoint_prefix(self) -> str:
-        """What begins the names of all tensors but head and mapping: "model." or nothing."""
-        return "model." if self.layer_prefix.startswith("model.") else ""
+        """What begins the names of all tensors but head and mapping: "model.", "mtp." or nothing."""
+        return self.layer_prefix.removesuffix("midlayer.").removesuffix("layers.0.")

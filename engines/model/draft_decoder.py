@@ -1,15 +1,25 @@
-"""The programs of EAGLE draft heads: EAGLE-1 and 2 (Li et al. 2024), EAGLE-3 (Li et al. 2025) and 3.1."""
+"""The programs of draft heads: EAGLE-1 and 2 (Li et al. 2024), EAGLE-3 (Li et al. 2025) and 3.1, and the heads for
+multi-token prediction that ship inside Qwen3.5's checkpoints (after DeepSeek-AI 2024)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import DRAFT_EMBEDDING, DraftConfig, EngineShape, WeightSpec
-from edgellm.engines.model.decoder import LayerWeights
+from edgellm.engines.model.config import (
+    DRAFT_EMBEDDING,
+    HEADS,
+    MTP,
+    DecoderConfig,
+    DraftConfig,
+    EngineShape,
+    WeightSpec,
+)
+from edgellm.engines.model.decoder import LayerWeights, embedding_name, head_weight_name
 from edgellm.engines.model.program import (
     Input,
     Keep,
@@ -29,6 +39,35 @@ _LAYER = "layers.0."
 MAPPING = "d2t"
 
 
+def mtp_draft(base: DecoderConfig, vocabulary: int | None = None, head: str = HEADS[0]) -> DraftConfig:
+    """The head for multi-token prediction inside the checkpoint of a `base`: one layer of its full attention.
+
+    It takes the base's last hidden state, behind the final norm, with the next token, and then its own, behind its
+    own. Its logits are those of `vocabulary` rows of the base's head (None: of all, and the head is shared), which are
+    kept as `head` says, one of `HEADS`.
+    """
+    layer = replace(base, num_layers=1, layer_kinds=(), conv_width=0, conv_bias=False, delta_heads=())
+    # Of one layer nothing is taken; what the base's own head became is no matter.
+    layer = replace(layer, feature_layers=(), deepstack_layers=0, nope_layers=(), head=HEADS[0], embeds_by_head=False)
+    return DraftConfig(
+        generation=MTP,
+        decoder=layer,
+        draft_vocab_size=base.vocab_size if vocabulary is None else vocabulary,
+        has_mapping=vocabulary is not None,
+        feature_layers=(base.num_layers,),
+        feature_norm="none",
+        layer_prefix="mtp.layers.0.",
+        has_embedding=False,
+        has_head=vocabulary is not None,
+        base_embedding=embedding_name(base),
+        base_head=head_weight_name(base),
+        fc_bias=False,
+        norm_before_residual=False,
+        feed_back_normed=True,
+        head=head,
+    )
+
+
 def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
     """One step of a head; phases `prefill` and `accept` take the base's features, `propose` what it put out before.
 
@@ -43,10 +82,15 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
     layer = LayerWeights(decoder, _LAYER, config.layer_prefix)
     own = LayerWeights(decoder, "", config.checkpoint_prefix)
     steps: list[Step] = []
-    if config.generation == "1":  # fc([embedding | feature]) at every step, and an attention that takes it as it is
-        steps.append(NormLinear("hidden", (Input("inputs_embeds"), Input(feature)), _fc(config, 2 * hidden)))
+    attended: tuple[Input, ...]
+    if config.generation in ("1", MTP):  # fc([embedding | feature]) at every step, and a decoder layer that takes it
+        embedded, taken, attended = Input("inputs_embeds"), Input(feature), (Input("hidden"),)
+        if config.generation == MTP:  # with a norm before each of the three
+            embedded = Input("inputs_embeds", (own.norm("pre_fc_norm_embedding"),))
+            taken = Input(feature, (own.norm("pre_fc_norm_hidden"),))
+            attended = (Input("hidden", (layer.norm("input_layernorm"),)),)
+        steps.append(NormLinear("hidden", (embedded, taken), _fc(config, 2 * hidden)))
         residual, keep = "hidden", None
-        attended: tuple[Input, ...] = (Input("hidden"),)
     else:  # fc on the base's features only, and an attention that takes [normed embedding | normed feature]
         if shape.phase != "propose":
             features = Input(feature, _feature_norms(config))

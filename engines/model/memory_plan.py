@@ -105,8 +105,9 @@ def weight_bytes(spec: WeightSpec, dtype: str) -> int:
 
 
 def mask_rows(limits: EngineLimits) -> int:
-    """The most rows of logits that rules can mask at a time: those of the nodes of every slot's tree."""
-    return limits.max_batch * (limits.verify_sizes[-1] if limits.has_draft else GIVEN_NODES)
+    """The most rows of logits that rules can mask at a time: those of the nodes of every slot's tree, a draft's or a
+    given one, since a directory with a draft may be opened without it."""
+    return limits.max_batch * max((GIVEN_NODES, *limits.verify_sizes))
 
 
 def recurrent_bytes(states: Sequence[LayerState], slots: int) -> int:
@@ -143,10 +144,11 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
     weights = sum(math.prod(spec.shape) for spec in draft_weights(draft))
     states = state_edge(decoder_states(draft.decoder), slots, limits.kv_rows)
     exchange = exchange_bytes(states, dtype) if slots > 1 else 0
+    given = 3 * slots * nodes * ITEM_SIZES["int32"]  # of each node that the host gives: token, parent, whether it leads
     return {
         "draft weights": weights * item,
         "draft KV caches": state_bytes(states, dtype),
-        "draft buffers": rows * inputs * item + exchange + masks + (slots * logits + rotary) * wide,
+        "draft buffers": rows * inputs * item + exchange + masks + given + (slots * logits + rotary) * wide,
     }
 
 

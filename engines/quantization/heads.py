@@ -29,20 +29,27 @@ _CLIPPING: dict[str, Clipping] = {
 
 
 def write_head(
-    path: Path, checkpoint: Checkpoint, source: str, format: WeightFormat, advance: Callable[[int], None]
+    path: Path,
+    checkpoint: Checkpoint,
+    source: str,
+    format: WeightFormat,
+    advance: Callable[[int], None],
+    chosen: np.ndarray | None = None,
 ) -> None:
-    """Write the tensor `source` [N, K] of a checkpoint to the file `path` as a head in an integer `format`, in
-    compressed-tensors' layout "pack-quantized".
+    """Write the tensor `source` [N, K] of a checkpoint, or the rows `chosen` [n] of it, to the file `path` as a head in
+    an integer `format`, in compressed-tensors' layout "pack-quantized".
 
     Scales are those of the least squared error (`quantize_rows`). Only a few pieces of some million elements are in
     memory at a time, and all scales; `advance` gets the rows of each piece. Raises OSError, and CheckpointError for
     values that are infinite or NaN, or too large for the format's dtype.
     """
     rows, columns = checkpoint.info(source).shape
+    chosen = np.arange(rows) if chosen is None else chosen
+    rows = len(chosen)
     scales = np.empty((rows, format.groups(columns)), STORAGE[format.dtype])
 
     def piece(own: slice) -> np.ndarray:
-        values = _values(checkpoint, source, own, format.dtype)
+        values = _values(checkpoint, source, chosen[own], format.dtype)
         weight = quantize_rows(values, format, clipping=_CLIPPING[format.codes])
         scales[own], _ = convert(weight.scales, "float32", format.dtype)
         return packed_codes(weight.codes, format.bits).reshape(-1).view(np.uint8)
@@ -68,12 +75,13 @@ def write_head(
     write_tensors(path, {f"{module}{ending}": tensor for ending, tensor in tensors.items()})
 
 
-def _values(checkpoint: Checkpoint, source: str, rows: slice, dtype: str) -> np.ndarray:
+def _values(checkpoint: Checkpoint, source: str, rows: np.ndarray, dtype: str) -> np.ndarray:
     """Some rows as float32, which `dtype` can hold."""
     info, stored = checkpoint.info(source), checkpoint.raw(source)[rows]
     index = first_not_finite(stored.reshape(-1))
     if index >= 0:
-        raise not_finite_error(info, checkpoint.raw(source), rows.start * info.shape[1] + index)
+        row, column = divmod(index, info.shape[1])
+        raise not_finite_error(info, checkpoint.raw(source), int(rows[row]) * info.shape[1] + column)
     _, overflowed = convert(stored, info.dtype, dtype)
     if overflowed:
         raise overflow_error(info, dtype, overflowed)

@@ -40,8 +40,9 @@ class DraftPlan:
     root included. Engines and arrays may be wider than the tree: `built_top_k`, where it is not 0, is their width.
     `choices` are the nodes of a static tree, every parent before its children. `sampled` chains are
     drawn from the draft's own distribution. `acceptance` "typical" is lossy, with the posterior threshold epsilon and
-    the posterior alpha delta of `AcceptanceKernels.typical_accept`. Of the kind `GIVEN` no draft model proposes: the
-    V-1 candidates, up to D deep, come with each round. Build one with `tree`, `chain`, `choices_plan` or `given`.
+    the posterior alpha delta of `AcceptanceKernels.typical_accept`. Up to `given_nodes` candidates, up to `given_depth`
+    deep, come with each round: of the kind `GIVEN` all of them, for no draft model proposes; in a joint tree the
+    draft's fill the rest. Build one with `tree`, `chain`, `choices_plan` or `given`, and a joint one with `joined`.
     """
 
     kind: str
@@ -54,6 +55,8 @@ class DraftPlan:
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3
     built_top_k: int = 0
+    given_nodes: int = 0
+    given_depth: int = 0
 
     def __post_init__(self) -> None:
         if self.kind not in (*KINDS, GIVEN):
@@ -67,7 +70,7 @@ class DraftPlan:
         ):
             if value < least:
                 raise EngineError(f"{name} is {value}: expected at least {least}")
-        most = candidate_count(self.levels, self.top_k) + 1
+        most = candidate_count(self.levels, self.top_k) + self.given_nodes + 1
         if self.tree_size > most:
             raise EngineError(
                 f"verify_tree_size is {self.tree_size}: a tree of draft_top_k {self.top_k} and draft_steps "
@@ -83,6 +86,17 @@ class DraftPlan:
             raise EngineError(f"only a chain can be sampled from the draft's distribution, not a {self.kind}")
         if self.sampled and self.acceptance != "exact":
             raise EngineError("a sampled chain has its own exact test: typical acceptance does not apply to it")
+        if not 0 <= self.given_nodes < self.tree_size or (self.given_depth > 0) != (self.given_nodes > 0):
+            raise EngineError(
+                f"{self.given_nodes} given nodes, up to {self.given_depth} deep, in a {self.kind} of {self.tree_size} "
+                "nodes: expected fewer nodes than the tree has, and both or none above 0"
+            )
+        if self.is_joint and (self.sampled or self.acceptance != "exact"):
+            other = "a sampled chain" if self.sampled else "typical acceptance"
+            raise EngineError(
+                f"given nodes beside {other}: which candidates there are would show in the tokens. Give none, or take "
+                "exact acceptance of likeliest candidates"
+            )
 
     @cached_property
     def is_static(self) -> bool:
@@ -91,8 +105,27 @@ class DraftPlan:
 
     @property
     def is_given(self) -> bool:
-        """Whether the candidates come from the host."""
+        """Whether all candidates come from the host."""
         return self.kind == GIVEN
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether some candidates come from the host and the others from a draft model."""
+        return self.takes_given and not self.is_given
+
+    @property
+    def takes_given(self) -> bool:
+        """Whether candidates come with each round."""
+        return self.given_nodes > 0
+
+    @cached_property
+    def selected(self) -> int:
+        """S: the most nodes of the tree that are chosen among the numbered candidates."""
+        return len(self.selection) if self.is_static else min(self.tree_size - 1, self.candidates)
+
+    def verified(self, given_nodes: int) -> int:
+        """How many candidates a round verifies that was given so many."""
+        return given_nodes if self.is_given else min(self.tree_size - 1, self.selected + given_nodes)
 
     @property
     def levels(self) -> int:
@@ -116,14 +149,16 @@ class DraftPlan:
     @cached_property
     def longest(self) -> int:
         """W: the most tokens that a round can emit, the bonus token included."""
-        return self.steps + 1
+        return max(self.steps, self.given_depth) + 1
 
     @cached_property
     def name(self) -> str:
         """A short name for tables and messages."""
         sizes = f"{self.kind} {self.tree_size - 1 if self.is_given else self.steps}"
         if self.kind not in ("chain", GIVEN):
-            sizes = f"{self.kind} {self.top_k}/{self.steps}/{self.tree_size}"
+            sizes = f"{self.kind} {self.top_k}/{self.steps}/{self.tree_size - self.given_nodes}"
+        if self.is_joint:
+            sizes += f" + given {self.given_nodes}"
         return sizes + (" sampled" if self.sampled else "") + (" typical" if self.acceptance == "typical" else "")
 
     @cached_property
@@ -143,11 +178,20 @@ class DraftPlan:
 
     def shortened(self, steps: int) -> DraftPlan:
         """The same plan with at most `steps` levels, which must be at least 1."""
-        if steps >= self.steps:
+        if steps >= self.longest - 1:
             return self
         choices = tuple(node for node in self.choices if len(node) <= steps)
-        size = len(choices) + 1 if choices else min(self.tree_size, candidate_count(steps, self.top_k) + 1)
-        return replace(self, steps=steps, tree_size=size, choices=choices)
+        most = len(choices) or candidate_count(min(self.steps, steps), self.top_k)
+        size = min(self.tree_size, most + self.given_nodes + 1)
+        depth = min(self.given_depth, steps)
+        return replace(self, steps=min(self.steps, steps), tree_size=size, choices=choices, given_depth=depth)
+
+    def joined(self, nodes: int, depth: int, most: int) -> DraftPlan:
+        """The joint plan of this one and up to `nodes` given candidates, up to `depth` one after the other, in a tree
+        of at most `most` nodes, the root included: where that is short up to half of them are given ones, for which the
+        draft's give way."""
+        nodes = min(nodes, max(most - self.tree_size, most // 2))
+        return replace(self, tree_size=min(self.tree_size + nodes, most), given_nodes=nodes, given_depth=depth)
 
     def fitting(self, room: int) -> DraftPlan | None:
         """The longest such plan that cannot emit more than `room` tokens; None where only plain decoding is left."""
@@ -187,7 +231,7 @@ class DraftPlan:
             raise EngineError("the engine directory has no draft model: build it with edgellm build --draft")
         for name, found, most in (
             ("draft_top_k", self.top_k, limits.draft_top_k),
-            ("draft_steps", self.steps, limits.draft_steps),
+            ("draft_steps", self.longest - 1, limits.draft_steps),
             ("verify_tree_size", self.tree_size, limits.verify_sizes[-1]),
         ):
             if found > most:
@@ -240,7 +284,7 @@ def chain(steps: int, **rule: Any) -> DraftPlan:
 
 def given(nodes: int, depth: int) -> DraftPlan:
     """A tree of up to `nodes` candidates, up to `depth` one after the other, that come with each round."""
-    return DraftPlan(GIVEN, nodes, depth, nodes + 1)
+    return DraftPlan(GIVEN, nodes, depth, nodes + 1, given_nodes=nodes, given_depth=depth)
 
 
 def candidate_index(top_k: int, level: int, slot: int, rank: int) -> int:

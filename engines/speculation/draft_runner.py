@@ -31,7 +31,7 @@ from edgellm.engines.speculation.tree import CandidateBuffers, pending_entries
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, StepInputs
-from edgellm.kernels.tree.contract import Candidates, Expansion, HiddenRows, candidate_count
+from edgellm.kernels.tree.contract import Candidates, Expansion, Given, HiddenRows, candidate_count
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class EagleDraftEngineRunner:
         top_k, steps = limits.draft_top_k, limits.draft_steps
         sizes = candidate_count(steps, top_k), max(1, steps - 1) * top_k, limits.verify_sizes[-1] - 1
         self._candidates = CandidateBuffers(backend, limits.max_batch, *sizes)
+        self._given = backend.zeros((3 * limits.max_batch * sizes[-1],), "int32")
         self._image_inputs = ImageInputs(backend, draft.decoder, limits, self._tables.rotary)
         self._allocate_buffers()
 
@@ -158,6 +159,10 @@ class EagleDraftEngineRunner:
         """The arrays in which the candidates of a plan grow, for the leading slots."""
         return self._candidates.of(batch, plan)
 
+    def given(self, batch: int, plan: DraftPlan) -> Given | None:
+        """The nodes that come with each round of a joint plan, for the leading slots."""
+        return Given(leading(self._given, (3, batch, plan.given_nodes))) if plan.is_joint else None
+
     def expand_step(self, batch: int, level: int, plan: DraftPlan) -> Callable[[], None]:
         """What writes the candidates of `level` from the logits of the accept step (level 1) or of propose step
         level - 1."""
@@ -192,6 +197,7 @@ class EagleDraftEngineRunner:
             HiddenRows(self.hidden_states(batch, 1 if level == 1 else width), fed),
             inputs,
             self.expansion(plan),
+            self.given(batch, plan),
         )
 
         def propose() -> None:

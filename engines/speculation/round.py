@@ -52,6 +52,7 @@ class Round:
         batch, plan = key.batch, key.plan
         state = base.sequences(slice(0, batch))
         self._candidates = verification.candidates(batch, plan)
+        self._given = None if draft is None else draft.given(batch, plan)
         self._tree = verification.tree(plan, key.verify_range, state)
         self.emitted = self._tree.emitted
         lay_out, verify = verification.verify_step(self._tree, self._candidates, state, key.adapts)
@@ -75,15 +76,24 @@ class Round:
         return batch, nodes
 
     def give(self, trees: Sequence[GivenTree]) -> None:
-        """Bring the candidates of each slot; for a plan whose candidates are given, before its stages run."""
-        backend, (batch, nodes) = self._base.backend, self._candidates.tokens.shape
+        """Bring the candidates of each slot; for a plan that takes given ones, before its stages run."""
+        backend = self._base.backend
+        if self._given is not None:
+            _, batch, nodes = self._given.nodes.shape
+            padded = np.zeros((3, batch, nodes), np.int32)
+            padded[:2] = _padded(trees, batch, nodes)
+            for slot, tree in enumerate(trees):
+                padded[2, slot, : len(tree.tokens)] = tree.leads
+            backend.upload(self._given.nodes, padded)
+            return
+        batch, nodes = self._candidates.tokens.shape
         tokens, parents = _padded(trees, batch, nodes)
         backend.upload(self._candidates.tokens, tokens)
         backend.upload(self._candidates.parents, parents)
 
     def nodes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and parents [B, T] int32 of the trees of a constrained round that a draft model proposed, as soon as
-        they are laid out; while the base computes what follows them."""
+        """Tokens and parents [B, T] int32 of the trees of a constrained round in which a draft model proposes, as soon
+        as they are laid out; while the base computes what follows them."""
         assert self._laid_out is not None
         return self._laid_out.wait()
 
@@ -105,10 +115,15 @@ class Round:
 
 class GivenTree(NamedTuple):
     """Candidates for one slot: `tokens` [N], and the `parents` [N] int32 of each, an earlier place, -1 of those that
-    follow the sequence's last token."""
+    follow the sequence's last token.
+
+    A chain may lead a joint tree: the draft model goes on behind it, as far as it has levels, as if it were certain of
+    these tokens. Its other proposals stand beside it.
+    """
 
     tokens: Sequence[int] | np.ndarray
     parents: Sequence[int] | np.ndarray
+    leads: bool = False
 
 
 def padded_trees(trees: Sequence[GivenTree], batch: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -121,13 +136,13 @@ def padded_trees(trees: Sequence[GivenTree], batch: int, nodes: int) -> tuple[np
     return tokens, parents
 
 
-def _padded(trees: Sequence[GivenTree], batch: int, nodes: int) -> tuple[np.ndarray, np.ndarray]:
-    """The same without the roots: parents are numbered as in `GivenTree`."""
-    tokens, parents = np.full((2, batch, nodes), -1, np.int32)
+def _padded(trees: Sequence[GivenTree], batch: int, nodes: int) -> np.ndarray:
+    """The same [2, batch, nodes] without the roots: parents are numbered as in `GivenTree`."""
+    padded = np.full((2, batch, nodes), -1, np.int32)
     for slot, tree in enumerate(trees):
-        tokens[slot, : len(tree.tokens)] = tree.tokens
-        parents[slot, : len(tree.tokens)] = tree.parents
-    return tokens, parents
+        padded[0, slot, : len(tree.tokens)] = tree.tokens
+        padded[1, slot, : len(tree.tokens)] = tree.parents
+    return padded
 
 
 class LaidOut:

@@ -2,9 +2,10 @@
 
 A round is one captured launch: the draft takes the pending entries (accept), proposes level by level, the base verifies
 the best of it, acceptance walks the tree, and the state advances on the device. The host reads how many tokens each
-slot got, and which. Candidates may be given by the host instead, with a draft model or without one. Where rules say
-which tokens may come, a step is two launches: the host fills masks while the first computes the logits, the second
-chooses. Rounds and plain steps leave the same state behind: they may follow each other in any order.
+slot got, and which. Candidates may be given by the host instead, with a draft model or without one, or beside the
+draft's in one tree. Where rules say which tokens may come, a step is two launches: the host fills masks while the first
+computes the logits, the second chooses. Rounds and plain steps leave the same state behind: they may follow each other
+in any order.
 """
 
 from __future__ import annotations
@@ -224,7 +225,7 @@ class DecodingRunner:
 
         Raises EngineError if the engines cannot serve the plan, or a sequence could outgrow the context.
         """
-        if plan.is_given != (trees is not None):
+        if plan.takes_given != (trees is not None):
             raise EngineError(f"a round of {plan.name}: trees are given to a plan of given candidates, and to no other")
         longest = max(self.base.lengths[:batch])
         if longest + plan.longest > self.limits.kv_capacity:
@@ -242,7 +243,8 @@ class DecodingRunner:
             stages = dict(current.stages)
             accept = {ACCEPTANCE: stages.pop(ACCEPTANCE)}
             self._steps.run((current.key, BASE_VERIFY), stages)
-            shown = current.nodes() if trees is None else padded_trees(trees, *current.shape)
+            known = trees if plan.is_given else None  # of a joint tree the draft model's part comes with the tree
+            shown = current.nodes() if known is None else padded_trees(known, *current.shape)
             self.base.sampling.fill_masks(rules, shown[0].size, shown)
             self._steps.run((current.key, ACCEPTANCE), accept)
         self._latest_round = current
@@ -259,8 +261,8 @@ class DecodingRunner:
         return self._round(self._kinds.get(asked) or self._make_kind(*asked), max(base.lengths[:batch]))
 
     def takes_given(self, batch: int, plan: DraftPlan) -> bool:
-        """Whether a round of a plan of given candidates can run now in the `batch` leading slots: there are engines
-        that verify its tree, and room for it."""
+        """Whether a round of a plan that takes given candidates can run now in the `batch` leading slots: there are
+        engines that verify its tree, and room for it."""
         longest = max(self.base.lengths[:batch])
         bucket = self._bucket(batch)
         nodes = self.verification.engine_nodes(plan) if self.verification.takes(bucket, plan) else 0
@@ -278,7 +280,7 @@ class DecodingRunner:
                 for key_range in self._engines.key_ranges(widest):
                     names = self._steps.capture(*self._flush_step(bucket, tokens, key_range))
                     failed += [f"{name} of {bucket} sequences, {key_range} rows" for name in names]
-            served = [plan for plan in plans if not plan.is_given or self.verification.takes(bucket, plan)]
+            served = [plan for plan in plans if not plan.takes_given or self.verification.takes(bucket, plan)]
             for plan, plain, adapts in product(served, (True, False), self.base.adapter_kinds):
                 for current in self._rounds_of(self._make_kind(bucket, plan, plain, adapts, False, tokens)):
                     names, key = self._steps.capture(current.key, current.stages), current.key

@@ -128,7 +128,7 @@ class CandidateBuffers:
     def _make(self, batch: int, plan: DraftPlan) -> Candidates:
         shape = (batch, plan.candidates)
         frontiers = (batch, max(1, plan.levels - 1), plan.columns)
-        selected = (batch, plan.tree_size - 1)
+        selected = (batch, plan.selected)
         views = _views(self._buffers, shape, shape, shape, frontiers, selected)
         if plan.sampled:  # drawn tokens are written without their parents, which are those before them
             views = views._replace(parents=self._constant(range(-1, plan.steps - 1), shape))

@@ -144,7 +144,9 @@ class TreeVerification:
         shape = self.shape(batch, nodes, inputs.attention_mask.shape[3], adapts)
         engine = self._engines.bound(shape, slots, lambda: self._bindings(shape, tree))
         tables = self._base.tables(slots)
-        expansion = None if self._draft is None or plan.is_given else self._draft.expansion(plan)
+        expansion, given = None, None
+        if self._draft is not None and not plan.is_given:
+            expansion, given = self._draft.expansion(plan), self._draft.given(batch, plan)
         prepare = partial(
             self._backend.draft_tree.prepare_verification,
             plan.level(plan.levels),
@@ -154,6 +156,7 @@ class TreeVerification:
             tree.nodes,
             inputs,
             expansion,
+            given,
         )
         return prepare, engine.enqueue
 

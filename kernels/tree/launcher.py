@@ -17,10 +17,12 @@ from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepIn
 from edgellm.kernels.sampling.launcher import EmbeddingTable, split_tables
 from edgellm.kernels.tree.contract import (
     MAXIMUM_DRAFT_VOCABULARY,
+    MAXIMUM_GIVEN,
     MAXIMUM_TOP_K,
     MAXIMUM_TREE_TOKENS,
     Candidates,
     Expansion,
+    Given,
     HiddenRows,
     Level,
     TreeKernels,
@@ -54,6 +56,7 @@ def tree_source(dtype: str, embedding: EmbeddingTable | None = None) -> ModuleSo
             ("EXPAND_THREADS", _EXPAND_THREADS),
             ("TREE_THREADS", _THREADS),
             ("MAXIMUM_TOP_K", MAXIMUM_TOP_K),
+            ("MAXIMUM_GIVEN", MAXIMUM_GIVEN),
             ("MAXIMUM_TREE_TOKENS", MAXIMUM_TREE_TOKENS),
             *(() if embedding is None else embedding.macros),
         ),
@@ -99,10 +102,11 @@ class CudaTree(Launcher):
         hidden: HiddenRows,
         inputs: StepInputs,
         expansion: Expansion | None,
+        given: Given | None = None,
     ) -> None:
         """What the draft model reads in the propose step of a level; see the contract."""
         tables, embedding = split_tables(tables)
-        arguments = (level, committed, tables, candidates, hidden, inputs, expansion)
+        arguments = (level, committed, tables, candidates, hidden, inputs, expansion, given)
         sizes = self._check("prepare_proposal", *arguments)
         top_k, rows = sizes["K"], 1 if level.number == 1 else sizes["K"]
         mergers, list_bytes = _mergers("prepare_proposal", sizes, expansion)
@@ -121,10 +125,11 @@ class CudaTree(Launcher):
         tree: TreeNodes,
         inputs: StepInputs,
         expansion: Expansion | None,
+        given: Given | None = None,
     ) -> None:
         """The tree to verify and what the base model reads of it; see the contract."""
         tables, embedding = split_tables(tables)
-        arguments = (level, state, tables, candidates, tree, inputs, expansion)
+        arguments = (level, state, tables, candidates, tree, inputs, expansion, given)
         sizes = self._check("prepare_verification", *arguments)
         top_k, count = sizes["K"], candidate_count(level.number, sizes["K"])
         mergers, list_bytes = _mergers("prepare_verification", sizes, expansion)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from tiny_families import RECURRENT
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
 from edgellm.commands.descriptions import executor_facts, sizes_in_words
+from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits, EngineShape
 
@@ -49,6 +52,27 @@ def test_facts_are_those_of_the_model(built_directory: Path, checkpoint: Path, l
     assert kernels == {"name": "kernels", "shapes": "base decode 1; base prefill 16", "reason": None}
     assert platform["bytes"] == sum(path.stat().st_size for path in (built_directory / "plans").rglob("*.engine"))
     assert said["differences"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lfm2", "2 short convolutions over 3 tokens, 1 of attention"),
+        ("qwen3_5", "2 of the gated delta rule (2 key heads of 16, 4 value heads of 24, behind convolutions over 4 "),
+    ],
+)
+def test_layers_of_several_kinds(
+    name: str, words: str, tmp_path: Path, make_checkpoint: Callable[..., Path], limits: EngineLimits
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", **RECURRENT[name])
+    build_engine_directory(checkpoint, tmp_path / "engines", limits, [])
+    result, said = info(tmp_path / "engines"), facts(tmp_path / "engines")
+    assert result.exit_code == 0 and words in result.stdout
+    tensors = load_file(checkpoint / "model.safetensors")
+    assert said["parameters"] == sum(math.prod(values.shape) for values in tensors.values())
+    small = sum(values.size for key, values in tensors.items() if key.endswith(("conv1d.weight", "A_log", "dt_bias")))
+    small += sum(values.size for key, values in tensors.items() if ".conv.conv." in key)
+    assert said["memory"]["weights"] == 2 * (said["parameters"] + small)  # which are of float32
 
 
 def test_text_names_what_matters(built_directory: Path) -> None:

@@ -96,6 +96,8 @@ def test_an_empty_file_changes_nothing(tmp_path):
         ("adapters: [a]", "adapters is \\['a'\\]: expected names and directories"),
         ("adapters: {a: 1}", "adapters in .*: 'a' is 1: expected a name and a directory"),
         ("history: maybe", "history is 'maybe': expected true or false"),
+        ("states_mib: -1", "states_mib is -1: expected a whole number of MiB from 0 to 1048576"),
+        ("states_mib: much", "states_mib is 'much': expected a whole number of MiB from 0 to 1048576"),
         ("stats: 3", "stats is 3: expected true, false or null"),
         ("- a\n- b", "holds a list"),
         ("a: b: c", "not valid YAML"),

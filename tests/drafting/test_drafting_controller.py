@@ -266,6 +266,21 @@ def test_steps_shrink_with_the_batch_where_drafting_loses():
     assert sizes[0] > sizes[1] >= sizes[2]
 
 
+def test_what_is_likely_is_what_comes_next_but_for_tries_and_is_not_noted():
+    controller, other = make(GPU), make(GPU)
+    tried = 0
+    for number in range(300):
+        likely = controller.likely(1000, 1)
+        assert controller.likely(3, 1) is None or controller.likely(3, 1).steps < 3
+        plan = controller.next_plan(1000, 1)
+        assert plan == other.next_plan(1000, 1), "asking changes nothing"
+        tried += plan != likely
+        for each in (controller, other):
+            each.record(plan, [1 + number % 3 if plan is not None else 1], GPU[name_of(plan)] / 1000)
+    assert 0 < tried == controller.report().explored
+    assert controller.plain_seconds(1) == pytest.approx(GPU[PLAIN] / 1000, rel=0.3)
+
+
 def test_choices_follow_from_finished_rounds_alone():
     controller, other = make(GPU), make(GPU)
     for plan, length in ((PLANS[2], 3), (PLANS[-1], 5), (None, 1), (PLANS[0], 1)) * 20:

@@ -27,3 +27,17 @@ def call_template(written: str) -> str:
         "{% for call in m.tool_calls or [] %}{% set c = call.function %}" + written + "{% endfor %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+
+
+#: As LFM2's: tools between marks, and in messages their text alone; calls are part of it.
+WITHOUT_CALLS = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}<|tool_response_start|>{{ m.content }}<|tool_response_end|>{% else %}{{ m.content }}"
+    "{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+#: As Qwen3.5's: an answer begins within its reasoning, but where thinking is switched off.
+THINKING = call_template(WRITTEN["qwen3_coder"])[: -len("{% endif %}")] + (
+    "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% else %}<think>\n"
+    "{% endif %}{% endif %}"
+)

@@ -16,7 +16,7 @@ from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
 from edgellm.engines.lora.config import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
+from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, mtp_draft
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -175,8 +175,12 @@ HEADS = {
 
 
 EAGLE1 = replace(EAGLE3, generation="1", has_head=False, has_mapping=False, draft_vocab_size=97, feature_layers=(2,))
+#: Qwen3.5's attention: with gates, norms by 1 + weight, and a part of each head that is rotated.
+GATED = replace(LLAMA, attention_gate=True, qk_norm=True, norm_offset=1.0, rotary_dim=8, naming="qwen3_5")
 DRAFTS = {
     **HEADS,
+    "mtp": mtp_draft(GATED, 53),
+    "mtp_of_all_tokens": mtp_draft(replace(GATED, tie_word_embeddings=True)),
     "eagle1": EAGLE1,
     "eagle1_with_biases": replace(EAGLE1, fc_bias=True, decoder=replace(EAGLE1.decoder, attention_bias=True)),
     "each_feature_normed": replace(EAGLE3, generation="3.1", feature_norm="each", feed_back_normed=True),

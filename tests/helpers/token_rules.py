@@ -103,14 +103,15 @@ def rules(seed: int = 0) -> TokenConstraint:
 
 
 def random_trees(generator: np.random.Generator, likely: Sequence[Sequence[int]], plan: DraftPlan) -> list[GivenTree]:
-    """Trees of what follows each slot's last tokens in `likely`, of other tokens, and of what no rule allows."""
+    """Trees of what follows each slot's last tokens in `likely`, of other tokens, and of what no rule allows; those
+    with an even number of nodes lead where a draft model proposes, too."""
     trees = []
     for tokens in likely:
-        count = int(generator.integers(0, plan.top_k + 1))
+        count = int(generator.integers(0, plan.given_nodes + 1))
         chosen, parents, depths = [], [], []
         for node in range(count):
-            above = [-1, *(place for place in range(node) if depths[place] < plan.steps)]
-            goes_on = node and depths[-1] < plan.steps and generator.random() < 0.6
+            above = [-1, *(place for place in range(node) if depths[place] < plan.given_depth)]
+            goes_on = node and depths[-1] < plan.given_depth and generator.random() < 0.6
             parent = node - 1 if goes_on else int(generator.choice(above))
             depth = 0 if parent < 0 else depths[parent]
             follows = depth < len(tokens) and generator.random() < 0.8
@@ -119,7 +120,7 @@ def random_trees(generator: np.random.Generator, likely: Sequence[Sequence[int]]
             chosen.append(token if token not in siblings else min({*range(VOCABULARY)} - siblings))
             parents.append(parent)
             depths.append(depth + 1)
-        trees.append(GivenTree(chosen, parents))
+        trees.append(GivenTree(chosen, parents, len(chosen) % 2 == 0))
     return trees
 
 
@@ -147,7 +148,7 @@ def ruled_answers(
         )
         fitting = plan and plan.fitting(room)
         trees = None
-        if fitting is not None and fitting.is_given:
+        if fitting is not None and fitting.takes_given:
             trees = random_trees(
                 generator, [likely[len(tokens) :] for likely, tokens in zip(expected, found, strict=False)], fitting
             )

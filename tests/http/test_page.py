@@ -5,38 +5,23 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import jsonschema
 import openai
 import pytest
 from http_server import MODEL, ServerProcess, running, wait_for
+from served_page import TURN, answer, ask, facts, opened, streamed
 
 from edgellm.http.page import PATHS, POLICY
 from edgellm.runtime import SHIPPED_MODEL
-from tools.docs.browser import NAMES, Page, find_browser
+from tools.docs.browser import Page
 
 TOYS = SHIPPED_MODEL / "scenes" / "toys.png"
 TOYS_URL = f"data:image/png;base64,{base64.b64encode(TOYS.read_bytes()).decode()}"
 KEY = "a-key-of-the-test"
-TURN = "document.querySelectorAll('#turns > li')"
 #: Hundreds of tokens that nothing but a stop ends before.
 ENDLESS = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximum": 999}, "minItems": 250}
-
-
-@contextmanager
-def opened(server: ServerProcess, *options: str, host: str | None = None) -> Iterator[Page]:
-    """The server's page in a browser of its own, which at the end has asked nobody else and seen nothing wrong."""
-    if find_browser() is None:
-        pytest.skip(f"no browser on this system: expected one of {', '.join(NAMES)}")
-    with Page(*options) as page:
-        origin = f"http://{host or server.host}:{server.port}"
-        page.open(f"{origin}/")
-        yield page
-        page.evaluate("1")  # what was noted meanwhile is read
-        foreign = [url for url in page.requested if not url.startswith((f"{origin}/", "data:image/", "about:"))]
-        assert not foreign and not page.wrong
 
 
 @pytest.fixture(scope="module")
@@ -52,26 +37,10 @@ def page(shared: Page) -> Page:
     shared.answer_no_more()
     shared.resize(1280, 800)
     shared.click("#new")
-    for field in ("#schema", "#temperature", "#max_tokens", "#system"):
+    for field in ("#schema", "#tools", "#temperature", "#max_tokens", "#system"):
         if shared.evaluate(f"document.querySelector('{field}').value"):
             shared.fill(field, "")
     return shared
-
-
-def ask(page: Page, text: str) -> None:
-    page.fill("#question", text)
-    page.wait_for("!document.getElementById('send').disabled")
-    page.press("Enter")
-
-
-def answer(page: Page, turn: int = 0) -> str:
-    """The text of an answer, as soon as it is there as a whole."""
-    page.wait_for(f"{TURN}[{turn}]?.querySelector('.answered').ariaBusy === 'false'")
-    return page.evaluate(f"{TURN}[{turn}].querySelector('.said').innerText")
-
-
-def facts(page: Page, turn: int = 0) -> str:
-    return page.evaluate(f"{TURN}[{turn}].querySelector('.facts').innerText")
 
 
 def test_files_are_served_with_a_strict_policy_and_without_a_key() -> None:
@@ -189,11 +158,6 @@ def test_errors_are_shown_as_they_are_said(page: Page, server: ServerProcess) ->
     assert status == 400 and shown == found["error"]["message"]
     ask(page, "Where is the red cup?")  # what failed is no part of the conversation
     assert answer(page, 1) == "The red cup is at the front left."
-
-
-def streamed(*deltas: dict[str, str], end: str = "data: [DONE]\n\n") -> bytes:
-    events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}], "usage": None} for delta in deltas]
-    return ("".join(f"data: {json.dumps(each)}\n\n" for each in events) + end).encode()
 
 
 def test_reasoning_is_folded_and_text_is_never_html(page: Page) -> None:

@@ -141,7 +141,7 @@ def paused() -> Callable[[LLM], object]:
     return pause
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def slowed() -> Callable[[LLM], None]:
     """Lets each round of a model take a while, so that what a test does meanwhile comes in time on a busy machine."""
 

@@ -18,10 +18,11 @@ from served_answers import Answer, answer
 from tokenizers import Tokenizer
 
 from edgellm import LLM, AsyncLLM, Request, RequestError, SamplingParams, SpecDecodeRuntime
+from edgellm.drafting.choosers import FixedDrafting
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.config import EngineLimits
-from edgellm.engines.speculation.draft_plan import DraftPlan, given
+from edgellm.engines.speculation.draft_plan import DraftPlan, given, tree
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.errors import ConstraintError
 from edgellm.structure.description import Structure
@@ -48,18 +49,23 @@ DRAFTINGS = {
 
 class GivenTrees:
     """In the place of `GivenDrafting`: gives candidates wherever it may, what rules force and others, right and wrong
-    ones; plain steps begin in the place of every other round, where steps begin before tokens are known."""
+    ones; plain steps begin in the place of every other round, where steps begin before tokens are known. Beside a
+    `chooser`'s plans in one tree, if there is one."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self._random, self._plan, self.rounds = random.Random(seed), given(7, 3), 0
+    def __init__(self, seed: int = 0, chooser: Any = None) -> None:
+        self._random, self._plan, self.rounds, self.joint = random.Random(seed), given(7, 3), 0, 0
+        self._chooser = chooser
 
     def choose(
         self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False
     ) -> tuple[DraftPlan, list[GivenTree]] | None:
-        if begun or self._plan.longest > room or not runner.takes_given(len(sequences), self._plan):
+        plan, beside = self._plan, None if self._chooser is None else self._chooser.likely(room, len(sequences))
+        if beside is not None:
+            plan = beside.joined(5, 3, 16)
+        if begun or plan.longest > room or not runner.takes_given(len(sequences), plan):
             return None
-        self.rounds += 1
-        return self._plan, [self._tree(sequence.constraint) for sequence in sequences]
+        self.rounds, self.joint = self.rounds + 1, self.joint + plan.is_joint
+        return plan, [self._tree(sequence.constraint) for sequence in sequences]
 
     def promises(self, runner: Any, sequences: Sequence[Any], room: int) -> bool:
         return False
@@ -78,7 +84,8 @@ class GivenTrees:
         except ConstraintError:
             forced = []
         others = self._random.sample(range(300), 2)
-        return GivenTree([*forced, *others], [*range(-1, len(forced) - 1), -1, -1])
+        leads = self._random.random() < 0.7
+        return GivenTree([*forced, *others], [*range(-1, len(forced) - 1), -1, -1], leads)
 
 
 def varied_requests(count: int, seed: int) -> list[Request]:
@@ -138,34 +145,48 @@ def expected(serving_engines: Path) -> tuple[list[Request], list[Answer]]:
     return requests, plain_answers(serving_engines, requests)
 
 
+def giving(runtime: SpecDecodeRuntime, gives: str) -> None:
+    """Let a runtime give no candidates, or these alone ("given"), or beside its draft model's ("joint")."""
+    drafters = runtime._drafters
+    drafters.given = GivenTrees(0, drafters.chooser if gives == "joint" else None) if gives else None
+
+
 @contextmanager
-def opened(engines: Path, name: str, gives: bool) -> Iterator[SpecDecodeRuntime]:
+def opened(engines: Path, name: str, gives: str) -> Iterator[SpecDecodeRuntime]:
     with SpecDecodeRuntime(engines, drafting=DRAFTINGS[name], backend="numpy") as runtime:
-        runtime._drafters.given = GivenTrees() if gives else None
+        giving(runtime, gives)
         yield runtime
 
 
-@pytest.mark.parametrize("gives", [False, True], ids=["", "given"])
+GIVES = pytest.mark.parametrize("gives", ["", "given", "joint"])
+
+
+@GIVES
 @pytest.mark.parametrize("name", list(DRAFTINGS))
 def test_batches_whose_members_come_and_go(
-    serving_engines: Path, expected: tuple[list[Request], list[Answer]], name: str, gives: bool
+    serving_engines: Path, expected: tuple[list[Request], list[Answer]], name: str, gives: str
 ) -> None:
     requests, alone = expected
+    if gives == "joint" and name == "plain":
+        pytest.skip("there is no draft model's plan")
     with opened(serving_engines, name, gives) as runtime:
         assert [answer(each) for each in runtime.handle_request(requests)] == alone
         assert [answer(runtime.handle_request(each)) for each in requests[:8]] == alone[:8]
         assert not gives or runtime._drafters.given.rounds > 5
+        assert gives != "joint" or runtime._drafters.given.joint > 5
 
 
-@pytest.mark.parametrize("gives", [False, True], ids=["", "given"])
+@GIVES
 @pytest.mark.parametrize("name", ["plain", "tree", "chain"])
 def test_captured_steps_with_one_under_way(
-    captured: Callable[..., Any], expected: tuple[list[Request], list[Answer]], name: str, gives: bool
+    captured: Callable[..., Any], expected: tuple[list[Request], list[Answer]], name: str, gives: str
 ) -> None:
     requests, alone = expected
+    if gives == "joint" and name == "plain":
+        pytest.skip("there is no draft model's plan")
     runtime, backend = captured(DRAFTINGS[name])
     with runtime:
-        runtime._drafters.given = GivenTrees() if gives else None
+        giving(runtime, gives)
         assert [answer(each) for each in runtime.handle_request(requests)] == alone
         captures = [*backend.captures]
         assert any("forward" in each for each in captures) or name != "plain"
@@ -222,10 +243,10 @@ def ids(serving_engines: Path) -> Callable[[str], list[int]]:
     return Tokenizer.from_directory(serving_engines).encode
 
 
-@pytest.mark.parametrize("gives", [False, True], ids=["", "given"])
+@GIVES
 @pytest.mark.parametrize("name", ["plain", "tree"])
 def test_a_grammar_without_a_way_on_fails_one_request_alone(
-    captured: Callable[..., Any], ids: Callable[[str], list[int]], name: str, gives: bool
+    captured: Callable[..., Any], ids: Callable[[str], list[int]], name: str, gives: str
 ) -> None:
     """Its end of sequence is not allowed; where max_tokens ends the answer before that, nothing is amiss."""
     closed = SamplingParams(structure=Structure(choice=["abc"]), allowed_token_ids=ids("abc"))
@@ -234,7 +255,7 @@ def test_a_grammar_without_a_way_on_fails_one_request_alone(
     requests = [Request([number, 7, 9], None, params) for number, params in enumerate(each)]
     runtime, _ = captured(DRAFTINGS[name])
     with runtime:
-        runtime._drafters.given = GivenTrees() if gives else None
+        giving(runtime, gives)
         failed, *found = runtime.handle_request(requests)
         assert isinstance(failed, ConstraintError), failed
         assert [response.finish_reason for response in found] == ["stop", "length", "length"]
@@ -267,7 +288,7 @@ def test_answers_that_are_over_leave_room_to_others(captured: Callable[..., Any]
 @pytest.mark.parametrize("name", ["plain", "tree"])
 def test_limits_cut_answers(serving_engines: Path, name: str) -> None:
     structure = Structure(json=SCHEMAS[0])
-    with opened(serving_engines, name, False) as runtime:
+    with opened(serving_engines, name, "") as runtime:
         whole = runtime.handle_request(Request([1, 2], None, SamplingParams(structure=structure)))
         assert whole.structure_complete and whole.finish_reason == "stop"
         count = len(whole.token_ids)
@@ -292,7 +313,7 @@ def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str
     params = SamplingParams(
         temperature=1.3, seed=3, structure=Structure(choice=["yes", "no"]), logprobs=3, logit_bias={no: 2.0}
     )
-    with opened(serving_engines, "plain", False) as runtime:
+    with opened(serving_engines, "plain", "") as runtime:
         free = runtime.handle_request(Request([4, 5], None, SamplingParams(max_tokens=1, logprobs=20, logit_bias={})))
         logits = runtime._runner.logits(0, 1)[0].astype(np.float64)
         plain = runtime.handle_request(Request([4, 5], None, params))
@@ -303,7 +324,7 @@ def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str
     assert first.logprob == pytest.approx(law[first.token_id], abs=1e-4)
     assert [each.logprob for each in plain.logprobs[1:]] == [0.0] * (len(plain.token_ids) - 1)
     assert free.logprobs[0].top[-1][1] > -np.inf
-    with opened(serving_engines, name, name != "plain") as runtime:
+    with opened(serving_engines, name, "joint" if name != "plain" else "") as runtime:
         found = runtime.handle_request(Request([4, 5], None, params))
         assert found.token_ids == plain.token_ids
         for one, other in zip(found.logprobs, plain.logprobs, strict=True):
@@ -314,7 +335,7 @@ def test_logprobs_are_those_after_mask_and_bias(serving_engines: Path, name: str
 
 def test_bad_words_of_several_tokens_never_come(serving_engines: Path) -> None:
     """Greedy answers are driven along: each pair of tokens that came is forbidden then."""
-    with opened(serving_engines, "plain", False) as plain, opened(serving_engines, "tree", True) as drafted:
+    with opened(serving_engines, "plain", "") as plain, opened(serving_engines, "tree", "joint") as drafted:
         words: list[list[int]] = []
         for _ in range(6):
             params = SamplingParams(max_tokens=12, ignore_eos=True, bad_words=words)
@@ -369,8 +390,8 @@ def test_sessions_messages_that_go_on_and_async(serving_engines: Path) -> None:
 class KnownAnswers(GivenTrees):
     """Gives what a sequence will say, as far as its rules or chance do not say otherwise."""
 
-    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]]) -> None:
-        super().__init__()
+    def __init__(self, expected: Mapping[tuple[int, ...], Sequence[int]], chooser: Any = None) -> None:
+        super().__init__(0, chooser)
         self._expected = expected
 
     def choose(
@@ -382,7 +403,7 @@ class KnownAnswers(GivenTrees):
         trees = []
         for sequence in sequences:
             tokens = self._expected[tuple(sequence.prompt_ids)][sequence.known : sequence.known + 3]
-            trees.append(GivenTree([*tokens, 5], [*range(-1, len(tokens) - 1), -1]))
+            trees.append(GivenTree([*tokens, 5], [*range(-1, len(tokens) - 1), -1], chosen[0].is_joint))
         return chosen[0], trees
 
 
@@ -425,7 +446,7 @@ def test_reasoning_that_ends_inside_of_a_round(thinking_engines: Path) -> None:
     assert sum(bool(response.structure_complete) for response in plain) > 3
     known = {tuple(request.prompt): response.token_ids for request, response in zip(requests, plain, strict=True)}
     inside = 0
-    for gives in (None, KnownAnswers(known), GivenTrees()):
+    for gives in (None, KnownAnswers(known), GivenTrees(), KnownAnswers(known, FixedDrafting(tree(4, 2, 8)))):
         with SpecDecodeRuntime(thinking_engines, drafting=TREE, backend="numpy") as runtime:
             runtime._drafters.given = gives
             step = runtime._runner.step

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fixed_shape_backend import FixedShapeBackend
 from tiny_families import RECURRENT
 
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
@@ -17,6 +18,7 @@ from edgellm.drafting import given
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
 
 TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
@@ -250,6 +252,53 @@ def test_forced_tokens_and_rules(runtime: SpecDecodeRuntime, engines: Path) -> N
         assert all("of course" in each.text for each in responses)
 
 
+@pytest.mark.parametrize("mode", ["plain", "tree"])
+def test_the_ways_of_a_gpu(
+    engines: Path, cold: Callable[..., tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """Fixed shapes, padded chunks, captured steps, a step always under way: turns, edits, eviction, giving way."""
+    monkeypatch.setattr("edgellm.runtime.open_backend", lambda _, directory: FixedShapeBackend(directory))
+    with SpecDecodeRuntime(engines, drafting=MODES[mode]) as runtime:
+        monkeypatch.undo()
+        states = keeping(runtime)._states
+        assert states is not None
+        states.most = 6
+        prompts = list(random_prompts(cold, 8, 16))
+        total = 0
+        for number, prompt in enumerate(prompts):
+            params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
+            found, count = ask(runtime, prompt, params)
+            assert tuple(found) == cold(prompt, params), number
+            total += count
+        assert total > 150
+        responses = runtime.handle_request([Request(prompt, None, GREEDY) for prompt in prompts[:6]])
+        assert [tuple(each.token_ids) for each in responses] == [cold(prompt) for prompt in prompts[:6]]
+
+
+def test_states_are_those_of_an_adapter(engines: Path, make_adapter: Callable[..., Path], tmp_path: Path) -> None:
+    """What was computed with another adapter, or without, is never gone on from."""
+    directory = EngineDirectory.open(engines)
+    adapters = {name: make_adapter(tmp_path / name, directory.config, seed) for seed, name in enumerate(("a", "b"))}
+    limits = replace(EngineLimits(2, 16, 192), max_lora_rank=4, lora_slots=2)
+    build_engine_directory(engines.parent / "checkpoint", tmp_path / "engines", limits, [], adapters=adapters)
+    with SpecDecodeRuntime(tmp_path / "engines", backend="numpy") as runtime:
+        keeping(runtime)
+        states, longer = runtime._states, replace(GREEDY, max_tokens=40)
+        assert states is not None
+        expected = {}
+        for adapter in ("a", "b", None):
+            runtime._forget_contents()
+            states.close()
+            expected[adapter] = runtime.handle_request(Request(PROMPT, None, longer, adapter=adapter)).token_ids
+        assert len(set(map(tuple, expected.values()))) == 3
+        runtime._forget_contents()
+        states.close()
+        for number, adapter in enumerate(("a", "b", None, "a", None, "b", "a")):
+            response = runtime.handle_request(Request(PROMPT, None, longer, adapter=adapter))
+            assert response.token_ids == expected[adapter]
+            assert response.usage.reused_tokens in ((0,) if number < 3 else (0, 36))
+
+
 def test_memory_of_many_turns_is_flat(engines: Path) -> None:
     with SpecDecodeRuntime(engines, backend="numpy", state_budget=0) as runtime:
         states = keeping(runtime)._states
@@ -262,7 +311,7 @@ def test_memory_of_many_turns_is_flat(engines: Path) -> None:
         states.most = 5
         for number in range(30):
             ask(runtime, [number, *PROMPT])
-            assert len(states._kept) + len(states._free) <= 5
+            assert len(states._kept) <= 5
         assert states.nbytes == 5 * states.size
         assert runtime._open_runner().base.memory_plan.host["states at places of texts"] == 256 << 20
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,31 @@ def test_a_loop_that_is_left_lets_go(serving_engines: Path, slowed: Slow) -> Non
             return llm.metrics()["requests"]["finished"]
 
     assert asyncio.run(run()) == {"cancelled": 2, "length": 1}
+
+
+class KeepsFutures(ThreadPoolExecutor):
+    """Threads that keep what they did, as any do for a moment."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.kept: list[Future[Any]] = []
+
+    def submit(self, *arguments: Any, **others: Any) -> Future[Any]:
+        self.kept.append(super().submit(*arguments, **others))
+        return self.kept[-1]
+
+
+def test_the_thread_that_asked_holds_no_answer(serving_engines: Path, slowed: Slow) -> None:
+    async def run() -> str:
+        asyncio.get_running_loop().set_default_executor(KeepsFutures())
+        async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
+            slowed(llm.served)
+            session = llm.create_session(params=LONG)
+            async for _ in session.stream("x"):
+                break
+            return (await session.send("y", SHORT)).finish_reason
+
+    assert asyncio.run(run()) == "length"
 
 
 def test_wrong_arguments_are_refused_at_the_call(serving_engines: Path) -> None:

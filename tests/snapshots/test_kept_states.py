@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -180,3 +181,31 @@ def test_which_slot_is_taken() -> None:
 def test_wrong_budgets(runtime: SpecDecodeRuntime, budget: object) -> None:
     with pytest.raises(RequestError, match=r"state_budget is .*: expected a whole number of bytes, 0 or more"):
         SpecDecodeRuntime(runtime.directory.path, backend="numpy", state_budget=budget)  # type: ignore[arg-type]
+
+
+def test_what_the_commands_and_the_plan_say(runtime: SpecDecodeRuntime, edgellm: Callable[..., tuple]) -> None:
+    states = runtime._states
+    assert states is not None
+    base = runtime._open_runner().base
+    held = sum(each.memory.nbytes for slot in range(3) for each in base.states.recurrent_of_slot(slot))
+    plan = runtime.planned_memory
+    assert 0 < plan["recurrent states"] - held < held and plan["inputs of recurrent layers"] > 0
+    tensors = base.states.tensors.items()
+    assert plan["KV caches"] == sum(tensor.nbytes for name, tensor in tensors if "cache" in name)
+    assert "host: states at places of texts, at most" in base.memory_plan.describe()
+    code, out, _ = edgellm("info", runtime.directory.path, "--json")
+    facts = json.loads(out)
+    assert code == 0 and facts["host_memory"]["states at places of texts"] == 256 << 20
+    assert facts["host_memory"]["state"] * 3 == held and facts["memory"]["recurrent states"] == plan["recurrent states"]
+    _, out, _ = edgellm("info", runtime.directory.path)
+    size = facts["host_memory"]["state"]
+    places = f"{(256 << 20) // size:,} of {size / 2**20:,.2f} MiB"
+    assert f"of the host up to 256.0 MiB: states at places of texts, {places}" in out
+
+
+def test_a_model_with_attention_alone_keeps_none(tiny_engines: Path, edgellm: Callable[..., tuple]) -> None:
+    with SpecDecodeRuntime(tiny_engines, backend="numpy") as opened:
+        assert opened._states is None and "recurrent states" not in opened.planned_memory
+        assert list(opened._open_runner().base.memory_plan.host) == ["rows of answers that give way"]
+    _, out, _ = edgellm("info", tiny_engines)
+    assert "recurrent" not in out and "states at places" not in out

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from call_templates import WRITTEN, call_template
+import tokenizers
+from byte_level_tokenizer import byte_level
+from call_templates import WITHOUT_CALLS, WRITTEN, call_template
 from command_line import Edgellm
 
 from edgellm import LLM, RequestError
@@ -18,7 +21,10 @@ from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.model.config import EngineLimits
 from edgellm.text.messages import checked_messages
 from edgellm.text.template import ChatTemplate
-from edgellm.tools.formats import taught_format
+from edgellm.text.tokenizer import Tokenizer
+from edgellm.tools.calling import ToolCalling
+from edgellm.tools.formats import FORMATS, checkpoint_format, taught_format
+from edgellm.tools.reader import ToolReader
 
 pytestmark = pytest.mark.usefixtures("private_files")
 
@@ -37,6 +43,83 @@ def test_marks_around_the_tools_tell_of_a_format_too() -> None:
     told = "{% if tools %}<|tool_list_start|>{{ tools | tojson }}{% endif %}{{ messages[0].content }}"
     found = taught_format(ChatTemplate({"default": told}, "it"))
     assert found is not None and found.name == "lfm2"
+
+
+def test_a_token_tells_of_a_format_where_a_template_writes_no_calls() -> None:
+    tokens = {"<|tool_call_start|>"}.__contains__
+    found = taught_format(ChatTemplate({"default": WITHOUT_CALLS}, "it"), tokens)
+    assert found is not None and found.name == "lfm2"
+    assert taught_format(ChatTemplate({"default": WITHOUT_CALLS}, "it")) is None
+    without_tools = WITHOUT_CALLS.replace("tools | tojson", "1")
+    for others in (without_tools, call_template("call {{ c.name }} with {{ c.arguments }}")):
+        assert taught_format(ChatTemplate({"default": others}, "it"), tokens) is None
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_calls_that_are_written_are_read(name: str) -> None:
+    calls = [
+        ("look", {"at": 'it\'s\na "cup"', "n": 3, "more": {"a": [True, None]}, "on": True, "off": None}),
+        ("stop", {}),
+    ]
+    text = FORMATS[name].written(calls)
+    reader = ToolReader(FORMATS[name], {"look": {"properties": {"at": {"type": "string"}}}, "stop": {}})
+    assert reader.push(0, text) + reader.finish() == "" and reader.error is None
+    assert [(call.name, call.parsed) for call in reader.calls] == calls
+    assert FORMATS[name].written([]) == ""
+
+
+MARKS = ["<|tool_call_start|>", "<|tool_call_end|>", "<|tool_response_start|>", "<|tool_response_end|>"]
+
+
+@pytest.fixture
+def lfm2() -> Tokenizer:
+    """Its calls and results stand between special tokens; its template writes no calls."""
+    library = byte_level()
+    library.add_special_tokens(MARKS)
+    return Tokenizer(library, chat_template=ChatTemplate({"default": WITHOUT_CALLS}, "it"))
+
+
+def conversation(arguments: Any, content: Any = None) -> list[dict[str, Any]]:
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": content, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "<|tool_response_end|>"},
+    ]
+
+
+@pytest.mark.parametrize("arguments", [{"at": "<|tool_call_end|>", "n": 1}, '{"at": "<|tool_call_end|>", "n": 1}'])
+@pytest.mark.parametrize("content", [None, "I look."])
+def test_earlier_calls_are_written_where_the_template_leaves_them_out(
+    lfm2: Tokenizer, arguments: Any, content: str | None
+) -> None:
+    assert ToolCalling(lfm2).format() is FORMATS["lfm2"]
+    ids = lfm2.encode_chat(conversation(arguments, content), tools=[{"type": "function", "function": {"name": "look"}}])
+    text = lfm2.decode(ids, skip_special_tokens=False)
+    written = '[look(at="<|tool_call_end|>", n=1), look(at="<|tool_call_end|>", n=1)]'
+    assert f"assistant\n{content or ''}<|tool_call_start|>{written}<|tool_call_end|><|im_end|>" in text
+    counts = [ids.count(lfm2.token_to_id(mark)) for mark in MARKS]
+    assert counts == [1, 1, 1, 1]  # those of the arguments and of the result are text
+
+
+def test_calls_are_written_once_and_only_where_a_format_is_known(lfm2: Tokenizer) -> None:
+    messages = conversation({"at": "cup"})
+    plain = lfm2.encode_chat([{**messages[1], "content": "", "tool_calls": []}])
+    assert lfm2.encode_chat(messages[1:2]) == plain
+    ToolCalling(lfm2)
+    written = lfm2.decode(lfm2.encode_chat(messages[1:2]), skip_special_tokens=False)
+    assert written.count("look(") == 2 and lfm2.encode_chat(messages[1:2]) != plain
+    lfm2.chat_template = described("lfm2")
+    again = lfm2.decode(lfm2.encode_chat(messages[1:2]), skip_special_tokens=False)
+    assert again.count("look(") == 2
+    lfm2.chat_template = ChatTemplate({"default": "{{ messages[0].content }}"}, "it")
+    assert lfm2.encode_chat(messages[1:2]) == []
+    ToolCalling(lfm2, "hermes")
+    lfm2.chat_template = ChatTemplate({"default": "{{ messages[0].content }}."}, "it")
+    found = lfm2.decode(
+        lfm2.encode_chat([{**messages[1], "tool_calls": [{"function": {"name": "look", "arguments": "["}}]}])
+    )
+    assert found == '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>.'
 
 
 @pytest.mark.parametrize(
@@ -103,6 +186,18 @@ def test_a_build_records_the_format_and_info_shows_it(checkpoint: Path, tmp_path
     code, _, errors = edgellm("build", str(checkpoint), str(tmp_path / "no"), "--tool-format", "yaml")
     assert code != 0 and "the tool format 'yaml' is unknown: expected one of" in errors
     assert not (tmp_path / "no").exists()
+
+
+def test_a_build_finds_the_format_in_the_vocabulary(checkpoint: Path, tmp_path: Path, edgellm: Edgellm) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": WITHOUT_CALLS}))
+    assert checkpoint_format(folder, None) is None
+    library = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.add_tokens(MARKS[:2])
+    library.save(str(folder / "tokenizer.json"))
+    assert checkpoint_format(folder, None) == "lfm2"
 
 
 def test_a_directory_without_a_record_goes_by_its_template(checkpoint: Path, tmp_path: Path) -> None:

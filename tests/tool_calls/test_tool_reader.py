@@ -152,7 +152,7 @@ def test_what_is_no_call_of_the_tools_stays_text(name: str, text: str, error: st
         ("mistral_args", "[TOOL_CALLS]look[ARGS]{at: 3}"),
         ("pythonic", "[look(at=open('/etc/passwd'))]"),
         ("pythonic", "[look('cup')]"),
-        ("pythonic", "[look(times=1e999)]"),
+        ("pythonic", "[look(times=[None, 1e999])]"),
         ("pythonic", "[look(at=" + "(" * 300 + ")" * 300 + ")]"),
     ],
 )

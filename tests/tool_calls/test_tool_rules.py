@@ -58,9 +58,9 @@ def choice(mode: Any, parallel: bool = True, tools: Any = TOOLS) -> ToolChoice:
     return found
 
 
-def taken(constraint: TokenConstraint, tokens: Any) -> int:
+def taken(constraint: TokenConstraint, tokens: Any, size: int = byte_vocabulary().size) -> int:
     """How many tokens are allowed one after the other; each one's mask says the same as taking it does."""
-    row = np.empty(mask_words(VOCABULARY.size), np.uint32)
+    row = np.empty(mask_words(size), np.uint32)
     for count, token in enumerate(tokens):
         constraint.fill_mask(row)
         advanced = constraint.try_advance(token)
@@ -143,10 +143,12 @@ def test_a_mark_may_be_spelled_by_tokens_that_go_on_behind_it() -> None:
     assert not all(map(rules.try_advance, wrong))
 
 
-@pytest.mark.parametrize("name", ["mistral", "mistral_args", "lfm2", "hermes"])
-def test_marks_that_are_special_tokens(name: str) -> None:
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("name", ["mistral", "mistral_args", "lfm2", "hermes", "qwen3_coder"])
+def test_marks_that_are_tokens(name: str, is_special: bool) -> None:
+    """Special ones, and those that are not, as published with Qwen's models."""
     library, tool_format = byte_level(), FORMATS[name]
-    library.add_special_tokens(list(tool_format.marks))
+    (library.add_special_tokens if is_special else library.add_tokens)(list(tool_format.marks))
     tokenizer = Tokenizer(library)
     special = {mark: library.token_to_id(mark) for mark in tool_format.marks}
     vocabulary = vocabulary_of(tokenizer, library.token_to_id("<|im_end|>"))
@@ -157,8 +159,11 @@ def test_marks_that_are_special_tokens(name: str) -> None:
         assert all(map(rules.try_advance, ids)) and not rules.is_free() and rules.is_complete()
     detokenizer = tokenizer.detokenizer(shown_ids=special.values())
     assert "".join(map(detokenizer.push, ids)) == CALLS[name]
-    plain = tokenizer.encode("[TOOL_", add_special_tokens=False)
-    assert taken_all(call_constraint(tool_format, choice("required"), vocabulary, special), plain) == 0
+    begun = call_constraint(tool_format, choice("required"), vocabulary, special)
+    assert taken(begun, ids[:1], vocabulary.size) == 1  # its mask and what it takes are the same
+    if is_special:
+        plain = tokenizer.encode("[TOOL_", add_special_tokens=False)
+        assert taken_all(call_constraint(tool_format, choice("required"), vocabulary, special), plain) == 0
 
 
 def taken_all(constraint: TokenConstraint, tokens: list[int]) -> int:
@@ -195,7 +200,7 @@ def test_a_model_thinks_before_it_is_held_to_anything() -> None:
 
 def test_what_a_format_of_single_arguments_cannot_keep_is_refused_by_name() -> None:
     for parameters, found in (
-        ({"type": "object"}, "leaves arguments open"),
+        ({"type": "object", "additionalProperties": {"type": "string"}}, "leaves arguments open"),
         ({"type": "object", "properties": {}, "required": ["at"]}, "requires 'at'"),
         ({"type": "object", "properties": {"a": {}}, "anyOf": [{}]}, "has anyOf beside properties"),
     ):
@@ -203,7 +208,7 @@ def test_what_a_format_of_single_arguments_cannot_keep_is_refused_by_name() -> N
         for name in ("pythonic", "qwen3_coder"):
             with pytest.raises(RequestError, match=found):
                 call_constraint(FORMATS[name], wanted, VOCABULARY, {})
-    texts = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}
+    texts = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^[a-z]*$"}}}
     wanted = choice("required", tools=checked_tools([{"name": "look", "parameters": texts}]))
     with pytest.raises(RequestError, match="argument 'a' with text of a form"):
         call_constraint(FORMATS["qwen3_coder"], wanted, VOCABULARY, {})

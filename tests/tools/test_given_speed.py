@@ -8,7 +8,7 @@ import pytest
 
 from edgellm import LLM, DraftingConfig
 from edgellm.drafting import given
-from tools.bench.given_speed import KINDS, Asked, Way, compared, prompts
+from tools.bench.given_speed import KINDS, Asked, Way, compared, prompts, with_known_answers
 
 ANSWER = [5, 6, 7, 8, 9] * 6
 
@@ -19,7 +19,8 @@ def test_known_answers_are_drawn_by_steps_and_by_rounds(tiny_engines: Path, monk
         LLM(tiny_engines, backend="numpy", drafting=None) as plain,
         LLM(tiny_engines, backend="numpy", drafting=DraftingConfig(kind="suffix")) as drafted,
     ):
-        ways, asked = (Way(plain), Way(drafted)), [Asked([3, 4], ANSWER), Asked([9] * 20, list(range(20, 50)))]
+        ways = tuple(Way(llm, with_known_answers(llm)) for llm in (plain, drafted))
+        asked = [Asked([3, 4], ANSWER), Asked([9] * 20, list(range(20, 50)))]
         for one in asked:
             for way in ways:
                 assert list(way.answered(one).token_ids) == one.answer

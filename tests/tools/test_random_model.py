@@ -11,6 +11,7 @@ import pytest
 
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain, tree
 from edgellm.kernels.compiler import compile_module
@@ -51,6 +52,64 @@ def test_a_sequence_begins_anew_on_the_rows_of_its_prompt(tmp_path: Path, shape:
         expected = logits(0)
         np.testing.assert_allclose(logits(len(PROMPT) - 1), expected, atol=1e-5)
         assert np.abs(expected[0] - expected[-1]).max() > 1e-3
+
+
+def small_hybrid(published: dict[str, Any]) -> DecoderConfig:
+    """The same of a model with layers of several kinds, all of which stay."""
+    kinds = decoder_config(published).layer_kinds[:8]
+    config = replace(small_config(published), tie_word_embeddings=False)  # else they say what was said last
+    if config.naming == "qwen3_5":
+        return replace(config, layer_kinds=kinds, delta_heads=(2, 4, 16, 24), head_dim=64, rotary_dim=16)
+    return replace(config, layer_kinds=kinds, sliding_window=config.sliding_window and 12, head_dim=64, rotary_dim=64)
+
+
+@pytest.mark.parametrize("shape", ["qwen3.5-2b", "lfm2-1.2b", "gemma3-1b"])
+def test_rounds_of_hybrid_models_get_the_lengths_that_are_simulated(tmp_path: Path, shape: str) -> None:
+    """Through the head for multi-token prediction of a model that ships with one, with fewer tokens than the model."""
+    from random_checkpoint import SHAPES
+    from random_model import random_directory, random_runner
+    from simulated_acceptance import ForcedAcceptance, schedule
+
+    config, plan = small_hybrid(SHAPES[shape]), chain(3)
+    limits = replace(LIMITS, draft_top_k=1, verify_tree_size=4)
+    directory = random_directory(tmp_path, config, limits, config.dtype)
+    assert directory.draft is not None
+    assert directory.draft.config.generation == ("mtp" if shape == "qwen3.5-2b" else "3")
+    with random_runner(directory, "numpy") as runner:
+        forced = ForcedAcceptance(runner.backend)
+        runner.verification.before_acceptance = forced
+        runner.start(0, PROMPT, 0, SamplingValues()).wait()
+        lengths = schedule(2.4, 3)
+        forced.use(lengths)
+        assert [len(runner.round(1, plan).wait()[0]) for _ in range(40)] == lengths[:40].tolist()
+        assert np.isfinite(runner.logits(0, 1)).all()
+
+
+def test_a_step_reads_and_writes_recurrent_states_and_reads_the_rows_in_reach() -> None:
+    from probes import state_traffic
+    from random_checkpoint import SHAPES
+
+    limits = EngineLimits(1, 16, 40000)
+    qwen, lfm, gemma = (decoder_config(SHAPES[name]) for name in ("qwen3.5-2b", "lfm2-1.2b", "gemma3-1b"))
+    matrices, columns = 18 * 16 * 128 * 128 * 4, 18 * 6144 * 3 * 4
+    assert state_traffic(qwen, limits, "float16", 100) == 2 * (matrices + columns) + 6 * 2 * 100 * 2 * 256 * 2
+    assert state_traffic(lfm, limits, "float16", 100) == 2 * 10 * 2048 * 2 * 4 + 6 * 2 * 100 * 8 * 64 * 2
+    windows = replace(limits, window_rows=limits.rows_for_window(gemma.window))
+    assert state_traffic(gemma, windows, "bfloat16", 30000) == (4 * 30000 + 22 * 512) * 2 * 256 * 2
+    assert state_traffic(gemma, limits, "bfloat16", 30000) == 26 * 30000 * 2 * 256 * 2
+
+
+def test_models_of_published_shapes_have_the_published_weights() -> None:
+    from gpu_speed import prefill_operations
+    from random_checkpoint import SHAPES
+
+    counts = {}
+    for name in ("qwen3.5-2b", "lfm2-1.2b", "gemma3-1b"):
+        specs = decoder_weights(decoder_config(SHAPES[name]))
+        counts[name] = sum(int(np.prod(spec.shape)) for spec in specs)
+    assert counts == {"qwen3.5-2b": 1_881_825_088, "lfm2-1.2b": 1_170_340_608, "gemma3-1b": 999_885_952}
+    linear, attention = 16 * (2048 * (2048 + 2 * 512) + 2048**2 + 3 * 2048 * 8192), 16 * 2048
+    assert prefill_operations(decoder_config(SHAPES["llama-1b"]), 500) == 2 * 500 * (linear + attention * 500)
 
 
 def test_a_loop_of_plain_steps_begins_behind_its_prompt_each_time(tmp_path: Path) -> None:

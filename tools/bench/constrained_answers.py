@@ -30,6 +30,7 @@ import jsonschema
 import numpy as np
 
 from edgellm import Request, Response, SamplingParams, SpecDecodeRuntime, Structure
+from edgellm.drafting import given
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -46,13 +47,16 @@ from tools.bench.provenance import provenance
 from tools.bench.random_checkpoint import write_checkpoint
 from tools.bench.random_draft import write_draft
 
-#: How answers are drafted; "forced" takes the tokens that rules leave no choice of, as a model without a draft does.
+#: How answers are drafted; "forced" takes the tokens that rules leave no choice of, as a model without a draft does;
+#: "joint" puts these, and what was said before, into the draft model's trees, also where that does not pay.
 WAYS: dict[str, DraftingConfig | None] = {
     "chain": DraftingConfig(kind="chain", draft_steps=5),
     "tree": DraftingConfig(10, 3, 16),
     "suffix": DraftingConfig(kind="suffix"),
     "forced": None,
+    "joint": DraftingConfig(10, 3, 16, suffix_decoding=True),
 }
+_GAINS = given.GAIN, given.JOINT_GAIN
 #: Prompts in chunks that kernels take: no plans are built for them.
 LIMITS = EngineLimits(4, 16, 1024, draft_top_k=10, draft_steps=5, verify_tree_size=16)
 _TINY = {
@@ -175,6 +179,7 @@ class Equality:
 def use(runtime: SpecDecodeRuntime, way: str) -> None:
     """Draft in one of `WAYS`; "plain" proposes nothing at all."""
     runtime.use_drafting(WAYS.get(way))
+    given.GAIN, given.JOINT_GAIN = (1e9, -1e9) if way == "joint" else _GAINS
     if way in ("plain", "chain", "tree"):
         runtime._drafters.given = None
 

@@ -76,13 +76,24 @@ class Asked(NamedTuple):
     earlier: Sequence[Replayed] = ()
 
 
+def with_known_answers(llm: LLM) -> KnownAnswers:
+    """Of a model, once: captured graphs read where they are expected. Then all is captured, as in a process that has
+    run for a while."""
+
+    def prepare(runtime: Any) -> KnownAnswers:
+        known = KnownAnswers(runtime._runner)
+        runtime.capture_decoding_cuda_graph()
+        return known
+
+    return llm.call(prepare).result()
+
+
 class Way:
     """A model, opened in one way, and how it is asked."""
 
-    def __init__(self, llm: LLM, adapter: str | None = None, schema: Any = None) -> None:
-        self.llm, self._adapter = llm, adapter
+    def __init__(self, llm: LLM, known: KnownAnswers, adapter: str | None = None, schema: Any = None) -> None:
+        self.llm, self._known, self._adapter = llm, known, adapter
         self._params = SamplingParams(max_tokens=MAX_TOKENS, structure=schema)
-        self._known = llm.call(lambda runtime: KnownAnswers(runtime._runner)).result()
 
     def answered(self, asked: Asked) -> Response:
         """One answer."""
@@ -188,10 +199,11 @@ def main() -> None:
         arguments.model, backend=arguments.backend, drafting=drafting
     )
     with opened(None) as plain, opened(DraftingConfig(kind="suffix")) as drafted:
+        known = with_known_answers(plain), with_known_answers(drafted)
         for kind in arguments.kinds:
             asked = prompts(kind, arguments.prompts, plain.context_length, arguments.known)
             adapter, schema = ("json", SCHEMA) if kind == "schema" else (None, None)
-            ways = Way(plain, adapter), Way(drafted, adapter, schema)
+            ways = Way(plain, known[0], adapter), Way(drafted, known[1], adapter, schema)
             results[kind] = compared(*ways, asked, arguments.repeats)
             results[kind]["chosen"] = drafted.drafting_report.reason
             print(kind, results[kind], flush=True)

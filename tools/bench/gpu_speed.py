@@ -1,12 +1,15 @@
 """Speed on a GPU with the shapes of published models and random weights: build, decode step, loops, prefill, start.
 
-    python tools/bench/gpu_speed.py [step] [loops] [prefill] [--shapes llama-1b llama-8b] [--as orin]
+    python tools/bench/gpu_speed.py [step] [loops] [windows] [prefill] [--shapes llama-1b llama-8b] [--as orin]
                                     [--output RESULTS.json] [--without-torch] [--work DIRECTORY]
 
 `step`: build, decode step, loop and start of a process with Llama-3.2-1B's shapes. `loops`: decode loops from 128
-tokens on of all `--shapes`, with the share of the read bandwidth that the same run finds (`device_limits.py`).
-`prefill`: prompts of `--prompts` tokens of all `--shapes`. Needs TensorRT, pycuda and, for the yardstick, PyTorch with
-CUDA (which takes the whole GPU: it is left out where a part is measured). Times of steps are the GPU's (CUDA events),
+tokens on of all `--shapes` and `--weights`, beside the time of the bytes that a step cannot do without (weights, the KV
+rows in reach, recurrent states read and written) at the read bandwidth that the same run finds (`device_limits.py`).
+`windows`: loops behind few tokens and many of one model, and the memory that its states are planned with at that
+context, with windows and as if every layer attended to all. `prefill`: prompts of `--prompts` tokens of all `--shapes`.
+Needs TensorRT, pycuda and, for the yardstick, PyTorch with CUDA (which takes the whole GPU: it is left out where a part
+is measured) and, for hybrid models, transformers. Times of steps are the GPU's (CUDA events),
 medians of five; times of processes are wall time with a warm file cache. Peak memory is the resident set of the build
 process. A step takes longer the more tokens the sequence has: the bare engine is timed at lengths spread over those of
 the loop.
@@ -22,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +35,24 @@ sys.path.insert(0, str(Path(__file__).parent))
 from as_device import measured_as, one_of, parse, python
 from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
-from probes import executor_name, weight_bytes
+from probes import executor_name, state_traffic, weight_bytes
 from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, SHAPES, checkpoint_in
-from random_model import WEIGHTS, loop_milliseconds, random_prompt, random_runner, shape_directory
+from random_model import (
+    WEIGHTS,
+    RandomDirectory,
+    loop_milliseconds,
+    random_prompt,
+    random_runner,
+    shape_directory,
+)
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import KV_CACHES, DecoderConfig, EngineLimits
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.sampling_state import SamplingValues
 
@@ -46,6 +61,21 @@ PROMPT_TOKENS = 500
 REPEATS = 200
 #: Steps of the loops of all shapes, and where they begin unless it is asked otherwise.
 LOOP_STEPS, LOOP_TOKENS = 100, 128
+#: The most milliseconds that a loop may take beyond the time of its bytes, on an H200 as a whole.
+MOST_ABOVE = {
+    ("lfm2-1.2b", "float16"): 0.30,
+    ("lfm2-1.2b", "int4"): 0.25,
+    ("qwen3.5-2b", "float16"): 0.50,
+    ("qwen3.5-2b", "int4"): 0.45,
+}
+#: How many times what `torch.compile` takes a prompt may take.
+MOST_OVER_TORCH = 1.5
+#: How long PyTorch may take to compile and run what it is compared in.
+TORCH_SECONDS = 240
+#: What can be asked for.
+SECTIONS = ("step", "loops", "windows", "prefill")
+#: Tokens behind which loops of a model with windows are compared, its context, and how much longer the second may take.
+WINDOW_TOKENS, WINDOW_CONTEXT, MOST_LONGER = (1000, 30000), 32768, 1.3
 
 
 def run_build(checkpoint: Path, engine_directory: Path) -> dict[str, float]:
@@ -144,23 +174,81 @@ def measure_loop(work: Path, shape: str, tokens: int, kv_cache: str, weights: st
     limits = EngineLimits(1, 16, max(CAPACITY, tokens + 2 * LOOP_STEPS), kv_cache=kv_cache)
     directory = shape_directory(work, shape, limits, weights)
     with random_runner(directory) as runner:
-        spans = [loop_milliseconds(runner, tokens, LOOP_STEPS) for _ in range(6)][1:]
-        decode, engine = next(loaded for loaded in runner.engines.loaded.items() if loaded[0].phase == "decode")
+        return loop_behind(runner, directory, tokens) | {"most_above_ms": MOST_ABOVE.get((shape, weights))}
+
+
+def loop_behind(runner: BaseEngineRunner, directory: RandomDirectory, tokens: int) -> dict[str, Any]:
+    """Wall time of a step behind so many tokens, and of its bytes at the bandwidth: `above_ms` more."""
+    spans = [loop_milliseconds(runner, tokens, LOOP_STEPS) for _ in range(6)][1:]
+    decode, engine = next(loaded for loaded in runner.engines.loaded.items() if loaded[0].phase == "decode")
     packed, span = directory.layouts.get("base"), statistics.median(spans)
     nbytes = weight_bytes(directory.config, decode, directory.dtype, packed)
-    found = {"executor": executor_name(engine), "loop_ms": span, "weight_bytes": nbytes}
-    return found | {"read_share": device_limits().read_share(nbytes, span), "all_ms": spans}
+    states = state_traffic(directory.config, directory.limits, directory.dtype, tokens + LOOP_STEPS // 2)
+    bytes_ms = (nbytes + states) / (device_limits().read_gb_per_s * 1e6)
+    return {
+        "executor": executor_name(engine),
+        "loop_ms": span,
+        "weight_bytes": nbytes,
+        "state_bytes": states,
+        "bytes_ms": bytes_ms,
+        "above_ms": span - bytes_ms,
+        "read_share": bytes_ms / span,
+        "all_ms": spans,
+    }
+
+
+def print_loop(name: str, found: dict[str, Any]) -> None:
+    """One line."""
+    most, above = found.get("most_above_ms"), found["above_ms"]
+    target = "" if most is None else f" (at most {most:.2f}: {'reached' if above <= most else 'MISSED'})"
+    print(
+        f"{name}: {found['loop_ms']:.4f} ms a token; its bytes take {found['bytes_ms']:.4f} at "
+        f"{device_limits().read_gb_per_s:.0f} GB/s ({found['read_share']:.1%}): {above:.4f} above{target}; "
+        f"{found['executor']}",
+        flush=True,
+    )
+
+
+def measure_windows(work: Path, shape: str, kv_cache: str, weights: str) -> dict[str, Any]:
+    """Loops of one model behind few tokens and many, in one context; what its states take with windows and without."""
+    limits = EngineLimits(1, 16, WINDOW_CONTEXT, kv_cache=kv_cache)
+    directory, found = shape_directory(work, shape, limits, weights), dict[str, Any]()
+    with random_runner(directory) as runner:
+        for tokens in WINDOW_TOKENS:
+            runner.stop(0)  # so that all rows of the prompt are computed
+            found[str(tokens)] = loop_behind(runner, directory, tokens)
+            print_loop(f"{shape} behind {tokens} tokens", found[str(tokens)])
+    few, many = (found[str(tokens)]["loop_ms"] for tokens in WINDOW_TOKENS)
+    found["longer"] = many / few
+    reached = "reached" if found["longer"] <= MOST_LONGER else "MISSED"
+    print(f"{shape}: {found['longer']:.3f} times as long (at most {MOST_LONGER}: {reached})")
+    found["planned_mib"] = planned_memory(directory)
+    for name, items in found["planned_mib"].items():
+        print(f"{shape}, context {WINDOW_CONTEXT}, {name}: {json.dumps(items)} MiB", flush=True)
+    return found
+
+
+def planned_memory(directory: RandomDirectory) -> dict[str, dict[str, float]]:
+    """MiB by the memory plan with chunks of 2,048 tokens: of KV caches, and of all but engines' scratch and code."""
+    config, limits = directory.config, replace(directory.limits, prefill_chunk=2048, window_rows=0)
+    plans, specs = {}, decoder_weights(config)
+    for name, rows in (("windows", limits.rows_for_window(config.window)), ("full caches", 0)):
+        plan = plan_memory(config, replace(limits, window_rows=rows), specs, directory.dtype)
+        sizes = {"KV caches": plan.items["KV caches"], "total": plan.total}
+        plans[name] = {item: round(size / 2**20, 1) for item, size in sizes.items()}
+    return plans
 
 
 def measure_prefill(work: Path, shape: str, prompts: list[int], kv_cache: str, weights: str) -> dict[str, Any]:
     """Milliseconds of prompts of one model, of the GPU, each with its multiplications' share of `mma.sync`."""
     limits, found = EngineLimits(1, 2048, max(prompts) + 64, kv_cache=kv_cache), dict[str, Any]()
     directory = shape_directory(work, shape, limits, weights)
-    config = directory.config
+    config, started = directory.config, time.perf_counter()
     with random_runner(directory) as runner:
         for count in prompts:
             ids = random_prompt(count)
             runner.start(0, ids, 0, SamplingValues()).wait()
+            found.setdefault("open_seconds", time.perf_counter() - started)
             span = gpu_milliseconds(
                 runner.backend.stream, lambda ids=ids: runner.start(0, ids, 0, SamplingValues()), 3, series=3
             )
@@ -172,20 +260,52 @@ def measure_prefill(work: Path, shape: str, prompts: list[int], kv_cache: str, w
     return found
 
 
+def print_prefill(name: str, found: dict[str, Any], prompts: list[int]) -> None:
+    """A line for each prompt, and one for what it is compared with."""
+    for count in prompts:
+        own, compared = found[str(count)], ""
+        if "over_torch" in own:
+            reached = "reached" if own["over_torch"] <= MOST_OVER_TORCH else "MISSED"
+            compared = f"; torch.compile {own['torch_compile_ms']:.3f}, {own['over_torch']:.2f} times"
+            compared += f" (at most {MOST_OVER_TORCH}: {reached})"
+        print(f"{name}, {count} tokens: {own['ms']:.3f} ms{compared}", flush=True)
+    if "torch_compile" in found:
+        print(f"{name}, torch.compile: {json.dumps(found['torch_compile'])[-1500:]}", flush=True)
+
+
 def prefill_operations(config: DecoderConfig, count: int) -> float:
     """Multiplications and additions of a prompt: linear layers without the head, and attention below the diagonal."""
-    heads = config.query_size + 2 * config.kv_size
-    layer = config.hidden_size * (heads + config.query_size + 3 * config.intermediate_size)
-    return config.num_layers * (2.0 * layer * count + 2.0 * config.query_size * count**2)
+    specs = (spec for spec in decoder_weights(config) if ".layers." in spec.name and spec.dtype == "compute")
+    weights = sum(int(np.prod(spec.shape)) for spec in specs if len(spec.shape) == 2)
+    attended = sum(config.layer_kind(index) == "attention" for index in range(config.num_layers))
+    return 2.0 * count * (weights + attended * config.query_size * count)
 
 
-def torch_yardstick(*arguments: str) -> dict[str, Any]:
-    """What torch_reference.py prints for the arguments, in a process of its own."""
+def with_yardstick(found: dict[str, Any], shape: str, prompts: list[int], seconds: int) -> dict[str, Any]:
+    """The same, with what `torch.compile` takes for each prompt: of transformers' own model where that is hybrid."""
+    is_hybrid = decoder_config(SHAPES[shape]).is_recurrent
+    kind = "transformers" if is_hybrid else "prefill"
+    torch = found["torch_compile"] = torch_yardstick(
+        kind, json.dumps(SHAPES[shape]), *map(str, prompts), seconds=seconds
+    )
+    for count in map(str, prompts):
+        if count in torch:
+            found[count] |= {"torch_compile_ms": torch[count], "over_torch": found[count]["ms"] / torch[count]}
+    return found
+
+
+def torch_yardstick(*arguments: str, seconds: int = TORCH_SECONDS) -> dict[str, Any]:
+    """What torch_reference.py prints for the arguments, in a process of its own; `failed` says why that is not all."""
     reference = [sys.executable, str(Path(__file__).parent / "torch_reference.py"), *arguments]
-    answer = subprocess.run(reference, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        raise SystemExit(f"the PyTorch yardstick failed:\n{answer.stderr}")
-    return json.loads(answer.stdout.splitlines()[-1])
+    failed = f"it took more than {seconds} s"
+    try:
+        answer = subprocess.run(reference, capture_output=True, text=True, check=False, timeout=seconds)
+        output, failed = answer.stdout, answer.stderr[-2000:] if answer.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        output = (late.stdout or b"").decode()
+    lines = [line for line in output.splitlines() if line.startswith("{")]
+    found = json.loads(lines[-1]) if lines else {}
+    return found | {"failed": failed} if failed else found
 
 
 def measure_all_of_one(work: Path, with_torch: bool) -> dict[str, Any]:
@@ -196,22 +316,24 @@ def measure_all_of_one(work: Path, with_torch: bool) -> dict[str, Any]:
     results["first_token_seconds"] = [first_token_seconds(engines) for _ in range(3)]
     if with_torch:
         results["torch_compile"] = torch_yardstick("decode", json.dumps(LLAMA_3_2_1B), str(CAPACITY))
-        results["step_over_torch"] = results["decode_step_ms"] / results["torch_compile"]["milliseconds"]
+        if "milliseconds" in results["torch_compile"]:
+            results["step_over_torch"] = results["decode_step_ms"] / results["torch_compile"]["milliseconds"]
     return results
 
 
 def main() -> None:
     """Measure what is asked for and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sections", nargs="*", type=one_of("step", "loops", "prefill"), default=["step"])
+    parser.add_argument("sections", nargs="*", type=one_of(*SECTIONS), default=["step"])
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=["llama-1b"])
     parser.add_argument("--prompts", type=int, nargs="+", default=[512, 4000, 8000], help="tokens of each prompt")
     parser.add_argument("--loop-tokens", type=int, default=LOOP_TOKENS, help="behind which the loops begin")
     parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute", help="of loops and prompts")
-    parser.add_argument("--weights", choices=WEIGHTS, default=WEIGHTS[0], help="of the layers of loops and prompts")
+    parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=[WEIGHTS[0]], help="of the same; each in turn")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "edgellm-bench")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--without-torch", action="store_true")
+    parser.add_argument("--torch-seconds", type=int, default=TORCH_SECONDS, help="for its compilation and prompts")
     arguments = parse(parser)
     kv_cache = arguments.kv_cache
     with_torch = not arguments.without_torch and measured_as() is None
@@ -219,24 +341,23 @@ def main() -> None:
     results["weights"] = arguments.weights
     if "step" in arguments.sections:
         results |= measure_all_of_one(arguments.work, with_torch)
-    if "loops" in arguments.sections:
-        results["loops"] = {}
-        for shape in arguments.shapes:
-            found = results["loops"][shape] = measure_loop(
-                arguments.work, shape, arguments.loop_tokens, kv_cache, arguments.weights
-            )
-            share = f"{found['read_share']:.1%} of {device_limits().read_gb_per_s:.0f} GB/s"
-            print(f"{shape}: {found['loop_ms']:.4f} ms a token, {share}, {found['executor']}", flush=True)
-    if "prefill" in arguments.sections:
-        results["prefill"] = {}
-        for shape in arguments.shapes:
-            found = results["prefill"][shape] = measure_prefill(
-                arguments.work, shape, arguments.prompts, kv_cache, arguments.weights
-            )
-            if with_torch:
-                counts = [str(count) for count in arguments.prompts]
-                found["torch_compile_ms"] = torch_yardstick("prefill", json.dumps(SHAPES[shape]), *counts)
-            print(f"{shape}: {json.dumps(found)}", flush=True)
+    models = [(shape, weights) for shape in arguments.shapes for weights in arguments.weights]
+    for section in (each for each in ("loops", "windows", "prefill") if each in arguments.sections):
+        results[section] = {}
+        for shape, weights in models:
+            name, kinds = f"{shape} {weights}", (kv_cache, weights)
+            if section == "loops":
+                found = measure_loop(arguments.work, shape, arguments.loop_tokens, *kinds)
+                print_loop(name, found)
+            elif section == "windows":
+                found = measure_windows(arguments.work, shape, *kinds)
+            else:
+                found = measure_prefill(arguments.work, shape, arguments.prompts, *kinds)
+                print_prefill(name, found, arguments.prompts)
+                if with_torch:
+                    found = with_yardstick(found, shape, arguments.prompts, arguments.torch_seconds)
+                    print_prefill(name, found, arguments.prompts)
+            results[section][name] = found
     report(results, arguments.output)
 
 

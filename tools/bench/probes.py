@@ -10,9 +10,10 @@ from typing import Any
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
 from edgellm.engines.model.programs import ModelConfig, model_program
-from edgellm.kernels.arrays import ITEM_SIZES
+from edgellm.engines.model.states import KVRows, WindowRows, decoder_states, state_bytes
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 
@@ -29,10 +30,22 @@ def weight_bytes(
 ) -> int:
     """Bytes of the weights that a step of an engine reads: the embedding only where it is the head; `packed` are the
     layouts of those that are."""
-    layouts, item = packed or {}, ITEM_SIZES[dtype]
-    specs = model_program(config, shape).weights.values()
-    dense = sum(math.prod(spec.shape) for spec in specs if spec.name not in layouts) * item
+    layouts, specs = packed or {}, model_program(config, shape).weights.values()
+    dense = sum(spec_bytes(spec, dtype) for spec in specs if spec.name not in layouts)
     return dense + sum(math.prod(layouts[spec.name].shape) for spec in specs if spec.name in layouts)
+
+
+def state_traffic(config: DecoderConfig, limits: EngineLimits, dtype: str, tokens: int) -> int:
+    """Bytes of the states that a decode step behind so many tokens cannot do without: the KV rows in reach, read, and
+    recurrent states, read and written once."""
+    read, rows = 0, {}
+    for state in decoder_states(config, limits.kv_cache, limits):
+        if isinstance(state, KVRows):
+            window = state.window if isinstance(state, WindowRows) else tokens
+            rows |= state.saved_rows(min(tokens, window))
+        else:
+            read += state_bytes(state.tensors(1, 1), dtype)
+    return state_bytes(rows, dtype) + 2 * read
 
 
 @contextmanager

@@ -19,12 +19,14 @@ from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
+from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY as SHORTLIST
 from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
+from edgellm.engines.model.draft_decoder import mtp_draft
 from edgellm.engines.quantization.device_layouts import PackedLayouts
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -85,15 +87,18 @@ class RandomWeights:
         """A buffer for each spec, filled as `RandomTensors` says."""
         random = np.random.default_rng(checkpoint.seed)
         normal, weights = random.standard_normal(_DRAWN, np.float32), {}
-        blocks = {scale: _stored(normal * scale, self.compute_dtype) for scale in {SCALE, *checkpoint.scales.values()}}
+        blocks: dict[tuple[float, str], np.ndarray] = {}
         for spec in specs:
-            weights[spec.name] = self.empty(spec.shape, "compute")
-            flat = weights[spec.name].reshape(-1)
+            weights[spec.name] = self.empty(spec.shape, spec.dtype)
+            flat, dtype = weights[spec.name].reshape(-1), self.compute_dtype if spec.dtype == "compute" else spec.dtype
             size = int(np.prod(spec.shape))
             if len(spec.shape) == 1:
-                self.upload(flat, _stored(np.ones(size, np.float32), self.compute_dtype))
+                self.upload(flat, _stored(np.ones(size, np.float32), dtype))
                 continue
-            block, place = blocks[checkpoint.scales.get(spec.name, SCALE)], 0
+            kind, place = (checkpoint.scales.get(spec.name, SCALE), dtype), 0
+            if kind not in blocks:
+                blocks[kind] = _stored(normal * kind[0], dtype)
+            block = blocks[kind]
             while place < size:
                 first = int(random.integers(0, _DRAWN // 2))
                 end = min(size, place + _DRAWN - first)
@@ -156,12 +161,13 @@ class RandomNumpyBackend(RandomWeights, NumpyBackend):
 def random_directory(
     folder: Path, config: DecoderConfig, limits: EngineLimits, dtype: str = "float16", weights: str = WEIGHTS[0]
 ) -> RandomDirectory:
-    """A directory of a base, and where `limits` have one of an EAGLE-3 head; plans are kept in `folder`. `weights` of
+    """A directory of a base, and where `limits` have one of a draft head; plans are kept in `folder`. `weights` of
     "int4": the layers of the base are packed in symmetric groups of 128, its head and the draft are dense; behind a
     plus it is what the heads of both are."""
     layers_are, _, head = weights.partition("+")
     own = draft_of(config)
     config = replace(config, head=head or HEADS[0])
+    limits = replace(limits, window_rows=limits.rows_for_window(config.window))
     if head:
         own = replace(own, head=head, base_head=head_weight_name(config))
     draft = RandomDraft(folder / "draft", own, {}) if limits.has_draft else None
@@ -171,7 +177,8 @@ def random_directory(
     limits = replace(limits, packed=layers_are == "int4")
     if layers_are == "int4":
         format = WeightFormat("int4", 128, False, dtype)
-        layers = [spec for spec in decoder_weights(config) if len(spec.shape) == 2 and ".layers." in spec.name]
+        dense = [spec for spec in decoder_weights(config) if spec.dtype == "compute" and ".layers." in spec.name]
+        layers = [spec for spec in dense if len(spec.shape) == 2]
         layouts["base"] = {spec.name: DeviceLayout(format, *spec.shape, dtype == "float16") for spec in layers}
     if head:
         format = head_format(head, config.hidden_size, dtype)
@@ -185,12 +192,17 @@ def random_directory(
 
 
 def draft_of(base: DecoderConfig) -> DraftConfig:
-    """An EAGLE-3 head for a base of at least seven layers, whose embedding it takes."""
+    """An EAGLE-3 head for a base of at least seven layers, whose embedding it takes; of Qwen3.5 the head that ships
+    with it, with the first ids of the vocabulary."""
+    if base.naming == "qwen3_5":
+        return replace(mtp_draft(base, min(SHORTLIST, base.vocab_size)), has_mapping=False)
     layers = base.num_layers
     embedding = decoder_weights(base)[0].name
+    plain = {"qk_norm": False, "attention_bias": False, "layer_kinds": (), "conv_width": 0, "naming": "llama"}
+    whole = {"sliding_window": None, "local_rope_theta": None, "post_norms": False}
     return DraftConfig(
         generation="3",
-        decoder=replace(base, num_layers=1, qk_norm=False, attention_bias=False, tie_word_embeddings=False),
+        decoder=replace(base, num_layers=1, tie_word_embeddings=False, **plain, **whole),
         draft_vocab_size=min(DRAFT_VOCABULARY, base.vocab_size),
         has_mapping=False,
         feature_layers=(2, layers // 2, layers - 3),
@@ -208,9 +220,11 @@ def draft_of(base: DecoderConfig) -> DraftConfig:
 
 def shape_directory(folder: Path, shape: str, limits: EngineLimits, weights: str = WEIGHTS[0]) -> RandomDirectory:
     """The directory of one of `SHAPES` for these limits, in a folder of its own below `folder`."""
-    parts = shape, limits.prefill_chunk, limits.kv_capacity, limits.kv_cache, "eagle" if limits.has_draft else "plain"
+    draft = f"draft{limits.verify_tree_size}" if limits.has_draft else "plain"
+    parts = shape, limits.prefill_chunk, limits.kv_capacity, limits.kv_cache, draft
     place = folder / "-".join(map(str, (*parts, *([weights] if weights != WEIGHTS[0] else []))))
-    return random_directory(place, decoder_config(SHAPES[shape]), limits, weights=weights)
+    config = decoder_config(SHAPES[shape])
+    return random_directory(place, config, limits, config.dtype, weights)
 
 
 def random_backend(kind: str, directory: RandomDirectory) -> Any:

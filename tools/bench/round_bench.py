@@ -16,7 +16,7 @@ from edgellm.drafting.controller import candidate_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.engines.speculation.runner import DecodingRunner
 
 #: Prompts are prefilled in chunks that kernels take, so that no plans are built for them.
@@ -27,16 +27,24 @@ ROUNDS_PER_SERIES = 20
 SERIES = 5
 
 
-def prepare(work: Path, shape: str = "llama-1b", weights: str = WEIGHTS[0]) -> tuple[RandomDirectory, RandomDirectory]:
-    """The engine directories of a model, without and with the draft; its layers are of `weights`."""
-    sizes = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
-    plain, eagle = EngineLimits(1, CHUNK, CAPACITY), EngineLimits(1, CHUNK, CAPACITY, **sizes)
-    return shape_directory(work, shape, plain, weights), shape_directory(work, shape, eagle, weights)
+def prepare(
+    work: Path, shape: str = "llama-1b", weights: str = WEIGHTS[0], chain_length: int | None = None
+) -> tuple[RandomDirectory, RandomDirectory]:
+    """The engine directories of a model, without and with the draft; its layers are of `weights`. With the engines of a
+    chain of `chain_length` tokens alone, or those of a tree of 10 / 6 / 60."""
+    steps = {"draft_top_k": 10, "draft_steps": 6, "verify_tree_size": 60}
+    if chain_length is not None:
+        steps = {"draft_top_k": 1, "draft_steps": chain_length, "verify_tree_size": chain_length + 1}
+    plain, drafted = EngineLimits(1, CHUNK, CAPACITY), EngineLimits(1, CHUNK, CAPACITY, **steps)
+    return shape_directory(work, shape, plain, weights), shape_directory(work, shape, drafted, weights)
 
 
 def plans_of(directory: EngineDirectory) -> list[DraftPlan]:
-    """Those that the controller chooses among, the largest tree last."""
-    return candidate_plans(DraftingConfig.largest(directory.limits), directory.limits)
+    """Those that the controller chooses among, the largest tree last; where there are no trees, the longest chain."""
+    limits = directory.limits
+    if limits.draft_top_k == 1:
+        return [chain(limits.draft_steps)]
+    return candidate_plans(DraftingConfig.largest(limits), limits)
 
 
 class RoundBench:

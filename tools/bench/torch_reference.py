@@ -2,17 +2,24 @@
 
     python tools/bench/torch_reference.py decode CONFIG CAPACITY
     python tools/bench/torch_reference.py prefill CONFIG TOKENS ...
+    python tools/bench/torch_reference.py transformers CONFIG TOKENS ...
 
 `CONFIG` is what a config.json says, as JSON. Written as one would write it for speed: fused q/k/v and gate/up
 projections, a static KV cache in buffers (whose addresses are declared static, without which PyTorch skips its CUDA
-graphs), scaled_dot_product_attention with grouped heads, argmax on the device.
+graphs), scaled_dot_product_attention with grouped heads, argmax on the device. `transformers`: prompts of that
+package's own model, each kind of layer compiled, all of it one CUDA graph; what is not installed for its recurrent
+layers it replaces by operations of PyTorch, and the result says so.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -146,6 +153,59 @@ def prefill_milliseconds(config: dict, counts: list[int], repeats: int = 5) -> d
     return found
 
 
+#: Packages with kernels for recurrent layers that transformers takes where they are.
+_KERNELS = {"flash-linear-attention": "fla", "causal-conv1d": "causal_conv1d"}
+
+
+@torch.inference_mode()
+def transformers_milliseconds(config: dict, counts: list[int], repeats: int = 5) -> dict[str, Any]:
+    """Median milliseconds, on the GPU's clock, of prompts of so many tokens with the logits behind the last, without a
+    cache; for each how long it took to compile. `refusal` where this release has no such model.
+
+    A layer is compiled for each length and kind: a whole model would be hours of unrolled loops, and is no faster, as a
+    CUDA graph holds all launches.
+    """
+    import transformers
+
+    found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
+    missing = [name for name, module in _KERNELS.items() if find_spec(module) is None]
+    found["recurrent_kernels"] = f"transformers' fallback: no {', no '.join(missing)}" if missing else "installed ones"
+    known = {name: value for name, value in config.items() if name not in ("architectures", "torch_dtype")}
+    try:
+        read = transformers.AutoConfig.for_model(**known)
+        with torch.device("cuda"):
+            model = transformers.AutoModelForCausalLM.from_config(read, dtype=torch.float16).eval()
+    except (ValueError, KeyError):
+        return found | {"refusal": f"transformers {transformers.__version__} has no {config['model_type']}"}
+    found["parameters"] = sum(each.numel() for each in model.parameters())
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+    for count in counts:
+        ids, started = torch.randint(0, 1000, (1, count), device="cuda"), time.perf_counter()
+
+        def prompt(ids: torch.Tensor = ids) -> torch.Tensor:
+            return model(input_ids=ids, use_cache=False, logits_to_keep=1).logits
+
+        prompt()
+        torch.cuda.synchronize()
+        found[f"{count}_compile_seconds"] = time.perf_counter() - started
+        step, found[f"{count}_launch"] = _graph_of(prompt)
+        found[str(count)] = statistics.median(_milliseconds(step, repeats) for _ in range(3))
+        print(json.dumps(found), flush=True)  # for who does not wait for the rest
+    return found
+
+
+def _graph_of(prompt: Callable[[], object]) -> tuple[Callable[[], object], str]:
+    """The same as a CUDA graph, where it can be one."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            prompt()
+    except RuntimeError as error:
+        return prompt, f"launched by the host: no CUDA graph holds it ({str(error).splitlines()[0]})"
+    return graph.replay, "one CUDA graph"
+
+
 def _milliseconds(step: Callable[[], object], repeats: int) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -157,11 +217,11 @@ def _milliseconds(step: Callable[[], object], repeats: int) -> float:
 
 
 if __name__ == "__main__":
-    import json
-    import sys
-
-    kind, config, *numbers = sys.argv[1:]
+    kind, given, *numbers = sys.argv[1:]
+    sizes = [int(number) for number in numbers]
     if kind == "decode":
-        print(json.dumps(decode_step_milliseconds(json.loads(config), int(numbers[0]))))
+        print(json.dumps(decode_step_milliseconds(json.loads(given), sizes[0])))
+    elif kind == "transformers":
+        print(json.dumps(transformers_milliseconds(json.loads(given), sizes)))
     else:
-        print(json.dumps(prefill_milliseconds(json.loads(config), [int(number) for number in numbers])))
+        print(json.dumps(prefill_milliseconds(json.loads(given), sizes)))

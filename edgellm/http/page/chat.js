@@ -2,7 +2,7 @@
 
 import { cameraPicture, closeCamera, dataURL, openCamera } from "./pictures.js";
 import { ServerError, answer, key, models, watch } from "./server.js";
-import { block, made, pretty, shown } from "./text.js";
+import { block, called, made, pretty, shown } from "./text.js";
 
 const find = (id) => document.getElementById(id);
 
@@ -11,7 +11,7 @@ function write(id, text) {
   if (find(id).textContent !== text) find(id).textContent = text;
 }
 
-/** What the conversation has so far: {text, pictures, answer, reasoning, element}. */
+/** What the conversation has so far: {text, pictures, answer, reasoning, calls, element}. */
 let turns = [];
 /** Of the answer that comes now; null where none does. */
 let running = null;
@@ -22,12 +22,14 @@ let pictures = [];
 function messages(turn) {
   const found = find("system").value.trim() ? [{ role: "system", content: find("system").value }] : [];
   for (const each of turns) {
-    if (each !== turn && !each.answer) continue;
+    const calls = each.calls.filter((call) => pretty(call.arguments) !== null); // others were cut
+    if (each !== turn && !each.answer && !calls.length) continue;
     const images = each.pictures.map((url) => ({ type: "image_url", image_url: { url } }));
     const text = each.text ? [{ type: "text", text: each.text }] : [];
     found.push({ role: "user", content: images.length ? [...images, ...text] : each.text });
     if (each === turn) break;
-    found.push({ role: "assistant", content: each.answer });
+    const sent = calls.map(({ id, ...rest }) => ({ id, type: "function", function: rest }));
+    found.push({ role: "assistant", content: each.answer || null, ...(sent.length && { tool_calls: sent }) });
   }
   return found;
 }
@@ -39,8 +41,10 @@ function draw(turn) {
   turn.reasoningBox = made("details", "reasoning", made("summary", "", "Reasoning"), made("p"));
   turn.reasoningBox.hidden = true;
   turn.said = made("div", "said");
+  turn.called = made("div");
   turn.facts = made("p", "facts");
-  turn.answered = made("div", "answered", made("span", "hidden", "Model: "), turn.reasoningBox, turn.said, turn.facts);
+  const parts = [made("span", "hidden", "Model: "), turn.reasoningBox, turn.said, turn.called, turn.facts];
+  turn.answered = made("div", "answered", ...parts);
   turn.element = made("li", "", asked, turn.answered);
   find("turns").append(turn.element);
 }
@@ -61,11 +65,17 @@ function update(turn) {
   turn.reasoningBox.lastChild.textContent = turn.reasoning;
   const json = turn.finished ? pretty(turn.answer) : null;
   turn.said.replaceChildren(json === null ? shown(turn.answer) : block(json));
+  turn.called.replaceChildren(...turn.calls.map(called));
   if (follows) box.scrollTop = box.scrollHeight;
   return 0;
 }
 
-const ENDS = { length: "ended at the most tokens", context: "ended where the context is full", stopped: "stopped" };
+const ENDS = {
+  length: "ended at the most tokens",
+  context: "ended where the context is full",
+  stopped: "stopped",
+  tool_calls: "a call, which nothing here runs",
+};
 
 /** What an answer took, as one line. */
 function facts({ usage, finish }, times) {
@@ -85,7 +95,7 @@ function facts({ usage, finish }, times) {
 async function ask(turn) {
   const body = request(turn);
   if (body === null || running) return;
-  Object.assign(turn, { answer: "", reasoning: "", finish: null, usage: null, finished: false });
+  Object.assign(turn, { answer: "", reasoning: "", calls: [], finish: null, usage: null, finished: false });
   turn.element.querySelector(".failed")?.remove();
   setRunning(turn, new AbortController());
   const times = { begin: performance.now() };
@@ -94,12 +104,17 @@ async function ask(turn) {
     await withKey(async () => {
       for await (const piece of answer(body, running.signal)) {
         times.last = performance.now();
-        if (piece.content || piece.reasoning) times.first ??= times.last;
+        const hasMore = piece.content || piece.reasoning || piece.calls.length;
+        if (hasMore) times.first ??= times.last;
         turn.answer += piece.content;
         turn.reasoning += piece.reasoning;
+        for (const { index, id, function: part } of piece.calls) {
+          turn.calls[index] ??= { id, name: part.name, arguments: "" };
+          turn.calls[index].arguments += part.arguments ?? "";
+        }
         turn.finish = piece.finish ?? turn.finish;
         turn.usage = piece.usage ?? turn.usage;
-        if (turn.answer || turn.reasoning) turn.answered.classList.remove("waits");
+        if (hasMore) turn.answered.classList.remove("waits");
         frame ||= requestAnimationFrame(() => (frame = update(turn)));
       }
     });
@@ -125,8 +140,9 @@ function fail(turn, error) {
 /** The body of a request; null, and what is wrong is said, where a setting is. */
 function request(turn) {
   const found = { model: find("model").value, messages: messages(turn) };
-  const schema = readSchema();
-  if (schema === null) return openSettings("schema");
+  const [schema, tools] = [readField("schema"), readField("tools")];
+  if (schema === null || tools === null) return openSettings(schema === null ? "schema" : "tools");
+  if (tools?.length) found.tools = tools.map((tool) => (tool?.name ? { type: "function", function: tool } : tool));
   if (schema) found.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
   for (const id of ["temperature", "max_tokens"]) {
     if (!find(id).reportValidity()) return openSettings(id);
@@ -135,19 +151,24 @@ function request(turn) {
   return found;
 }
 
-/** The schema of answers: undefined where there is none, null where it is none, which is said beside it. */
-function readSchema() {
-  const text = find("schema").value.trim();
+const isObject = (value) => value !== null && typeof value === "object" && !Array.isArray(value);
+const FIELDS = { schema: [isObject, "This is no JSON object."], tools: [Array.isArray, "This is no JSON list."] };
+
+/** What a field of JSON has: undefined where it is empty, null where it is wrong, which is said beside it. */
+function readField(id) {
+  const text = find(id).value.trim();
+  const [isRight, otherwise] = FIELDS[id];
   let [found, wrong] = [undefined, ""];
   try {
     if (text) found = JSON.parse(text);
-    if (text && (found === null || typeof found !== "object" || Array.isArray(found))) wrong = "This is no JSON object.";
+    if (text && !isRight(found)) wrong = otherwise;
   } catch (error) {
     wrong = `This is no JSON: ${error.message}`;
   }
-  write("schema-wrong", wrong);
-  find("schema").setAttribute("aria-invalid", String(Boolean(wrong)));
-  write("hint", text ? "Answers follow the JSON schema" : "Enter sends, Shift+Enter begins a line");
+  write(`${id}-wrong`, wrong);
+  find(id).setAttribute("aria-invalid", String(Boolean(wrong)));
+  const hint = find("tools").value.trim() ? "The model may call tools" : "Enter sends, Shift+Enter begins a line";
+  write("hint", find("schema").value.trim() ? "Answers follow the JSON schema" : hint);
   return wrong ? null : found;
 }
 
@@ -280,7 +301,7 @@ function updateSend() {
 
 function send() {
   if (running || find("send").disabled) return;
-  const turn = { text: find("question").value.trim(), pictures, answer: "" };
+  const turn = { text: find("question").value.trim(), pictures, answer: "", calls: [] };
   if (request(turn) === null) return;
   find("welcome").hidden = true;
   turns.push(turn);
@@ -321,7 +342,7 @@ on("question", "keydown", (event) => {
 on("question", "input", updateSend);
 on("stop", "click", stop);
 on("new", "click", begin);
-on("schema", "input", readSchema);
+for (const id of Object.keys(FIELDS)) on(id, "input", () => readField(id));
 on("picture", "click", () => find("file").click());
 on("file", "change", async () => {
   await addFiles(find("file").files);
@@ -359,7 +380,7 @@ for (const name of ["dragover", "drop"]) {
 
 if (window.matchMedia("(min-width: 70rem)").matches) openSettings("question");
 find("key").value = key.get();
-readSchema();
+for (const id of Object.keys(FIELDS)) readField(id);
 updateSend();
 showModels();
 watch(showWatch);

@@ -43,7 +43,7 @@ async function* events(response) {
   }
 }
 
-/** The pieces of an answer: {content, reasoning, finish, usage}, each with what came of it. */
+/** The pieces of an answer: {content, reasoning, calls, finish, usage}, each with what came of it. */
 export async function* answer(body, signal) {
   const sent = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } });
   const headers = { "content-type": "application/json" };
@@ -55,7 +55,8 @@ export async function* answer(body, signal) {
       if (error) throw new ServerError(error.message);
       const { delta = {}, finish_reason, stop_reason } = choices[0] ?? {};
       const finish = stop_reason === "context" ? stop_reason : finish_reason;
-      yield { content: delta.content ?? "", reasoning: delta.reasoning_content ?? "", finish, usage };
+      const said = { content: delta.content ?? "", reasoning: delta.reasoning_content ?? "" };
+      yield { ...said, calls: delta.tool_calls ?? [], finish, usage };
     }
   } catch (error) {
     if (error.name === "AbortError" || error instanceof ServerError) throw error;

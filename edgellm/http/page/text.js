@@ -30,6 +30,11 @@ export function block(text) {
   return found;
 }
 
+/** A call of a tool, {name, arguments}, with arguments as far as they came. */
+export function called({ name, arguments: text }) {
+  return made("div", "call", made("p", "", "Calls ", made("code", "", name)), block(pretty(text) ?? text));
+}
+
 /** JSON with a line for each item, all numbers and texts as they were written; null for what is no object or list. */
 export function pretty(text) {
   try {

@@ -22,6 +22,7 @@ from edgellm.kernels.decode import attention, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.recurrent import launcher
 
 #: Of an H200, of RTX PCs without and with clusters.
 GPUS = pytest.mark.parametrize(("shared_limit", "has_clusters"), [(232_448, True), (101_376, False), (101_376, True)])
@@ -48,7 +49,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int,
         def __call__(self) -> None:
             pass
 
-    for module in (attention, linear, tiled_linear):
+    for module in (attention, linear, tiled_linear, launcher):
         monkeypatch.setattr(module, "Launch", Launch)
     monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     return found
@@ -71,9 +72,8 @@ def prepared(
         load=lambda source: None,
     )
     size = getattr(config, "decoder", config).head_dim
-    kernels = StepKernels(
-        linear.CudaDecodeKernels(module, "float16", size), tiled_linear.CudaTiledKernels(module, "float16")
-    )
+    few, many = linear.CudaDecodeKernels(module, "float16", size), tiled_linear.CudaTiledKernels(module, "float16")
+    kernels = StepKernels(few, many, recurrent=launcher.CudaRecurrent(module))
     executor = executor or kernel_executor(config, shape, "float16", shared_limit)[0]
     assert executor is not None
     engine = KernelEngine(kernels, executor, config, shape, "float16", shared_limit)

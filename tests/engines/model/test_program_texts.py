@@ -8,10 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_program
+from edgellm.engines.model.draft_decoder import draft_program
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
 SHAPES = (
@@ -52,6 +56,16 @@ TEXTS = {
     "smollm3_interval": "5942f5381f1df6b2",
     "smollm3_list_tied": "922c01dbf384e875",
 }
+#: Of the programs of draft heads.
+DRAFT_TEXTS = {
+    "eagle1": "fabf1a76669732a2",
+    "eagle2_biases": "89984df953b8830c",
+    "eagle3": "d2f37e0bb20fb840",
+    "eagle31": "e05f4929651dfe82",
+    "eagle3_named_layers": "1d688cd5b1a989f0",
+    "eagle3_norm_before_fc": "984e1ea97a9cc62d",
+    "eagle3_speculators": "d99cd260ee67243e",
+}
 
 
 def text_digest(name: str) -> str:
@@ -65,6 +79,18 @@ def text_digest(name: str) -> str:
 @pytest.mark.parametrize("name", TEXTS)
 def test_the_programs_of_a_family_print_as_in_earlier_releases(name: str) -> None:
     assert text_digest(name) == TEXTS[name]
+
+
+@pytest.mark.parametrize("name", DRAFT_TEXTS)
+def test_the_programs_of_a_draft_head_print_as_in_earlier_releases(name: str) -> None:
+    folder = GOLDENS.parent / "draft"
+    with safe_open(folder / name / "expected.safetensors", "np") as file:
+        base_path = folder / file.metadata()["base"]
+    with Checkpoint.open(folder / name) as draft, Checkpoint.open(base_path) as base:
+        config = read_draft(draft, base, decoder_config(base.config, base.generation_config))
+    shapes = [shape for shape in EngineLimits(2, 16, 48, 3, 3, 8).engine_shapes() if shape.model == "draft"]
+    text = "\n".join(str(draft_program(config, shape)) for shape in shapes)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == DRAFT_TEXTS[name]
 
 
 def test_what_came_later_prints_where_it_is_used() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fixed_shape_backend import FixedShapeBackend
+from mtp_checkpoints import TINY, add_head
 from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.backends.opening import open_backend
@@ -127,12 +128,21 @@ def write_head(directory: Path, base: Path, generation: int, agreeing: bool, see
 def make_engines(
     make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., EngineDirectory]:
-    """(generation, agreeing, limits) to an engine directory without plans; the same arguments give the same one."""
-    made: dict[tuple[int, bool, EngineLimits], EngineDirectory] = {}
+    """(generation, agreeing, limits) to an engine directory without plans; the same arguments give the same one.
 
-    def make(generation: int = 3, agreeing: bool = True, limits: EngineLimits = LIMITS) -> EngineDirectory:
+    Of the generation "mtp" the head is inside a checkpoint of Qwen3.5, and proposes 300 of 320 tokens."""
+    made: dict[tuple[int | str, bool, EngineLimits], EngineDirectory] = {}
+
+    def make(generation: int | str = 3, agreeing: bool = True, limits: EngineLimits = LIMITS) -> EngineDirectory:
         key = (generation, agreeing, limits)
-        if key not in made:
+        if key not in made and generation == "mtp":
+            folder = tmp_path_factory.mktemp("mtp")
+            base = add_head(make_checkpoint(folder / "base", **TINY), agreeing)
+            (folder / "ids.json").write_text(json.dumps([*range(0, 320, 2), *range(319, 39, -2)]))
+            build_engine_directory(base, folder / "engines", limits, [], draft_vocabulary=folder / "ids.json")
+            made[key] = EngineDirectory.open(folder / "engines")
+        elif key not in made:
+            assert isinstance(generation, int)
             folder = tmp_path_factory.mktemp("eagle")
             base = write_base(make_checkpoint, folder / "base", agreeing)
             head = write_head(folder / "head", base, generation, agreeing)

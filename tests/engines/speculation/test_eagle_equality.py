@@ -41,8 +41,11 @@ COUNT = 28
         (1, True),
         (3, False),
         (1, True, "int8"),
+        ("mtp", True),
         pytest.param((1, False), marks=pytest.mark.slow),
         pytest.param((3, True), marks=pytest.mark.slow),
+        pytest.param(("mtp", False), marks=pytest.mark.slow),
+        pytest.param(("mtp", True, "int8"), marks=pytest.mark.slow),
         pytest.param((3, False, "int8"), marks=pytest.mark.slow),
     ],
     ids=lambda p: "-".join(map(str, p)),
@@ -124,10 +127,12 @@ def test_agreeing_heads_are_accepted_and_sampled_chains_too(
     make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:
     """So that the other tests do accept: fewer steps than tokens by far."""
-    for generation in (1, 3):
+    for generation in (1, 3, "mtp"):
         with open_eagle(make_engines(generation, True)) as runner:
             _, steps = answers(runner, PROMPTS[:1], [SamplingValues()], lambda step: PLANS[2])
             assert COUNT / steps > 1.7
+            _, steps = answers(runner, PROMPTS[:1], [SamplingValues()], lambda step: chain(3))
+            assert COUNT / steps > 1.5
             sampled, steps = answers(runner, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: chain(4, sampled=True))
             assert COUNT / steps > 1.4
             again, _ = answers(runner, PROMPTS[:1], [SAMPLINGS["sampled"]], lambda step: chain(4, sampled=True))

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from fixed_shape_backend import host_view
 from tiny_families import RECURRENT
 
 from edgellm.engines.building.builder import build_engine_directory
@@ -32,19 +31,22 @@ PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, l
 COUNT = 40
 
 
-@pytest.fixture(scope="module", params=["lfm2", "lfm2_biases", "qwen3_5"])
+@pytest.fixture(scope="module", params=["lfm2", "lfm2_biases", "qwen3_5", "mtp"])
 def directory(
     request: pytest.FixtureRequest,
     make_tiny_pair: Callable[..., tuple],
+    make_engines: Callable[..., EngineDirectory],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> EngineDirectory:
+    if request.param == "mtp":  # the head that ships with the model drafts
+        return make_engines("mtp", True, LIMITS)
     base, head = make_tiny_pair(1, **RECURRENT[request.param] | {"tie_word_embeddings": False})
     target = tmp_path_factory.mktemp("recurrent") / "engines"
     build_engine_directory(base, target, LIMITS, [], draft=head)
     return EngineDirectory.open(target)
 
 
-@pytest.fixture(scope="module", params=["numpy", "fixed"])
+@pytest.fixture(scope="module", params=["numpy", "fixed", pytest.param("tensorrt", marks=pytest.mark.gpu)])
 def runner(
     request: pytest.FixtureRequest, directory: EngineDirectory, open_eagle: Callable[..., object]
 ) -> Iterator[DecodingRunner]:
@@ -53,13 +55,20 @@ def runner(
 
 
 @pytest.fixture(scope="module")
-def expected(directory: EngineDirectory, open_eagle: Callable[..., object]) -> list[list[int]]:
-    """What each prompt is answered with alone, plainly, on NumPy."""
+def expected(runner: DecodingRunner, on_numpy: list[list[int]]) -> list[list[int]]:
+    """What each prompt is answered with alone, plainly: by NumPy, or by the GPU itself."""
+    return on_numpy if runner.backend.name == "numpy" else alone(runner)
+
+
+@pytest.fixture(scope="module")
+def on_numpy(directory: EngineDirectory, open_eagle: Callable[..., object]) -> list[list[int]]:
     with open_eagle(directory) as opened:
-        return [
-            answers(opened, [prompt], [sampling], [None])[0]
-            for prompt, sampling in zip(PROMPTS, SAMPLINGS, strict=True)
-        ]
+        return alone(opened)
+
+
+def alone(runner: DecodingRunner) -> list[list[int]]:
+    pairs = zip(PROMPTS, SAMPLINGS, strict=True)
+    return [answers(runner, [prompt], [sampling], [None])[0] for prompt, sampling in pairs]
 
 
 Step = tuple[DraftPlan | None, Sequence[GivenTree] | None]
@@ -96,11 +105,22 @@ def answers(
 
 def recurrent(runner: DecodingRunner, slot: int) -> dict[str, np.ndarray]:
     """A copy of a slot's recurrent states."""
-    return {each.name: host(each.memory).copy() for each in runner.base.states.recurrent_of_slot(slot)}
+    found = {}
+    for each in runner.base.states.recurrent_of_slot(slot):
+        values = runner.backend.host_memory(each.memory.nbytes).view(np.float32).reshape(each.memory.shape)
+        runner.backend.download_rows(each.memory, values, each.rows).wait()
+        found[each.name] = values
+    return found
 
 
-def host(array: object) -> np.ndarray:
-    return array if isinstance(array, np.ndarray) else host_view(array)
+def assert_same(runner: DecodingRunner, found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
+    """On a GPU the bits are the same; NumPy's linear layers of several rows round otherwise."""
+    assert found.keys() == wanted.keys()
+    for name, values in found.items():
+        if runner.backend.name == "numpy":
+            np.testing.assert_allclose(values, wanted[name], rtol=1e-3, atol=2e-5, err_msg=name)
+        else:
+            assert (values == wanted[name]).all(), name
 
 
 def test_drafted_rounds_equal_plain_decoding(runner: DecodingRunner, expected: list[list[int]]) -> None:
@@ -142,7 +162,6 @@ def test_given_trees_that_branch_equal_plain_decoding(runner: DecodingRunner, ex
 
 
 def test_states_are_those_of_plain_decoding(runner: DecodingRunner, expected: list[list[int]]) -> None:
-    """Linear layers of several rows round otherwise with NumPy: their inputs differ in bits, and no more."""
     trees = branching(expected[:1], np.random.default_rng(4))
     held: list[tuple[int, dict[str, np.ndarray]]] = []
     for plans in ([None], [given(8, 4)], [PLANS[1], None]):
@@ -157,9 +176,10 @@ def test_states_are_those_of_plain_decoding(runner: DecodingRunner, expected: li
         held.append((len(found), recurrent(runner, 0)))
         runner.stop(0)
     for count, states in held:
-        runner.start(0, [*PROMPTS[0], *expected[0][: count - 1]], 0, SAMPLINGS[0]).wait()
-        for name, values in recurrent(runner, 0).items():
-            np.testing.assert_allclose(states[name], values, rtol=1e-3, atol=2e-5, err_msg=name)
+        found = runner.start(0, PROMPTS[0], 0, SAMPLINGS[0]).wait().tolist()
+        while len(found) < count:
+            found += runner.step(1, None).wait()[0]
+        assert_same(runner, states, recurrent(runner, 0))
         runner.stop(0)
 
 
@@ -231,17 +251,19 @@ def test_a_prompt_goes_on_from_where_a_slot_is(runner: DecodingRunner, expected:
     first = runner.start(0, prompt, 0, SAMPLINGS[2], stops=stops).wait().tolist()
     assert first == expected[2][:1] and stopped.keys() == seen.keys()
     for place, states in stopped.items():
-        for name, values in states.items():
-            np.testing.assert_allclose(values, seen[place][name], rtol=1e-3, atol=2e-5, err_msg=name)
+        for name, values in states.items():  # chunks of other sizes
+            tolerance = {"rtol": 1e-3, "atol": 2e-5} if runner.backend.name == "numpy" else {"rtol": 0.1, "atol": 0.02}
+            np.testing.assert_allclose(values, seen[place][name], **tolerance, err_msg=name)
     runner.stop(0)
     runner.start(1, prompt[:30], 0, SAMPLINGS[2]).wait()
-    runner.stop(1)
+    runner.stop(1)  # in a slot that had gone farther
     found = runner.start(1, prompt, 30, SAMPLINGS[2]).wait().tolist()
     runner.stop(1)
     assert found == first
 
 
-def test_logits_behind_a_text_are_those_of_decoding(directory: EngineDirectory, expected: list[list[int]]) -> None:
+def test_logits_behind_a_text_are_those_of_decoding(directory: EngineDirectory, on_numpy: list[list[int]]) -> None:
+    expected = on_numpy
     with without_draft(directory) as opened:
         following = FollowingLogits(opened.base)
         text = [*PROMPTS[0], *expected[0]]
@@ -262,7 +284,8 @@ def without_draft(directory: EngineDirectory) -> Iterator[DecodingRunner]:
         opened.close()
 
 
-def test_rounds_without_a_draft_model(directory: EngineDirectory, expected: list[list[int]]) -> None:
+def test_rounds_without_a_draft_model(directory: EngineDirectory, on_numpy: list[list[int]]) -> None:
+    expected = on_numpy
     with without_draft(directory) as opened:
         trees = branching(expected, np.random.default_rng(7))
         assert answers(opened, PROMPTS, SAMPLINGS, [given(8, 4), None, given(2, 2)], trees) == expected

@@ -1,0 +1,156 @@
+"""Values in the text of calls: as Python writes them, as text between tags, and what their schemas say they may be."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from edgellm.structure.schema_keywords import TYPES
+
+#: So many $refs, and schemas in schemas, are followed.
+_MOST_LEVELS = 20
+_WORDS = {"True": True, "False": False, "None": None}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPE = re.compile(
+    r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|[0-7]{1,3}|.)", re.DOTALL
+)
+_ESCAPED = {"\n": "", "a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v"}
+_ESCAPED |= {each: each for each in "\\'\"/"}
+
+
+def json_text(value: Any) -> str:
+    """A value as JSON. Half of a surrogate pair stays an escape: as a character it could not be sent as UTF-8."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _SURROGATE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def parsed_json(text: str) -> Any:
+    """The value of JSON text; ValueError or RecursionError for what is none, NaN and infinity among it."""
+    return json.loads(text, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def is_object(text: str) -> bool:
+    """Whether a text is a whole JSON object."""
+    try:
+        return isinstance(parsed_json(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def python_json(source: str) -> str:
+    """A Python literal, or one with JSON's true, false and null in it, as JSON: JSON itself stays as it is written.
+    ValueError for anything else."""
+    source = source.strip()
+    try:
+        parsed_json(source)
+        return source
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return json_text(_literal(ast.parse(source, mode="eval").body))
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _literal(node: ast.AST) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[node.id]
+    if isinstance(node, (ast.List, ast.Tuple)):
+        return [_literal(each) for each in node.elts]
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {str(_literal(key)): _literal(value) for key, value in pairs if key is not None}
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = _literal(node.operand)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return -value
+    raise ValueError("a value is no literal")
+
+
+def unescaped(text: str) -> str:
+    """What stands between the quotes of a string in Python or JSON; a backslash before anything else stays one."""
+
+    def character(found: re.Match[str]) -> str:
+        code = found[1]
+        if code[0] in "xuU" and len(code) > 1:
+            return chr(int(code[1:], 16))
+        return chr(int(code, 8)) if code[0] in "01234567" else _ESCAPED.get(code, found[0])
+
+    return _ESCAPE.sub(character, text)
+
+
+def kinds_of(schema: Any, root: Any, level: int = 0) -> frozenset[str]:
+    """The JSON types that a value may have, an "integer" also where it may be any "number"; those that the schema
+    leaves open are all there. `root` is the schema that has the definitions."""
+    kinds = frozenset(TYPES)
+    if not isinstance(schema, dict) or level > _MOST_LEVELS:
+        return kinds
+    if "type" in schema:
+        named = {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
+        kinds &= named | ({"integer"} if "number" in named else set())
+    values = named_values(schema)
+    if values is not None:
+        kinds &= {_kind(each) for each in values}
+    if "$ref" in schema:
+        kinds &= kinds_of(referred(schema["$ref"], root), root, level + 1)
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in schema:
+            kinds &= frozenset().union(*(kinds_of(each, root, level + 1) for each in schema[keyword]))
+    for each in schema.get("allOf", ()):
+        kinds &= kinds_of(each, root, level + 1)
+    return kinds
+
+
+def named_values(schema: dict[str, Any]) -> list[Any] | None:
+    """The values that a schema names by const or enum; None where it names none."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def referred(reference: str, root: Any) -> Any:
+    """The schema that a $ref leads to; True, which allows all, where there is none."""
+    found = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        name = part.replace("~1", "/").replace("~0", "~")
+        found = found.get(name, True) if isinstance(found, dict) else True
+    return found
+
+
+def _kind(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, (int, float)):
+        return "integer" if isinstance(value, int) or value.is_integer() else "number"
+    return "string" if isinstance(value, str) else "object" if isinstance(value, dict) else "array"
+
+
+def typed_text(text: str, schema: Any, root: Any = None) -> str:
+    """A value that stands as text between tags, as JSON: of a type that the schema allows where there is one, and text
+    where nothing else fits. Beside JSON itself, literals of Python count, as templates write true, false and null."""
+    kinds = kinds_of(schema, root)
+    if kinds == {"string"}:
+        return json_text(text)
+    try:
+        found = _json_of(text)
+    except (ValueError, RecursionError):
+        return json_text(text)
+    return json_text(text) if "string" in kinds and _kind(parsed_json(found)) not in kinds else found
+
+
+def _json_of(text: str) -> str:
+    if text in _WORDS:
+        return json_text(_WORDS[text])
+    try:
+        parsed_json(text)
+        return text.strip()
+    except ValueError:
+        if text.lstrip()[:1] not in ("[", "{") or "\\" in text:  # before some letters Python warns of a backslash
+            raise
+    return python_json(text)

@@ -1,0 +1,95 @@
+"""Checkpoints with a head for multi-token prediction: golden ones, and tiny ones made on the spot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+#: The golden heads, by the names of their bases.
+HEADS = ("qwen3_5_text", "qwen3_5_tied")
+#: Fields of a tiny Qwen3.5 whose head drafts.
+TINY = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "tie_word_embeddings": False,
+}
+#: How much the layers of an agreeing base add to the embedding of its current token: less of it, more agreement.
+_LAYER_WEIGHT = 0.01
+
+
+def golden_checkpoint(name: str, directory: Path) -> Path:
+    """A golden base with its golden head, in two files as its makers publish it."""
+    shutil.copytree(GOLDENS / "decoder" / name, directory)
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    shutil.copy(GOLDENS / "mtp" / name / "mtp.safetensors", directory / "model-00002-of-00002.safetensors")
+    config = json.loads((directory / "config.json").read_text())
+    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    (directory / "config.json").write_text(json.dumps(config))
+    write_index(directory)
+    return directory
+
+
+def write_index(directory: Path) -> None:
+    """The index of all weight files that a directory has."""
+    places = {name: file.name for file in directory.glob("model-*.safetensors") for name in _names(file)}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def add_head(checkpoint: Path, agreeing: bool = True, seed: int = 1) -> Path:
+    """Put a head into a tiny checkpoint of `TINY`, whose only attention layer is the second.
+
+    With `agreeing` base and head are made to agree: the layers of both add little to the embedding of the current
+    token, which `fc` passes on, so that either predicts from it alone.
+    """
+    tensors, random = load_file(checkpoint / "model.safetensors"), np.random.default_rng(seed)
+    if agreeing:
+        for name, values in tensors.items():
+            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+                tensors[name] = values * np.asarray(_LAYER_WEIGHT, values.dtype)
+            elif name == "model.norm.weight":
+                tensors[name] = np.zeros_like(values)
+            elif name == "model.embed_tokens.weight":  # rows of one size, as the head's norm makes them
+                rows = values.astype(np.float32)
+                tensors[name] = (rows / np.sqrt(np.mean(rows**2, axis=1, keepdims=True))).astype(values.dtype)
+    hidden = tensors["model.norm.weight"].shape[0]
+    small = 0.02 if agreeing else 1.0
+    head = {f"mtp.{name}.weight": np.zeros(hidden) for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")}
+    head["mtp.fc.weight"] = random.standard_normal((hidden, 2 * hidden)) * 0.2 * small
+    if agreeing:
+        head["mtp.fc.weight"][:, :hidden] += np.eye(hidden)
+    for name, values in tensors.items():
+        if name.startswith("model.layers.1."):
+            own = name.replace("model.layers.1.", "mtp.layers.0.")
+            drawn = random.standard_normal(values.shape) * 0.2
+            head[own] = drawn * small if name.endswith(("o_proj.weight", "down_proj.weight")) else drawn
+    dtype = tensors["model.norm.weight"].dtype
+    save_file(tensors | {name: values.astype(dtype) for name, values in head.items()}, checkpoint / "model.safetensors")
+    return checkpoint
+
+
+def edit_tensors(checkpoint: Path, edit: Callable[[dict[str, np.ndarray]], Any]) -> Path:
+    """Change the tensors of a checkpoint of one file."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, checkpoint / "model.safetensors")
+    return checkpoint
+
+
+def _names(file: Path) -> list[str]:
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    return [name for name in json.loads(file.read_bytes()[8 : 8 + length]) if name != "__metadata__"]

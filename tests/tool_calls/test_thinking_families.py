@@ -1,0 +1,140 @@
+"""Qwen3.5 and LFM2.5, as far as templates and tokens go: they think, then answer, call a tool, or keep to a form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from call_templates import THINKING, WITHOUT_CALLS
+from tokenizers import Tokenizer
+
+from edgellm import LLM, SamplingParams
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.config import EngineLimits
+from edgellm.http.answers import AnswerReader
+from edgellm.requests import Chunk
+from edgellm.structure.description import Structure
+from edgellm.structure.reasoning import reasoning_marks, reasoning_state
+from edgellm.text.output import OutputText
+
+pytestmark = pytest.mark.usefixtures("private_files")
+
+HELLO = [{"role": "user", "content": "hello"}]
+LOOK = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {
+            "type": "object",
+            "properties": {"at": {"enum": ["cup", "table"]}, "note": {"type": "string", "maxLength": 5}},
+            "required": ["at"],
+            "additionalProperties": False,
+        },
+    },
+}
+#: Each family's template, and the tokens that it adds to the vocabulary, special or not as published.
+FAMILIES: dict[str, tuple[str, list[str], list[str], str]] = {
+    "qwen3_5": (THINKING, ["<think>", "</think>", "<tool_call>", "</tool_call>"], [], "qwen3_coder"),
+    "lfm2_5": (WITHOUT_CALLS, ["<think>", "</think>"], ["<|tool_call_start|>", "<|tool_call_end|>"], "lfm2"),
+}
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def llm(
+    request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LLM]:
+    """A tiny model of another family with the template and the tokens of one of these."""
+    template, added, special, _ = FAMILIES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = make_checkpoint(folder / "checkpoint", max_position_embeddings=2048)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.add_tokens(added)
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    path = checkpoint / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    build_engine_directory(checkpoint, folder / "robot", EngineLimits(1, 128, 1500), [])
+    with LLM(folder / "robot", backend="numpy") as opened:
+        opened.family = request.param  # type: ignore[attr-defined]
+        yield opened
+
+
+def state_of(llm: LLM, **variables: Any) -> str:
+    marks = reasoning_marks(llm.tokenizer)
+    assert marks is not None
+    return reasoning_state(llm.tokenizer, marks, llm.tokenizer.encode_chat(HELLO, **variables))
+
+
+def biased(llm: LLM, *tokens: str, **more: Any) -> SamplingParams:
+    """Parameters under which these tokens come as soon as they may."""
+    ids = [llm.tokenizer.token_to_id(token) for token in tokens]
+    return SamplingParams(logit_bias={each: 100.0 for each in ids if each is not None}, **more)
+
+
+def test_the_template_says_how_an_answer_begins(llm: LLM) -> None:
+    of_qwen = llm.family == "qwen3_5"  # type: ignore[attr-defined]
+    assert state_of(llm) == ("open" if of_qwen else "undecided")
+    assert state_of(llm, enable_thinking=False) == ("closed" if of_qwen else "undecided")
+
+
+def test_the_format_is_found_without_being_named(llm: LLM) -> None:
+    expected = FAMILIES[llm.family][3]  # type: ignore[attr-defined]
+    assert llm.call(lambda runtime: runtime.tool_format).result() == expected
+
+
+def thoughts(llm: LLM, params: SamplingParams, **more: Any) -> tuple[int, Any]:
+    """How many tokens of an answer are reasoning, and the answer."""
+    found = llm.chat(HELLO, params, **more)
+    marks = reasoning_marks(llm.tokenizer)
+    assert marks is not None
+    ids = list(found.token_ids)
+    return (ids.index(marks.end) + 1 if marks.end in ids else 0), found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_model_thinks_before_a_call_that_is_enforced(llm: LLM, seed: int) -> None:
+    begin = () if llm.family == "qwen3_5" else ("<think>",)  # type: ignore[attr-defined]
+    params = biased(llm, *begin, "</think>", max_tokens=200, temperature=1.3, seed=seed)
+    for choice in ("required", "look"):
+        count, found = thoughts(llm, params, tools=[LOOK], tool_choice=choice, parallel_tool_calls=False)
+        (call,) = found.tool_calls
+        assert count > len(begin) and call.complete and call.parsed["at"] in ("cup", "table")
+        assert found.finish_reason == "tool_calls" and len(call.parsed.get("note", "")) <= 5
+        assert "look" not in found.text
+
+
+def test_calls_while_a_model_thinks_are_thoughts(llm: LLM) -> None:
+    mark = "<tool_call>" if llm.family == "qwen3_5" else "<|tool_call_start|>"  # type: ignore[attr-defined]
+    begins = llm.family == "qwen3_5"  # type: ignore[attr-defined]
+    asked = HELLO if begins else [*HELLO, {"role": "assistant", "content": "<think>"}]
+    found = llm.chat(asked, biased(llm, mark, max_tokens=8), tools=[LOOK], continue_final_message=not begins)
+    assert found.tool_calls == () and found.tool_call_error is None
+    assert list(found.token_ids) == [llm.tokenizer.token_to_id(mark)] * 8  # and no rules keep it
+
+
+def test_thinking_that_is_switched_off_leaves_the_answer_alone(llm: LLM) -> None:
+    form = Structure(choice=["yes", "no"])
+    if llm.family == "qwen3_5":  # type: ignore[attr-defined]
+        found = llm.chat(HELLO, biased(llm, "</think>"), structure=form, template_variables={"enable_thinking": False})
+        assert found.text in ("yes", "no")
+    count, found = thoughts(llm, biased(llm, "<think>", "</think>", max_tokens=20), structure=form)
+    assert found.parsed in ("yes", "no") and count >= 1
+    assert found.text.endswith(found.parsed)
+
+
+def test_reasoning_is_apart_over_http(llm: LLM) -> None:
+    """Qwen3.5's answers begin within it, without a mark; LFM2.5's with one."""
+    prefix = "" if llm.family == "qwen3_5" else "<think>"  # type: ignore[attr-defined]
+    ids = llm.tokenizer.encode(f"{prefix}\nhello world\n</think>\n\nhow are you?", add_special_tokens=False)
+    marks = reasoning_marks(llm.tokenizer)
+    for size in (1, 3, 100):
+        detokenizer = llm.tokenizer.detokenizer()
+        reader = AnswerReader(llm.tokenizer, OutputText(llm.tokenizer.detokenizer()), marks, state_of(llm))
+        parts = [ids[start : start + size] for start in range(0, len(ids), size)]
+        pieces = [reader.read(Chunk("".join(map(detokenizer.push, part)), tuple(part))) for part in parts]
+        pieces.append(reader.read(Chunk(detokenizer.finish(), ())))
+        assert "".join(piece.reasoning for piece in pieces) == "hello world"
+        assert "".join(piece.content for piece in pieces) == "how are you?"

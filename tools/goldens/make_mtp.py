@@ -1,0 +1,126 @@
+"""Makes the golden files of `tests/goldens/mtp`: heads for multi-token prediction of bases in `tests/goldens/decoder`.
+
+    python tools/goldens/make_mtp.py tests/goldens/mtp
+
+Needs torch and transformers, as `make.py`. transformers leaves the tensors of these heads out, and runs none: what is
+expected is put together here from its own `Qwen3_5DecoderLayer`, norms and rotary embedding, in the order in which vLLM
+and others describe the head. Each folder is named after its base, which stays where it is, and holds `mtp.safetensors`,
+random tensors as published files name them, and `expected.safetensors`: `token_ids` [T] int64, `features` [T, H], the
+base's last hidden states behind its final norm, and what `make_drafts.py` writes of a head; behind it `chain_tokens`
+[3], the likeliest one after another, with `chain_logits` and `chain_hidden_states` of each.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from golden_folders import VERSIONS, randomize_vectors, write_folders
+from make_drafts import TOKENS, expected_values
+from safetensors.torch import save_file
+from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5RMSNorm,
+    Qwen3_5TextRotaryEmbedding,
+)
+
+BASES = ("qwen3_5_text", "qwen3_5_tied")
+CHAIN = 3
+_DECODERS = Path(__file__).parents[2] / "tests" / "goldens" / "decoder"
+
+
+class Parts(torch.nn.Module):
+    """The head's own weights, by their published names below "mtp."."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__()
+        hidden, epsilon = config.hidden_size, config.rms_norm_eps
+        self.pre_fc_norm_embedding = Qwen3_5RMSNorm(hidden, epsilon)
+        self.pre_fc_norm_hidden = Qwen3_5RMSNorm(hidden, epsilon)
+        self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        self.layers = torch.nn.ModuleList([Qwen3_5DecoderLayer(config, config.layer_types.index("full_attention"))])
+        self.norm = Qwen3_5RMSNorm(hidden, epsilon)
+
+
+@dataclass(frozen=True)
+class MtpHead:
+    """A head with the tables of its base, as `make_drafts.expected_values` takes one."""
+
+    parts: Parts
+    rotary: Qwen3_5TextRotaryEmbedding
+    embedding: torch.Tensor
+    output_head: torch.Tensor
+    generation: str = "mtp"
+
+    def fused(self, features: torch.Tensor) -> torch.Tensor:
+        """The base's features as `run` takes them: as they are."""
+        return features
+
+    def run(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [T, V] and what each row feeds to the next step [T, H], rows at positions 0..T-1."""
+        parts, count = self.parts, len(tokens)
+        embedded = parts.pre_fc_norm_embedding(self.embedding[tokens])
+        value = parts.fc(torch.cat((embedded, parts.pre_fc_norm_hidden(hidden)), dim=-1))[None]
+        positions = torch.arange(count)[None]
+        mask = torch.full((count, count), torch.finfo(torch.float32).min).triu(1)[None, None]
+        value = parts.layers[0](value, self.rotary(value, positions), mask, positions)
+        normed = parts.norm(value)[0]
+        return normed @ self.output_head.T, normed
+
+
+@torch.no_grad()
+def make_head(name: str, directory: Path) -> None:
+    """Write the tensors of one head and what is computed with them."""
+    torch.manual_seed(1900 + BASES.index(name))
+    model_class = {
+        "qwen3_5_text": Qwen3_5ForCausalLM,
+        "qwen3_5": Qwen3_5ForConditionalGeneration,
+    }[json.loads((_DECODERS / name / "config.json").read_text())["model_type"]]
+    base = model_class.from_pretrained(_DECODERS / name, dtype=torch.float32, attn_implementation="eager")
+    published = AutoConfig.from_pretrained(_DECODERS / name)
+    config, dtype = published.get_text_config(), published.dtype
+    config._attn_implementation = "eager"
+    parts = Parts(config)
+    for tensor in parts.parameters():
+        tensor.normal_(0, 0.25)
+    randomize_vectors(parts.named_parameters())
+    stored = {f"mtp.{key}": tensor.to(dtype) for key, tensor in parts.state_dict().items()}
+    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, directory / "mtp.safetensors")
+    parts.load_state_dict({key.removeprefix("mtp."): tensor.float() for key, tensor in stored.items()})
+
+    token_ids = torch.randint(0, config.vocab_size, (TOKENS,))
+    embedding, output_head = base.get_input_embeddings().weight, base.get_output_embeddings().weight
+    output = base(token_ids[None], output_hidden_states=True)
+    features = output.hidden_states[-1][0]
+    torch.testing.assert_close(features @ output_head.T, output.logits[0])  # it is the one behind the final norm
+    head = MtpHead(parts, Qwen3_5TextRotaryEmbedding(config), embedding, output_head)
+    expected = expected_values(head, token_ids, features[None], (1,))
+    expected |= {"token_ids": token_ids, "features": features.contiguous()} | chain_of(head, token_ids, features)
+    save_file(expected, directory / "expected.safetensors", metadata={**VERSIONS, "base": name})
+    logits = expected["prefill_logits"]
+    print(f"{name}: largest logit {logits.abs().max():.2f}, standard deviation {logits.std():.2f}")
+
+
+def chain_of(head: MtpHead, token_ids: torch.Tensor, features: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The likeliest tokens one after another behind a text, each found with the hidden state of the one before."""
+    hidden, tokens, rows = features[:-1], token_ids[1:], []
+    logits, normed = head.run(hidden, tokens)
+    for _ in range(CHAIN):
+        chosen = logits[-1].argmax()[None]
+        hidden, tokens = torch.cat((hidden, normed[-1:])), torch.cat((tokens, chosen))
+        logits, normed = head.run(hidden, tokens)
+        rows.append((chosen, logits[-1], normed[-1]))
+    chosen, last, states = zip(*rows, strict=True)
+    return {
+        "chain_tokens": torch.cat(chosen),
+        "chain_logits": torch.stack(last),
+        "chain_hidden_states": torch.stack(states),
+    }
+
+
+if __name__ == "__main__":
+    write_folders(__doc__, {name: partial(make_head, name) for name in BASES})
