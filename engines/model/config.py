@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from edgellm.engines.directories.strict_formats import ADDED_LATER, bounded
-from edgellm.kernels.prefill.contract import RING_STEP
 
 #: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
 LARGEST_DEPTH = 1024
@@ -44,6 +43,8 @@ GIVEN_NODES = 32
 #: How many tokens a window can be cut back by, so that the end of an answer, or a message, can be edited: the rows of
 #: so many tokens beside it take 5 MiB of a model of Gemma-3-1B's shapes.
 WINDOW_SLACK = 256
+#: The rows of a window are whole tiles of the attention kernels (`RING_STEP` there).
+WINDOW_STEP = 64
 #: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
 #: the arithmetic of few tokens.
 _CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
@@ -295,7 +296,7 @@ class EngineLimits:
         a text can be cut; as many as without a window where that is no more."""
         if window is None or window >= self.kv_capacity:
             return 0
-        return min(_rounded_up(window + self.window_step + WINDOW_SLACK, RING_STEP), self._whole_rows)
+        return min(_rounded_up(window + self.window_step + WINDOW_SLACK, WINDOW_STEP), self._whole_rows)
 
     def window_problem(self, config: DecoderConfig) -> str | None:
         """What is wrong with `window_rows` for a model, if anything."""
@@ -311,7 +312,7 @@ class EngineLimits:
     @property
     def _whole_rows(self) -> int:
         """A window's rows that hold all that `kv_rows` do."""
-        return _rounded_up(self.kv_rows, RING_STEP)
+        return _rounded_up(self.kv_rows, WINDOW_STEP)
 
     @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:

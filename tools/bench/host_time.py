@@ -145,7 +145,11 @@ class ImitatedRunner:
     def _accepted(self, tree: GivenTree) -> int:
         place, count, follows = -1, 0, self.answer[self._said :]
         while count < len(follows):
-            found = [n for n, (t, p) in enumerate(zip(*tree, strict=True)) if p == place and t == follows[count]]
+            found = [
+                n
+                for n, (t, p) in enumerate(zip(tree.tokens, tree.parents, strict=True))
+                if p == place and t == follows[count]
+            ]
             if not found:
                 break
             place, count = found[0], count + 1

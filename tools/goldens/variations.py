@@ -118,9 +118,9 @@ _GEMMA = {
 }
 
 #: Of windows: sequences that are several times as long.
-_LONG: dict[str, Any] = {"length": 60, "generated": 64}
-_WINDOWED = {"max_position_embeddings": 128}
-_GEMMA3 = {**_WINDOWED, "sliding_window_pattern": 2, "sliding_window": 5, "tie_word_embeddings": True}
+_LONG: dict[str, Any] = {"length": 40, "generated": 64}
+_WINDOWED = {"max_position_embeddings": 128, "intermediate_size": 24, "tie_word_embeddings": True}
+_GEMMA3 = {**_WINDOWED, "sliding_window_pattern": 2, "sliding_window": 5}
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0}
 _SMALL = {"hidden_size": 24, "intermediate_size": 24, "num_key_value_heads": 1, "max_position_embeddings": 128}
 _LFM2 = {**_SMALL, "norm_eps": 1e-5, "num_attention_heads": 3}
@@ -327,7 +327,7 @@ VARIATIONS = {
     ),
     "gemma3_old_layout": Variation(
         "gemma3_text",
-        {**_GEMMA3, **_GEMMA, "num_hidden_layers": 2, "sliding_window": 7, "query_pre_attn_scalar": 256},
+        {**_GEMMA3, **_GEMMA, "hidden_size": 8, "sliding_window": 7, "query_pre_attn_scalar": 256},
         {"full_attention": _LINEAR_ROPE, "sliding_attention": {**_DEFAULT_ROPE, "rope_theta": 500.0}},
         dtype="bfloat16",
         layout="old",

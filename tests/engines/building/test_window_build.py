@@ -19,11 +19,12 @@ from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.config import WINDOW_STEP, EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear
+from edgellm.kernels.prefill.contract import RING_STEP
 
 
 @pytest.mark.parametrize("kv_cache", ["compute", "int8"])
@@ -109,6 +110,7 @@ def test_trees_of_wide_heads_are_refused_by_name_where_they_do_not_fit() -> None
 def test_kernels_refuse_rings_of_parts_of_tiles() -> None:
     config = decoder_config(MISTRAL_7B)
     limits = choose_limits(config, kv_capacity=32768)
+    assert WINDOW_STEP == RING_STEP
     for rows, words in ((limits.window_rows, None), (limits.window_rows + 8, "rings of windows have a multiple of 64")):
         shape = replace(limits.base_shape("decode", 1, 1, 32768), window_rows=rows)
         refusal = kernel_refusal(config, shape, "float16", SHARED_MEMORY["sm_90"])

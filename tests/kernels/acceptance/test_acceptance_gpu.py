@@ -305,7 +305,9 @@ def test_move_accepted(gpu, rng, dtype, caches, heads, width):
     pending = pending_arrays(np.ones((slots, most + 1, features), dtype))
     for counted in (lengths, np.array([1, 0, 2], np.int32)):
         accepted = Accepted(indices, np.zeros_like(indices), counted)
-        assert_equals_twin(gpu, "move_accepted", arrays, start, accepted, nodes, pending)
+        assert_equals_twin(gpu, "move_accepted", arrays, start, accepted, nodes, pending, False)
+        ring = np.array([0, 1009, 2**20 + 59], np.int32)  # of which the tree goes round the end
+        assert_equals_twin(gpu, "move_accepted", arrays, ring, accepted, nodes, pending, True)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16], ids=["float32", "float16", "bfloat16"])

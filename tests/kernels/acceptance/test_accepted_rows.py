@@ -27,13 +27,15 @@ def pending_arrays(slots: int, rows: int, features: np.ndarray | None = None) ->
     return Pending(features, np.full((slots, rows), 9, np.int32), counts, start, np.full((slots, 1), 6, np.int32))
 
 
-def compact(caches: list[np.ndarray], start: np.ndarray, indices: np.ndarray, lengths: np.ndarray) -> None:
+def compact(
+    caches: list[np.ndarray], start: np.ndarray, indices: np.ndarray, lengths: np.ndarray, wraps: bool = False
+) -> None:
     """`move_accepted` with features that nobody looks at."""
     slots, most = indices.shape
     accepted = Accepted(indices, np.zeros_like(indices), lengths)
     dtype = caches[0].dtype if caches else np.float32
     pending = pending_arrays(slots, most, np.zeros((slots, most, 1), dtype))
-    ACCEPTANCE.move_accepted(caches, start, accepted, np.zeros((slots, 64, 1), dtype), pending)
+    ACCEPTANCE.move_accepted(caches, start, accepted, np.zeros((slots, 64, 1), dtype), pending, wraps)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
@@ -63,6 +65,20 @@ def test_compaction_stays_inside_the_cache(rng):
     indices = np.array([[0, 2, 9]], np.int32)
     compact([cache], np.array([3], np.int32), indices, np.array([3], np.int32))
     np.testing.assert_array_equal(cache[0, 0], before[0, 0, [0, 1, 2, 3, 5, 5]])
+
+
+def test_compaction_goes_round_a_ring(rng):
+    """Wherever in the ring the tree begins; positions have long been beyond its rows."""
+    rows, most = 24, 6
+    for start in range(100, 160):
+        cache = rng.normal(size=(2, 2, rows, 3)).astype(np.float32)
+        expected, length = cache.copy(), int(rng.integers(1, most + 1))
+        indices = np.full((1, most), -1, np.int32)
+        indices[0, :length] = [0, *np.sort(rng.permutation(np.arange(1, 20))[: length - 1])]
+        for i, index in enumerate(indices[0, :length]):
+            expected[0, :, (start + i) % rows] = cache[0, :, (start + index) % rows]
+        compact([cache], np.array([start], np.int32), indices, np.array([length], np.int32), wraps=True)
+        np.testing.assert_array_equal(cache, expected)
 
 
 def test_features_are_gathered(rng):
