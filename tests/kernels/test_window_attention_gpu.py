@@ -212,5 +212,6 @@ def test_rows_are_normed_before_they_are_added(gpu, rows: int, width: int, selec
         own = NormedInput(device_copy(gpu, values), device_copy(gpu, weight), 1e-6, 1.0)
         output = gpu.zeros((rows, width), "float32")
         places = None if selected is None else device_copy(gpu, selected)
-        few.norm_residual(own, device_copy(gpu, held), output, places)()
+        added = device_copy(gpu, held)  # a launch keeps no memory: this must live until it is done
+        few.norm_residual(own, added, output, places)()
         np.testing.assert_allclose(gpu.download(output), expected, rtol=1e-5, atol=1e-4)

@@ -53,7 +53,8 @@ def test_logits_agree_with_numpy(directory: EngineDirectory) -> None:
     largest = np.abs(expected).max()
     difference = max(np.abs(logits - expected).max() / largest for logits in (found, np.stack(pairs)))
     print(f"\n{directory.config.family} {directory.limits.kv_cache}: {difference:.2%}")
-    assert difference <= TOLERANCES["bfloat16"]
+    # An element of a row may be rounded to another of its 8 bits, which adds to bfloat16's own rounding.
+    assert difference <= TOLERANCES["bfloat16"] * (1.5 if directory.limits.kv_cache == "int8" else 1.0)
     np.testing.assert_array_equal(found[1:], np.stack(pairs)[1:])
 
 
