@@ -55,10 +55,23 @@ def _checked_message(message: Any, number: int, takes_images: bool) -> dict[str,
     if role == "user" and not _shows_anything(content):
         raise RequestError(f"{what} (user) is empty: write something for the model to answer")
     extras = {key: given[key] for key in EXTRA_KEYS if key in given}
+    if "tool_calls" in extras:
+        extras["tool_calls"] = _checked_calls(extras["tool_calls"], f"tool_calls of {what}")
     reasoning = next((given[key] for key in REASONING_KEYS if key in given), None)
     if reasoning is not None:
         extras = {"thinking": reasoning, **extras, "reasoning_content": reasoning}
     return {"role": role, "content": content, **extras}
+
+
+def _checked_calls(calls: Any, what: str) -> list[dict[str, Any]]:
+    """A copy of a message's calls, whose values must be as JSON has them."""
+    copied = _JSONCopy(what).of(calls, what)
+    if not isinstance(copied, list):
+        raise RequestError(f"{what} is a {type(calls).__name__}: expected a list of calls, each {_CALL_EXAMPLE}")
+    for place, call in enumerate(copied):
+        if not isinstance(call, dict):
+            raise RequestError(f"{what}, [{place}], is a {type(call).__name__}: expected {_CALL_EXAMPLE}")
+    return copied
 
 
 def _shows_anything(content: Any) -> bool:
@@ -178,6 +191,7 @@ RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_fi
 #: Bounds of what is given as JSON values: lists and objects inside each other, all values of tools or of variables (a
 #: list that stands in many places counts as often), and whole numbers.
 _DEEPEST, _MOST_VALUES, _LARGEST = 64, 100_000, 1 << 63
+_CALL_EXAMPLE = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
 _TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
 
 

@@ -59,7 +59,7 @@ class ToolCalling:
     def written(self, calls: Sequence[Any]) -> str:
         """The calls of an earlier message as the model writes them; "" where its format is not known."""
         found = self.format()
-        functions = [call.get("function", call) for call in calls if isinstance(call, dict)]
+        functions = [call.get("function", call) for call in calls]
         named = [each for each in functions if isinstance(each, dict) and isinstance(each.get("name"), str)]
         return "" if found is None else found.written([(each["name"], _arguments(each)) for each in named])
 
