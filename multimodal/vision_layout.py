@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.vision import VisionConfig, vision_inputs
 
 Grid = tuple[int, int, int]

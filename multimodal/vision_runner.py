@@ -21,7 +21,7 @@ from edgellm.engines.directories.engine_parts import EngineVision
 from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.families.vision_config import position_table
 from edgellm.engines.families.vision_encoders import vision_weights
-from edgellm.engines.model.config import EngineShape, vision_shape
+from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading

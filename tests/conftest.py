@@ -35,8 +35,9 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
 from edgellm.engines.lora.config import adapted_projections
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import find_gpu
 

@@ -17,7 +17,7 @@ from edgellm.benchmark.inputs import BenchPrompt
 from edgellm.commands.bench import with_system_prompt
 from edgellm.defaults import ModelDefaults
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import EngineDirectoryError
 
 pytestmark = pytest.mark.usefixtures("private_files")

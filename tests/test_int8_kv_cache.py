@@ -23,7 +23,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.checks import check_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.llm import LLM, SHIPPED_MODEL
 

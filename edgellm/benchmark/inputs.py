@@ -18,7 +18,7 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
 
 if TYPE_CHECKING:
-    from edgellm.engines.model.config import EngineLimits
+    from edgellm.engines.model.limits import EngineLimits
 
 
 PLAIN_NAME = "plain"

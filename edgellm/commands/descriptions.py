@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-from edgellm.engines.model.config import MTP, EngineLimits, EngineShape
+from edgellm.engines.model.config import MTP
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.kernels.user_paths import user_path
 
 

@@ -43,9 +43,10 @@ from edgellm.engines.directories.plan_files import (
 from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory

@@ -10,7 +10,7 @@ from typing import Any
 
 from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.directories.strict_formats import parse_yaml
-from edgellm.engines.model.config import KV_CACHES
+from edgellm.engines.model.limits import KV_CACHES
 from edgellm.errors import RequestError, SettingsError, did_you_mean
 from edgellm.kernels.user_paths import printable, user_folder, user_path
 from edgellm.sampling_params import SamplingParams, checked_value

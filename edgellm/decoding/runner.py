@@ -13,7 +13,7 @@ from edgellm.engines.backends.base import Backend, Readback
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import require_adapters
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
 from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages

@@ -22,7 +22,7 @@ from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 
 if TYPE_CHECKING:
     from edgellm.drafting.config import DraftingConfig
-    from edgellm.engines.model.config import EngineLimits
+    from edgellm.engines.model.limits import EngineLimits
 
 
 #: Lengths of the chains that compete with a longer one. A chain of 1 costs one and a half to two plain

@@ -24,7 +24,7 @@ from edgellm.engines.checkpoints.safetensors_file import DTYPES
 from edgellm.engines.checkpoints.tensors import STORAGE
 from edgellm.engines.directories.digests import is_known_finite_content
 from edgellm.engines.directories.strict_formats import bounded, canonical_json, plain_values
-from edgellm.engines.model.config import LARGEST_CONTEXT
+from edgellm.engines.model.limits import LARGEST_CONTEXT
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.content_digest import DIGEST_BYTES, Section
 from edgellm.snapshots.system_prompt import PromptRecord

@@ -13,7 +13,8 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.model.states import PRESENT
 from edgellm.kernels.acceptance.contract import AcceptanceKernels

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, recurrent_refusal
 from edgellm.engines.lora.config import AdaptedProjection
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Attention,
     GatedDelta,

@@ -8,7 +8,7 @@ from typing import Any
 
 from edgellm.engines.backends.executors import kernel_executor, split_refusal
 from edgellm.engines.backends.split_engine import SplitEngine
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.program import NormLinear, Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes

@@ -25,7 +25,8 @@ from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_part
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_plan
 from edgellm.engines.errors import DeviceMemoryError, EngineError
-from edgellm.engines.model.config import DraftConfig, EngineShape, WeightSpec
+from edgellm.engines.model.config import DraftConfig, WeightSpec
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, most_logit_rows
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import model_program

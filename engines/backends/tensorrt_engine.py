@@ -13,7 +13,7 @@ from edgellm.engines.backends.base import checked_bindings
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.platform import TensorRTLibrary
 from edgellm.engines.errors import EngineError, PlanError
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory

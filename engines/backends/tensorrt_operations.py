@@ -9,8 +9,8 @@ import numpy as np
 
 from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
 from edgellm.engines.errors import BuildError, EngineError
-from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.program import GatedDelta, ShortConvolution
 from edgellm.engines.model.programs import ModelConfig, model_program

@@ -67,8 +67,9 @@ from edgellm.engines.directories.staged_directory import StagedDirectory
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import BuildError, CheckpointError, EngineError
 from edgellm.engines.lora.adapter import ADAPTER_FILES
-from edgellm.engines.model.config import HEADS, MTP, DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import HEADS, MTP, DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig

@@ -16,16 +16,15 @@ from edgellm.engines.directories.small_files import check_tokenizer_file
 from edgellm.engines.directories.staged_directory import holds, is_vacant, lack_of_space
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.lora.adapter import LARGEST_RANK
-from edgellm.engines.model.config import (
+from edgellm.engines.model.config import HEADS, DecoderConfig
+from edgellm.engines.model.limits import (
     DRAFT_RANGES,
-    HEADS,
     KV_CACHES,
     LARGEST_BATCH,
     LARGEST_CONTEXT,
     LARGEST_LORA_SLOTS,
     LARGEST_MAX_IMAGE_PATCHES,
     LARGEST_PREFILL_CHUNK,
-    DecoderConfig,
     EngineLimits,
     EngineShape,
 )

@@ -24,7 +24,8 @@ from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.directories.plan_files import Platform
 from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import BuildError, EdgeLLMError
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig

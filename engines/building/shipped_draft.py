@@ -18,8 +18,9 @@ from edgellm.engines.directories.small_files import read_text, read_tokenizer
 from edgellm.engines.directories.strict_formats import is_integer
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.families.mtp import has_mtp, missing_mtp
-from edgellm.engines.model.config import MTP, DecoderConfig, EngineLimits
+from edgellm.engines.model.config import MTP, DecoderConfig
 from edgellm.engines.model.draft_decoder import MAPPING
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.quantization.written_layout import StoredTensor, write_tensors
 from edgellm.kernels.errors import shown
 

@@ -33,8 +33,9 @@ from edgellm.engines.directories.engine_parts import (
 from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import EngineDirectoryError
-from edgellm.engines.model.config import HEADS, KV_CACHES, DecoderConfig, DraftConfig, EngineLimits
+from edgellm.engines.model.config import HEADS, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import head_format
+from edgellm.engines.model.limits import KV_CACHES, EngineLimits
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig

@@ -21,8 +21,8 @@ from edgellm.engines.directories.engine_directory import EngineDirectory, edgell
 from edgellm.engines.directories.small_files import read_file
 from edgellm.engines.directories.strict_formats import LARGEST_SIZE, JSONObject, plain_values
 from edgellm.engines.errors import PlanError
-from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.graph import NETWORK_VERSION
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Add,
     DropFirst,

@@ -21,8 +21,9 @@ from edgellm.engines.checkpoints.tensors import (
 from edgellm.engines.directories.digests import current_digest
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig, adapted_projections
-from edgellm.engines.model.config import LARGEST_LORA_RANK, DecoderConfig
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import LARGEST_LORA_RANK
 from edgellm.kernels.sampling.twin import first_not_finite
 
 WEIGHTS_NAME = "adapter_model.safetensors"

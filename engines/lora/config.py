@@ -19,7 +19,8 @@ import numpy as np
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import AdapterError
 from edgellm.engines.lora.patterns import PatternMatcher, name_starts, patterns_problems
-from edgellm.engines.model.config import EngineLimits, WeightSpec
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.arrays import ITEM_SIZES
 
 CONFIG_NAME = "adapter_config.json"

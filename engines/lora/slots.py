@@ -16,8 +16,9 @@ from edgellm.engines.checkpoints.tensors import STORAGE, convert, value_and_plac
 from edgellm.engines.errors import AdapterError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import SCALES, adapted_projections
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.sampling.twin import first_not_finite
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from edgellm.engines.model.config import HEADS, RECURRENT_KINDS, DecoderConfig, EngineShape, WeightSpec
+from edgellm.engines.model.config import HEADS, RECURRENT_KINDS, DecoderConfig, WeightSpec
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Add,
     Attention,

@@ -10,16 +10,9 @@ from typing import TypeVar
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import (
-    DRAFT_EMBEDDING,
-    HEADS,
-    MTP,
-    DecoderConfig,
-    DraftConfig,
-    EngineShape,
-    WeightSpec,
-)
+from edgellm.engines.model.config import DRAFT_EMBEDDING, HEADS, MTP, DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import LayerWeights, embedding_name, head_weight_name
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Input,
     Keep,

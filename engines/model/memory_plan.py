@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from edgellm.engines.lora.config import adapted_projections, adapter_bytes
-from edgellm.engines.model.config import GIVEN_NODES, DecoderConfig, DraftConfig, EngineLimits, WeightSpec
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.model.limits import GIVEN_NODES, EngineLimits
 from edgellm.engines.model.states import (
     LayerState,
     WindowRows,

@@ -15,7 +15,8 @@ from functools import cached_property
 
 from edgellm.engines.directories.strict_formats import ADDED_LATER
 from edgellm.engines.lora.config import SCALES, AdaptedProjection, adapted_projections
-from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import (
     PRESENT,
     ConvColumns,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from edgellm.engines.families.vision_encoders import vision_program, vision_weights
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape, WeightSpec
+from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_program, draft_weights
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segments_of
 from edgellm.engines.model.vision import VisionConfig

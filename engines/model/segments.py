@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Add,
     Attention,

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
-from edgellm.engines.model.config import WINDOW_SLACK, DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import WINDOW_SLACK, EngineLimits
 from edgellm.kernels.arrays import ITEM_SIZES
 
 #: Shape and dtype ("compute", or one of `ITEM_SIZES`) by name.

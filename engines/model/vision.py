@@ -7,7 +7,8 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from edgellm.engines.directories.strict_formats import bounded
-from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE, EngineShape
+from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
+from edgellm.engines.model.limits import EngineShape
 
 VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")

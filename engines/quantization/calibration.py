@@ -13,9 +13,10 @@ import numpy as np
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import float32_into
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_layer
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program, state_inputs, token_inputs
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic

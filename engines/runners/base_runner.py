@@ -20,8 +20,9 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdapterSlots, require_adapters
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from edgellm.engines.backends.base import Backend, Engine
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.arrays import Array
 
 #: Where shapes are free, an engine reads a multiple of so many KV rows.

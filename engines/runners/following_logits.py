@@ -9,7 +9,7 @@ import numpy as np
 
 from edgellm.engines.backends.base import uploaded
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.rows import StepBuffers, bound_inputs

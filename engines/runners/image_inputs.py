@@ -12,7 +12,8 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend, Readback, uploaded
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import mrope_axes
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.kernels.arrays import Array, leading

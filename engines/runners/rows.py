@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from edgellm.engines.backends.base import Backend, Transfer
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.sampling.contract import StepInputs

@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Any
 
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import DRAFT_RANGES, EngineLimits
+from edgellm.engines.model.limits import DRAFT_RANGES, EngineLimits
 from edgellm.kernels.errors import shown
 from edgellm.kernels.tree.contract import Level, candidate_count, level_start
 

@@ -22,7 +22,8 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prefill import Stops

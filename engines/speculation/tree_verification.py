@@ -6,7 +6,8 @@ from collections.abc import Callable
 from functools import partial
 
 from edgellm.engines.backends.base import Backend
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import GIVEN_NODES, kept_bytes
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner

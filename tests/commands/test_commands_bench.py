@@ -11,7 +11,7 @@ from edgellm.benchmark.inputs import default_configurations, default_prompts, lo
 from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.benchmark.run import BenchResult, BenchRun, summarize
 from edgellm.drafting.acceptance import DraftingStatistics
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import RequestError
 
 LIMITS = EngineLimits(draft_top_k=10, draft_steps=6, verify_tree_size=60)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from edgellm.commands.app import create_app
 from edgellm.commands.build import ProgressDisplay
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
 SMALL = ("--prefill-chunk", "80", "--kv-capacity", "128")

@@ -13,7 +13,7 @@ from command_line import CONTEXT
 
 from edgellm.commands.chat_input import PipedLines, read_message
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import RequestError
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from command_line import Edgellm
 from edgellm import LLM, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.evaluation.inputs import text_windows
 from edgellm.evaluation.measures import perplexity
 from edgellm.evaluation.report import SHOWN_DIFFERENCES

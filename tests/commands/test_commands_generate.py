@@ -14,7 +14,7 @@ import pytest
 
 from edgellm.commands.console import write_answer
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
 

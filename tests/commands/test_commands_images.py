@@ -14,7 +14,7 @@ from tiny_multimodal import FAMILIES
 
 from edgellm.commands.images import dropped_files
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
 

@@ -18,7 +18,7 @@ from edgellm.commands.app import create_app
 from edgellm.commands.descriptions import executor_facts, sizes_in_words
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 
 
 def info(*arguments: object) -> Result:

@@ -15,7 +15,7 @@ from command_line import Edgellm
 from edgellm.commands.chat import _greeting
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import LLM
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.file import read_snapshot, write_snapshot

@@ -11,7 +11,7 @@ from edgellm.drafting.acceptance import AcceptanceModel
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import DraftingController, candidate_plans
 from edgellm.drafting.costs import PLAIN, RoundCosts
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.errors import EngineError
 

@@ -16,7 +16,7 @@ from edgellm.drafting.config import (
     merged_drafting,
     preset_values,
 )
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import RequestError
 
 LIMITS = EngineLimits(draft_top_k=10, draft_steps=6, verify_tree_size=64)

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from edgellm import LLM, AdapterError, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import open_runner
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.runners.sampling_state import SamplingValues

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 
 HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, VOCABULARY = 64, 96, 2, 4, 2, 16, 320
 

@@ -11,7 +11,7 @@ import pytest
 
 from edgellm.commands.app import run
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 
 #: Tokens that a conversation with `chat_engines` may have.
 CONTEXT = 1500

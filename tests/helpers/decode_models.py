@@ -14,9 +14,10 @@ from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
 from edgellm.engines.lora.config import SCALES, adapted_projections
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, mtp_draft
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels

@@ -11,8 +11,8 @@ from safetensors import safe_open
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 

@@ -12,9 +12,9 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights, unread_tensors
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.rotary import rotary_table
 

@@ -17,7 +17,7 @@ from edgellm.engines.building.inputs import read_decoder_config, read_vision_con
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families.vision_config import read_vision
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_layout import ImageLayout, Normalization

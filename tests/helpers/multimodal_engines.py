@@ -10,7 +10,7 @@ import pytest
 from tiny_multimodal import FAMILIES
 
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 
 LIMITS = EngineLimits(2, 16, 192, draft_top_k=4, draft_steps=3, verify_tree_size=12)
 IMAGE_ROWS = {"llava": (9,)}

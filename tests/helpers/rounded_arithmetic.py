@@ -19,8 +19,9 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineShape, WeightSpec
+from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from edgellm import LLM, RequestError, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.http.errors import http_error
 from edgellm.runtime import SHIPPED_MODEL
 from edgellm.text.template import ChatTemplate

@@ -9,7 +9,7 @@ import pytest
 from golden_vision import golden_config
 
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import vision_shape
+from edgellm.engines.model.limits import vision_shape
 from edgellm.multimodal.vision_layout import (
     interpolation_taps,
     patch_coordinates,

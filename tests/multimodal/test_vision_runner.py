@@ -13,7 +13,7 @@ from golden_vision import GoldenImage, golden_directory, golden_images, open_vis
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError, ImageError
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.multimodal.vision_runner import EmbeddingCache, ImageEmbeddings, VisionEngineRunner, vision_memory
 
 

@@ -18,7 +18,7 @@ from edgellm import LLM, SamplingParams, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.requests import Request
 
 SLOTS = 4

@@ -21,7 +21,7 @@ from edgellm import LLM, AsyncLLM, Request, RequestError, SamplingParams, SpecDe
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, given, tree
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.errors import ConstraintError

@@ -13,7 +13,7 @@ import pytest
 from edgellm import LLM, AsyncLLM, ContextError, Request, RequestError, Response, SamplingParams, Session
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 
 CONTEXT = 256
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)

@@ -19,7 +19,7 @@ from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 
 TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
 CHAIN = DraftingConfig(kind="chain", draft_top_k=1, draft_steps=3, adaptive=False)

@@ -18,7 +18,7 @@ from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.snapshot import Snapshot

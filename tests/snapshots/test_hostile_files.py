@@ -259,7 +259,7 @@ def test_the_snapshot_of_another_model(
     tmp_path: Path,
 ) -> None:
     from edgellm.engines.building.builder import build_engine_directory
-    from edgellm.engines.model.config import EngineLimits
+    from edgellm.engines.model.limits import EngineLimits
 
     other = tmp_path / "other"
     build_engine_directory(make_checkpoint(tmp_path / "checkpoint", 7), other, EngineLimits(1, 16, 96), [])

@@ -19,7 +19,7 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import RequestError, SnapshotError

@@ -16,7 +16,7 @@ from edgellm.decoding.slots import KVContents, SlotChoice, choose_slot
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.errors import DeviceMemoryError
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.snapshots.kept_states import StateKeeper, chosen_places
 
 NEAR = (24, 4, 6)

@@ -11,7 +11,7 @@ from edgellm import LLM, Request, SamplingParams
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import AdapterError, RequestError, SnapshotError
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.snapshots.file import read_snapshot

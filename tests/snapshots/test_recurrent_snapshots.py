@@ -16,7 +16,7 @@ from edgellm.decoding.runner import Runner
 from edgellm.decoding.slots import KVContents
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import tree
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.content_digest import content_digest

@@ -18,7 +18,7 @@ from edgellm.decoding.slots import KVContents
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner

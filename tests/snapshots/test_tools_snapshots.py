@@ -18,7 +18,7 @@ from edgellm.commands.cache_prompts import CachePrompt, with_cached_prompt
 from edgellm.commands.models import open_model
 from edgellm.commands.settings import Settings
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import RequestError
 from edgellm.snapshots.file import read_snapshot
 from edgellm.snapshots.system_prompt import PromptRecord

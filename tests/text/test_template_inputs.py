@@ -14,7 +14,7 @@ from command_line import Edgellm
 
 from edgellm import LLM, Request, RequestError, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import TemplateError
 from edgellm.text.messages import checked_tools, checked_variables
 from edgellm.text.template import ChatTemplate

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from edgellm import LLM, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.http.answers import AnswerReader
 from edgellm.requests import Chunk
 from edgellm.structure.description import Structure

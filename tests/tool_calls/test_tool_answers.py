@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from edgellm import LLM, AsyncLLM, Chunk, DraftingConfig, Request, RequestError, Response, SamplingParams, ToolCall
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.structure.description import Structure
 from edgellm.text.template import ChatTemplate
 from edgellm.tools.calls import joined_deltas

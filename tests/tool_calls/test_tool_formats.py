@@ -18,7 +18,7 @@ from edgellm import LLM, RequestError
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineDirectoryError
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.text.messages import checked_messages
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer

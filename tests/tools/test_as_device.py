@@ -18,7 +18,8 @@ from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import Platform, plan_candidates, present_platform
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU, find_gpu, stand_in
 from edgellm.kernels.launch import KernelModule

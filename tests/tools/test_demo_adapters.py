@@ -149,7 +149,7 @@ def test_a_trained_adapter_is_what_edgellm_computes(tmp_path):
 
     from edgellm.engines.building.builder import build_engine_directory
     from edgellm.engines.directories.engine_directory import EngineDirectory
-    from edgellm.engines.model.config import EngineLimits
+    from edgellm.engines.model.limits import EngineLimits
     from edgellm.engines.runners.comparison import open_runner
     from edgellm.engines.runners.sampling_state import SamplingValues
     from tools.demo_model.documents import ANSWER, CONTEXT, pack

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import chain, tree
 from edgellm.kernels.compiler import compile_module

@@ -22,7 +22,8 @@ from provenance import provenance
 from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.kernels.acceptance.launcher import ADVANCE, WALK
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource, compile_module

@@ -34,7 +34,7 @@ from edgellm.drafting import given
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.speculation.constraints import allows, mask_words
 from edgellm.llm import SHIPPED_MODEL

@@ -29,7 +29,7 @@ from edgellm import LLM, Request
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import KV_CACHES, EngineLimits
+from edgellm.engines.model.limits import KV_CACHES, EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer

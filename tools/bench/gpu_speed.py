@@ -49,8 +49,9 @@ from random_model import (
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import KV_CACHES, DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import KV_CACHES, EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner

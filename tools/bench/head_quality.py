@@ -33,8 +33,8 @@ from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.decoder import decoder_program, embedding_name, head_weight_name
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import NormLinear
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
 from edgellm.text.tokenizer import Tokenizer

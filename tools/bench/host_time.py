@@ -36,7 +36,7 @@ from edgellm.decoding.slots import KVContents
 from edgellm.drafting import given as given_module
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.drafting.given import GivenDrafting
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.speculation.constraints import mask_words
 from edgellm.engines.speculation.draft_plan import DraftPlan

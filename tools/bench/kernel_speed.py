@@ -32,8 +32,9 @@ from provenance import provenance
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.states import PRESENT, decoder_states, state_edge
 from edgellm.kernels.arrays import DeviceArray

@@ -27,7 +27,7 @@ from as_device import parse, python
 from provenance import provenance, report
 from random_checkpoint import write_in_a_process
 
-from edgellm.engines.model.config import KV_CACHES
+from edgellm.engines.model.limits import KV_CACHES
 
 _CONTEXT_ALONE = (
     "import pycuda.driver as d; d.init(); c = d.Device(0).make_context(); print(flush=True); input(); c.pop()"

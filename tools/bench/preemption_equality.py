@@ -28,7 +28,7 @@ from pathlib import Path
 from edgellm import SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import KV_CACHES, EngineLimits
+from edgellm.engines.model.limits import KV_CACHES, EngineLimits
 from edgellm.llm import SHIPPED_MODEL
 from tools.bench.as_device import parse
 from tools.bench.differences import GPU_SHARE

@@ -38,7 +38,8 @@ from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray

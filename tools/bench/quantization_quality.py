@@ -30,9 +30,10 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.kernels.quantization.packed_weight import WeightFormat

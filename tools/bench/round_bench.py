@@ -14,7 +14,7 @@ from simulated_acceptance import ForcedAcceptance
 from edgellm.drafting.config import DraftingConfig
 from edgellm.drafting.controller import candidate_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.engines.speculation.runner import DecodingRunner

@@ -34,7 +34,8 @@ from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray

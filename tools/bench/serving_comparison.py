@@ -12,7 +12,7 @@ import numpy as np
 from edgellm import LLM, Response, SpecDecodeRuntime
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import teacher_forced_logits
 from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference, parameters
 from tools.bench.held_out_prompts import Messages, as_they_are

@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from edgellm.engines.directories.digests import hash_bytes
-from edgellm.engines.model.config import KV_CACHES
+from edgellm.engines.model.limits import KV_CACHES
 from edgellm.llm import SHIPPED_MODEL
 from tools.bench.as_device import enter, measured_as, parse
 from tools.bench.differences import SAMPLINGS, Difference

@@ -41,7 +41,8 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.decoding.slots import KVContents
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import allows, mask_words
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan

@@ -17,7 +17,8 @@ from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.errors import EngineError, KernelError, MissingDependencyError
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.kernels import compiler
 from edgellm.kernels.arrays import DeviceArray
 

@@ -20,7 +20,8 @@ from decode_models import (
 )
 
 from edgellm.engines.lora.config import SCALES
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineShape
 
 pytestmark = pytest.mark.gpu
 

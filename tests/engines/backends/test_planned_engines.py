@@ -9,8 +9,9 @@ from decode_models import LLAMA
 
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import choose_limits
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 

@@ -21,8 +21,9 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model import segments
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.programs import ModelConfig, model_program, model_weights
 from edgellm.engines.model.segments import segment_shapes, segments_of

@@ -10,9 +10,10 @@ import pytest
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, attention_kind, build_plan
 from edgellm.engines.errors import BuildError, EngineError
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.vision import ACTIVATIONS
 
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)

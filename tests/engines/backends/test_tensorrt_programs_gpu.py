@@ -14,9 +14,10 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import build_plan
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
 
 pytestmark = pytest.mark.gpu
 

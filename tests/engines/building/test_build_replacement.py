@@ -17,7 +17,7 @@ from build_folders import names_in, run_python
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
 

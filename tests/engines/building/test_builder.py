@@ -27,7 +27,7 @@ from edgellm.engines.errors import (
     PlanError,
     UnsupportedModelError,
 )
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
 

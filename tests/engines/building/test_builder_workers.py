@@ -15,7 +15,7 @@ import pytest
 from edgellm.engines.building.plans import build_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 
 pytest.importorskip("tensorrt_rtx")
 
@@ -93,7 +93,7 @@ def test_leaving_the_iteration_ends_the_workers(directory: EngineDirectory, chil
 def test_worker_ends_with_its_parent(directory: EngineDirectory) -> None:
     code = (
         "import os, sys\n"
-        "from edgellm.engines.model.config import EngineShape\n"
+        "from edgellm.engines.model.limits import EngineShape\n"
         "from edgellm.engines.directories.engine_directory import EngineDirectory\n"
         "from edgellm.engines.building.plans import build_plans\n"
         "shapes = [EngineShape('prefill', 1, tokens, 128, 144) for tokens in range(1, 100)]\n"

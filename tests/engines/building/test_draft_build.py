@@ -23,9 +23,9 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
 from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
-from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 
 LIMITS = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)

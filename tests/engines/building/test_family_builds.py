@@ -18,7 +18,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.plans import build_plan
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner
 from edgellm.llm import SHIPPED_MODEL
 

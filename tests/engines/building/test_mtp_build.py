@@ -30,9 +30,9 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.engines.families.mtp import read_mtp
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_weights, load_draft_to_target
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.engines.quantization.rounding import quantize_rows

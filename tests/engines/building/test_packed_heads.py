@@ -32,9 +32,9 @@ from edgellm.engines.directories.digests import hash_file
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_weights
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization import heads
 from edgellm.engines.quantization.device_layouts import model_layouts, packed_memory

@@ -13,7 +13,7 @@ from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear
 

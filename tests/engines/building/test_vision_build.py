@@ -22,7 +22,7 @@ from edgellm.engines.building.plans import build_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.plan_files import network_digest
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
-from edgellm.engines.model.config import EngineLimits, vision_shape
+from edgellm.engines.model.limits import EngineLimits, vision_shape
 from edgellm.multimodal.vision_layout import window_rows
 
 needs_tensorrt = pytest.mark.skipif(find_tensorrt() is None, reason="TensorRT is not installed")

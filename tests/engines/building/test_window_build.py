@@ -19,8 +19,8 @@ from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import WINDOW_STEP, EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import WINDOW_STEP, EngineLimits
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear

@@ -29,8 +29,9 @@ from edgellm.engines.directories.digests import SMALL_FILE_BYTES, current_digest
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineLimits, WeightSpec
+from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.kernels.sampling.twin import NumpySampling

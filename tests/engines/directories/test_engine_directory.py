@@ -17,8 +17,8 @@ from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 
 
 def edit(directory: Path, change: Callable[[dict[str, Any]], None]) -> None:

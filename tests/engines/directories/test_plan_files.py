@@ -26,7 +26,7 @@ from edgellm.engines.directories.plan_files import (
     platforms_with_plans,
 )
 from edgellm.engines.errors import PlanError
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 
 pytest.importorskip("tensorrt_rtx")
 OpenCopy = Callable[[], EngineDirectory]

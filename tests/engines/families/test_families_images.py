@@ -24,8 +24,9 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 
 QWEN2_5_VL_3B = {
     "architectures": ["Qwen2_5_VLForConditionalGeneration"],

@@ -15,8 +15,9 @@ from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import FAMILIES, decoder_config
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"

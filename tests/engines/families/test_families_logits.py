@@ -13,9 +13,9 @@ from golden_sequences import Sequences
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues

@@ -24,8 +24,8 @@ from published_families import (
 from edgellm.engines.building.checks import check_limits, choose_limits
 from edgellm.engines.errors import BuildError, CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from tiny_families import FAMILIES, PROMPT, RECURRENT, TOLERANCES
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues
 

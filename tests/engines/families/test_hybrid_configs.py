@@ -20,8 +20,8 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.rotary import mrope_axes
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"

@@ -10,7 +10,7 @@ from golden_images import FOLDER, NAMES, TOLERANCE, GoldenModel
 from safetensors import safe_open
 
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.prompt_images import mrope_positions
 from edgellm.engines.runners.sampling_state import SamplingValues
 

@@ -10,8 +10,8 @@ from random_trees import random_trees
 from recurrent_steps import RecurrentSteps
 from safetensors import safe_open
 
-from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.decoder import decoder_program
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import decoder_states, kept_edge, state_edge
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"

@@ -14,7 +14,7 @@ from recurrent_steps import RecurrentSteps
 
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import PRESENT
 

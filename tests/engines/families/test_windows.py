@@ -14,7 +14,7 @@ from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import given
 from edgellm.engines.speculation.round import GivenTree

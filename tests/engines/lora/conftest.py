@@ -10,7 +10,8 @@ import pytest
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineLimits
 
 
 @pytest.fixture(scope="session")

@@ -23,9 +23,10 @@ from edgellm.engines.directories.plan_files import Platform, load_or_build_plan,
 from edgellm.engines.errors import AdapterError, BuildError, EngineDirectoryError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import SCALES, adapted_projections, adapter_bytes
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 
 LIMITS = EngineLimits(2, 16, 96, max_lora_rank=12, lora_slots=2)
 LLAMA = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)

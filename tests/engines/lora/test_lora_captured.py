@@ -12,7 +12,7 @@ import pytest
 from fixed_shape_backend import FixedShapeBackend
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.runners.following_logits import FollowingLogits

@@ -19,8 +19,9 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.lora.adapter import LoraAdapter, LoraPair
 from edgellm.engines.lora.config import adapted_projections
 from edgellm.engines.lora.slots import AdapterSlots
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues

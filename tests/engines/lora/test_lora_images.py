@@ -18,7 +18,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import AdapterError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import LoraConfig
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 

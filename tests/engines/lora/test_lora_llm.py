@@ -11,7 +11,7 @@ from edgellm import LLM, Request, SamplingParams
 from edgellm.decoding.slots import KVContents
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import AdapterError
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)

@@ -15,9 +15,10 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.config import SCALES, adapted_projections
-from edgellm.engines.model.config import DecoderConfig, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states, state_edge
 

@@ -17,7 +17,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
-from edgellm.engines.model.config import DRAFT_EMBEDDING, EngineShape
+from edgellm.engines.model.config import DRAFT_EMBEDDING
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.draft_decoder import (
     draft_engine_weights,
@@ -26,6 +26,7 @@ from edgellm.engines.model.draft_decoder import (
     load_draft_to_target,
 )
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"

@@ -18,10 +18,11 @@ from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.errors import EdgeLLMError, EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
-from edgellm.engines.model.config import DecoderConfig, DraftConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"

@@ -16,10 +16,10 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.mtp import read_mtp
-from edgellm.engines.model.config import EngineShape
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_program, draft_weights
 from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states, state_edge
 

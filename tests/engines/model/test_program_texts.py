@@ -13,9 +13,9 @@ from safetensors import safe_open
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
-from edgellm.engines.model.config import EngineLimits, EngineShape
 from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.draft_decoder import draft_program
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
 SHAPES = (

@@ -30,8 +30,8 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError, EngineError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.model.config import EngineLimits
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.programs import model_weights
 from edgellm.engines.quantization.device_layouts import model_layouts, packed_memory
 from edgellm.errors import SnapshotError

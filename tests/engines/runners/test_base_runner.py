@@ -12,7 +12,7 @@ import pytest
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import DeviceMemoryError, EngineError
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import MemoryPlan, plan_memory
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits

@@ -15,7 +15,7 @@ from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import EngineShape
+from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.runners.following_logits import FollowingLogits

@@ -8,7 +8,7 @@ import pytest
 from edgellm import LLM, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.evaluation.inputs import text_windows

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
-from edgellm.engines.model.config import DecoderConfig, EngineLimits
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.states import ConvColumns, DeltaMatrix, KVRows, LayerState
 from edgellm.engines.runners.prefill import prompt_chunks
 from edgellm.engines.runners.states import KeptInputs, ModelStates

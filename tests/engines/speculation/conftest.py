@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.runner import DecodingRunner
 
 HIDDEN, HEADS, HEAD_SIZE, INNER, VOCABULARY, DRAFT_VOCABULARY = 64, 4, 16, 128, 320, 300

@@ -12,7 +12,7 @@ from token_rules import VOCABULARY, RandomRules, RuledSequence, ruled_answers, r
 
 from edgellm.decoding.rules import StepMasks
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation import constraints
 from edgellm.engines.speculation.constraints import TokenConstraint, allows

@@ -14,9 +14,10 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import DecoderConfig, EngineLimits, EngineShape
+from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.kernels.arrays import Array

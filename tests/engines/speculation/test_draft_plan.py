@@ -7,7 +7,7 @@ import pytest
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.drafting.config import DraftingConfig, load_choices, named_choices
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import DraftPlan, candidate_index, chain, tree
 from edgellm.errors import RequestError
 from edgellm.kernels.tree.contract import candidate_count

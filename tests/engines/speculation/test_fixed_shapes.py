@@ -9,8 +9,8 @@ import pytest
 from fixed_shape_backend import FixedShapeBackend
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model import config
-from edgellm.engines.model.config import EngineLimits, EngineShape
+from edgellm.engines.model import limits
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.captured_steps import Stages
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
@@ -80,7 +80,7 @@ def test_kernels_run_every_key_range_with_the_largest(
     make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One engine and one capture for all lengths, the same tokens; without kernels each range has its own."""
-    monkeypatch.setattr(config, "_KEY_RANGES", (32, 64))
+    monkeypatch.setattr(limits, "_KEY_RANGES", (32, 64))
     directory, values = make_engines(3), SAMPLINGS["greedy"]
     directory = replace(directory, limits=replace(directory.limits))  # which remember their key ranges
     plans, found = [chain(4), tree(4, 4, 16), None], {}

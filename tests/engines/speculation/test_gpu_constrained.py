@@ -16,7 +16,7 @@ from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.model.config import EngineLimits
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import TokenConstraint, allows, mask_words

@@ -1,0 +1,301 @@
+"""What an engine directory is built for, and the engines that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from edgellm.engines.directories.strict_formats import ADDED_LATER, bounded
+from edgellm.engines.model.config import DecoderConfig
+
+#: What engines can be built for. A context of 16 million tokens is longer than that of any published model.
+LARGEST_BATCH = 8
+LARGEST_PREFILL_CHUNK = 2048
+LARGEST_CONTEXT = 1 << 24
+LARGEST_LORA_RANK = 1024
+LARGEST_LORA_SLOTS = 32
+LARGEST_MAX_IMAGE_PATCHES = 65536
+#: Rows of a vision engine: twice the patches, for windows that are padded.
+LARGEST_IMAGE_ROWS = 2 * LARGEST_MAX_IMAGE_PATCHES
+#: A tree of one node is its root alone; the largest sizes are those of the kernels, and of the verify engines.
+DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_size": (2, 64)}
+#: What the rows of the base's KV caches may be: of the dtype that engines compute in, or of 8 bits with a scale each.
+KV_CACHES = ("compute", "int8")
+#: Tokens of the largest tree of a base model without a draft: its candidates are given.
+GIVEN_NODES = 32
+#: How many tokens a window can be cut back by, so that the end of an answer, or a message, can be edited: the rows of
+#: so many tokens beside it take 5 MiB of a model of Gemma-3-1B's shapes.
+WINDOW_SLACK = 256
+#: The rows of a window are whole tiles of the attention kernels (`RING_STEP` there).
+WINDOW_STEP = 64
+#: What a chunk costs beside its tokens, in tokens: its launches; and at least, as reading the weights takes longer than
+#: the arithmetic of few tokens.
+_CHUNK_COST, _LEAST_CHUNK_COST = 64, 256
+#: Of packed weights, the chunk that kernels compute without dequantizing them, and what dequantizing costs the others,
+#: in tokens. Measured with Llama-1B shapes on an H200: 64 tokens in 1.80 ms by kernels; 128 in 1.63 ms dense, in 2.32
+#: packed; 512 in 2.55 and 3.29; 4.4 us for each token of long chunks. So two chunks of 64 cost more than one of 128.
+_PACKED_CHUNK, _DEQUANTIZING_COST = 64, 160
+_KEY_RANGES = (1024, 4096, 16384, 65536)
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """The fixed shapes of one engine: its phase, B sequences, T tokens of each, L key rows read, C rows held.
+
+    `selected` is how many of the T rows get logits. `model` is "base" or "draft"; `phase` "prefill", "decode" or
+    "verify" of the base, "prefill", "accept" or "propose" of the draft. An engine with LoRA adapters takes
+    `lora_slots` of them, each of rank `lora_rank`. Names a plan: `base.decode-b1-t1-l1024`, with adapters
+    `base.decode-b1-t1-l1024.lora`.
+
+    Where kernels compute the attention, what stands between is in engines of their own: `segment` is the number of one
+    (see `segments.py`), whose number of key rows is no matter, as in `base.prefill-b1-t512-s2`.
+
+    Of the "vision" encoder there is one phase, "encode": T rows of patches of one image. It is named
+    `vision.encode-p1024`.
+
+    `kv_cache` is the dtype of KV rows, one of `KV_CACHES`, and `window_rows` as in `EngineLimits`; plans are for
+    "compute" and no windows alone.
+    """
+
+    phase: str
+    batch: int
+    tokens: int
+    key_range: int
+    kv_rows: int
+    selected: int = 1
+    model: str = field(default="base", metadata=ADDED_LATER)
+    lora_slots: int = field(default=0, metadata=ADDED_LATER)
+    lora_rank: int = field(default=0, metadata=ADDED_LATER)
+    segment: int | None = field(default=None, metadata=ADDED_LATER, repr=False)
+    kv_cache: str = field(default="compute", metadata=ADDED_LATER, repr=False)
+    window_rows: int = field(default=0, metadata=ADDED_LATER, repr=False)
+
+    @property
+    def name(self) -> str:
+        """The stem of the plan's file name."""
+        if self.model == "vision":
+            return f"{self.model}.{self.phase}-p{self.tokens}"
+        end = f"l{self.key_range}" if self.segment is None else f"s{self.segment}"
+        name = f"{self.model}.{self.phase}-b{self.batch}-t{self.tokens}-{end}"
+        return f"{name}.lora" if self.lora_slots else name
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What an engine directory is built for.
+
+    `max_batch` sequences at once; prompts prefilled in chunks of at most `prefill_chunk` tokens; `kv_capacity` tokens
+    of context for each sequence (prompt and answer together). With a draft model: trees at most `draft_top_k` wide and
+    `draft_steps` deep, of which at most `verify_tree_size` nodes, the root included, are verified; all three are 0
+    without one. With LoRA adapters: `lora_slots` of them in use at once, each of at most `max_lora_rank`; both are 0
+    without. With a vision encoder: `image_rows` are the rows of its engines, ascending (see
+    `VisionConfig.patches_within`). `kv_cache` is one of `KV_CACHES`; a draft's rows are always of "compute". `packed`:
+    the base's weights are, and chunks of prompts are those that are cheapest then. `window_rows` is how many rows a
+    layer of the base holds that looks back on a window, position p in row p % window_rows; 0 where none looks back on
+    less than the context, so that all hold `kv_rows`.
+    """
+
+    max_batch: int = field(default=1, metadata=bounded(LARGEST_BATCH))
+    prefill_chunk: int = field(default=2048, metadata=bounded(LARGEST_PREFILL_CHUNK))
+    kv_capacity: int = field(default=4096, metadata=bounded(LARGEST_CONTEXT))
+    draft_top_k: int = field(default=0, metadata=bounded(DRAFT_RANGES["draft_top_k"][1], True))
+    draft_steps: int = field(default=0, metadata=bounded(DRAFT_RANGES["draft_steps"][1], True))
+    verify_tree_size: int = field(default=0, metadata=bounded(DRAFT_RANGES["verify_tree_size"][1], True))
+    max_lora_rank: int = field(default=0, metadata=bounded(LARGEST_LORA_RANK, True))
+    lora_slots: int = field(default=0, metadata=bounded(LARGEST_LORA_SLOTS, True))
+    image_rows: tuple[int, ...] = field(default=(), metadata=bounded(LARGEST_IMAGE_ROWS, True))
+    kv_cache: str = field(default="compute", metadata=ADDED_LATER)
+    packed: bool = field(default=False, metadata=ADDED_LATER)
+    window_rows: int = field(default=0, metadata=bounded(2 * LARGEST_CONTEXT, True))
+
+    @property
+    def has_lora(self) -> bool:
+        """Whether there are engines with LoRA adapters."""
+        return self.lora_slots > 0
+
+    @cached_property
+    def lora_rank(self) -> int:
+        """The rank that adapters are padded to: a multiple of 8, which matrix units want."""
+        return _rounded_up(self.max_lora_rank, 8)
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether there are engines of a draft model."""
+        return self.draft_steps > 0
+
+    @cached_property
+    def tree_rows(self) -> int:
+        """KV rows beyond the committed ones that a round may write, base or draft, rounded up to 16; 0 without a draft.
+
+        The base writes the verified nodes, `propose` K rows in each step but the first, `accept` the tokens of a round.
+        """
+        if not self.has_draft:
+            return 0
+        rows = max(self.verify_sizes[-1], (self.draft_steps - 1) * self.draft_top_k, self.accept_tokens)
+        return _rounded_up(rows, 16)
+
+    @cached_property
+    def kv_rows(self) -> int:
+        """Physical rows of a KV cache: a padded last chunk, or a tree, may reach past the context."""
+        step = self.prefill_chunks[0]
+        held = [sum(sizes) - step * number for number, sizes in enumerate(self._cheapest_chunks)]
+        return self.kv_capacity + max(step + max(held), self.tree_rows)
+
+    @cached_property
+    def window_step(self) -> int:
+        """How far behind a sequence's committed rows a step may write, that of a sequence that goes on unread or was
+        stopped meanwhile included: it takes these rows from a window's oldest."""
+        return max(self.prefill_chunk, 2 * max(self.tree_rows, GIVEN_NODES))
+
+    def rows_for_window(self, window: int | None) -> int:
+        """The `window_rows` of layers that look back on so many tokens: these, the largest step, and the slack by which
+        a text can be cut; as many as without a window where that is no more."""
+        if window is None or window >= self.kv_capacity:
+            return 0
+        return min(_rounded_up(window + self.window_step + WINDOW_SLACK, WINDOW_STEP), self._whole_rows)
+
+    def window_problem(self, config: DecoderConfig) -> str | None:
+        """What is wrong with `window_rows` for a model, if anything."""
+        window = config.window
+        if window is None or not self.rows_for_window(window):
+            is_needless = f"it is {self.window_rows}, expected 0: no window is shorter than the context"
+            return is_needless if self.window_rows else None
+        least = min(window + self.window_step, self.kv_rows)
+        if self.window_rows >= least:
+            return None
+        return f"it is {self.window_rows}, expected at least {least}: a window of {window} and what a step writes"
+
+    @property
+    def _whole_rows(self) -> int:
+        """A window's rows that hold all that `kv_rows` do."""
+        return _rounded_up(self.kv_rows, WINDOW_STEP)
+
+    @cached_property
+    def prefill_chunks(self) -> tuple[int, ...]:
+        """The chunk sizes that engines exist for, ascending: multiples of the first; the last is `prefill_chunk`."""
+        sizes = (16, *([_PACKED_CHUNK] if self.packed else []), 128, 512)
+        return tuple(size for size in sizes if size < self.prefill_chunk) + (self.prefill_chunk,)
+
+    def cheapest_chunks(self, count: int) -> tuple[int, ...]:
+        """The sizes of the chunks that together hold `count` tokens, up to `prefill_chunk`, at the least cost;
+        descending."""
+        return self._cheapest_chunks[-(-count // self.prefill_chunks[0])]
+
+    @cached_property
+    def _cheapest_chunks(self) -> list[tuple[int, ...]]:
+        """By the number of smallest chunks that would hold the tokens."""
+        step = self.prefill_chunks[0]
+        best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+        for rest in range(1, self.prefill_chunk // step + 1):
+            choices = []
+            for size in self.prefill_chunks:
+                cost, others = best[max(0, rest - size // step)]
+                dequantizing = _DEQUANTIZING_COST if self.packed and size > _PACKED_CHUNK else 0
+                own = max(size, _LEAST_CHUNK_COST) + _CHUNK_COST + dequantizing
+                choices.append((cost + own, (size, *others)))
+            best.append(min(choices))
+        return [tuple(sorted(sizes, reverse=True)) for _, sizes in best]
+
+    @cached_property
+    def key_ranges(self) -> tuple[int, ...]:
+        """How many KV rows attention reads, ascending; the largest covers every row a query may see."""
+        return tuple(size for size in _KEY_RANGES if size < self.kv_capacity) + (self.kv_capacity,)
+
+    @cached_property
+    def tree_key_ranges(self) -> tuple[int, ...]:
+        """The key ranges of `verify`, `propose` and `accept`: the largest covers a tree at the end of the context."""
+        return self.key_ranges[:-1] + (self.kv_capacity + self.tree_rows,)
+
+    @cached_property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes that decode engines exist for."""
+        return tuple(size for size in (1, 2, 4, 8) if size < self.max_batch) + (self.max_batch,)
+
+    @cached_property
+    def verify_sizes(self) -> tuple[int, ...]:
+        """Tokens of the verify engines, ascending; the largest holds `verify_tree_size`. Empty without a draft."""
+        if not self.has_draft:
+            return ()
+        return tuple(size for size in (8, 16, 32) if size < self.verify_tree_size) + (
+            _rounded_up(self.verify_tree_size, 8),
+        )
+
+    @cached_property
+    def propose_widths(self) -> tuple[int, ...]:
+        """Tokens of the propose engines, ascending: a chain's and a tree's. Empty where one step is all."""
+        return tuple(sorted({1, self.draft_top_k})) if self.draft_steps > 1 else ()
+
+    @cached_property
+    def accept_tokens(self) -> int:
+        """The most tokens that a round emits, and so the tokens of the accept engines: a path and the bonus token."""
+        return self.draft_steps + 1
+
+    def base_shape(self, phase: str, batch: int, tokens: int, key_range: int, selected: int = 1) -> EngineShape:
+        """An engine of the base without adapters; see `EngineShape`."""
+        return EngineShape(
+            phase,
+            batch,
+            tokens,
+            key_range,
+            self.kv_rows,
+            selected,
+            kv_cache=self.kv_cache,
+            window_rows=self.window_rows,
+        )
+
+    def with_adapters(self, shape: EngineShape) -> EngineShape:
+        """The engine of the base that does what `shape` does and applies LoRA adapters."""
+        return replace(shape, lora_slots=self.lora_slots, lora_rank=self.lora_rank)
+
+    def adapter_engine_shapes(self) -> list[EngineShape]:
+        """The base's engines with LoRA adapters: one for each without. The draft model has none."""
+        if not self.has_lora:
+            return []
+        return [self.with_adapters(shape) for shape in self.engine_shapes() if shape.model == "base"]
+
+    def all_engine_shapes(self) -> list[EngineShape]:
+        """Every engine of a directory, those with LoRA adapters included."""
+        return self.engine_shapes() + self.adapter_engine_shapes()
+
+    def engine_shapes(self) -> list[EngineShape]:
+        """The engines that run without adapters: of the base decode, prefill (one sequence at a time), verify; of the
+        draft accept, propose, prefill; of the vision encoder encode. Shapes that differ in the key range alone come in
+        ascending order of it."""
+        shapes = [
+            self.base_shape("decode", batch, 1, key_range) for batch in self.batches for key_range in self.key_ranges
+        ]
+        shapes += self._prefill_shapes("base")
+        shapes += [vision_shape(rows) for rows in self.image_rows]
+        if not self.has_draft:
+            return shapes
+        for batch in self.batches:
+            for key_range in self.tree_key_ranges:
+                shapes += [self.base_shape("verify", batch, size, key_range, size) for size in self.verify_sizes]
+                shapes.append(EngineShape("accept", batch, self.accept_tokens, key_range, self.kv_rows, 1, "draft"))
+                shapes += [
+                    EngineShape("propose", batch, width, key_range, self.kv_rows, width, "draft")
+                    for width in self.propose_widths
+                ]
+        return shapes + self._prefill_shapes("draft")
+
+    def _prefill_shapes(self, model: str) -> list[EngineShape]:
+        if model == "base":
+            own: dict[str, Any] = {"kv_cache": self.kv_cache, "window_rows": self.window_rows}
+        else:
+            own = {"model": model}
+        return [
+            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, **own)
+            for chunk in self.prefill_chunks
+            for key_range in self.key_ranges
+            if chunk <= key_range
+        ]
+
+
+def vision_shape(rows: int) -> EngineShape:
+    """The vision engine of so many rows of patches."""
+    return EngineShape("encode", 1, rows, rows, rows, model="vision")
+
+
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
