@@ -218,7 +218,7 @@ class Places:
         elif reused - states.latest(tokens, adapter, reused) >= states.least and not restored:
             states.keep(slot, tokens, reused, adapter)  # an answer's end: it is about to be written over
         others = [each.common(tokens, adapter) for each in contents]
-        others += [common_beginning(each.prompt_ids, sequence.prompt_ids) for each in self.running]
+        others += [common_beginning(each.identities[: len(each.prompt_ids)], tokens) for each in self.running]
         chosen = states.chosen(tokens, reused, [sequence.system_tokens, *sorted(others)], adapter)  # the most share few
         return {place: partial(states.keep, slot, tokens, place, adapter) for place in chosen}
 
