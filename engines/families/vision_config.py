@@ -122,7 +122,7 @@ def _read_qwen3_5(top: ConfigFields, dtype: str | None) -> VisionConfig:
         supported = " and ".join(filter(None, _QWEN3_5_KINDS))
         top.unsupported.append(f"vision_config: model_type is {as_json(kind)}, supported are {supported}")
     if taps not in (None, []):
-        top.unsupported.append(f"vision_config: deepstack_visual_indexes is {as_json(taps)}, supported is an empty list")
+        top.unsupported.append(f"vision_config: deepstack_visual_indexes is {as_json(taps)}, supported are no layers")
     top.values = top.values | {"vision_config": given | {"deepstack_visual_indexes": []}}
     return _read_qwen3(top, dtype)
 
