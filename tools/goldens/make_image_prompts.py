@@ -110,7 +110,7 @@ def _qwen3_5() -> dict[str, Any]:
         "linear_num_key_heads": 1,
         "linear_num_value_heads": 2,
         "linear_key_head_dim": 16,
-        "linear_value_head_dim": 12,
+        "linear_value_head_dim": 8,
         "rms_norm_eps": 1e-3,
         "initializer_range": 0.2,
         "rope_parameters": rope,
