@@ -187,7 +187,7 @@ def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Co
         assert found == cold(text, params), number
         total += reused
         assert states.nbytes <= states.most * states.size
-    assert total > (200 if budget else 100)
+    assert budget == 0 or total > 200
 
 
 def test_batches_in_every_order(runtime: SpecDecodeRuntime, cold: Cold) -> None:

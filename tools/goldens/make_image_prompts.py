@@ -112,7 +112,7 @@ def _qwen3_5() -> dict[str, Any]:
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 8,
         "rms_norm_eps": 1e-3,
-        "initializer_range": 0.2,
+        "initializer_range": 0.12,
         "rope_parameters": rope,
     }
     vision = {**_QWEN_VISION, "num_position_embeddings": 16}
