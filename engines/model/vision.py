@@ -34,11 +34,10 @@ class VisionConfig:
     tokens; `vision_start_token_id` and `vision_end_token_id` stand around them, where the family has them.
 
     Qwen's alone: `rope_theta`. Qwen2.5-VL's: `window_size`, and the `full_attention_layers` that have no windows.
-    Qwen3-VL's and Qwen3.5's: `num_position_embeddings`, a square table that is interpolated; Qwen3-VL's alone
-    `deepstack_layers`. LLaVA's:
-    `image_size`, of the square image; `class_token` (CLIP: class token, norm before the layers, no bias of the
-    patches; else SigLIP: bias alone); `feature_layers`, whose hidden states are concatenated; `drops_first_row`, of
-    each of them; `projector_bias`.
+    Qwen3-VL's and Qwen3.5's: `num_position_embeddings`, a square table that is interpolated; `deepstack_layers` are
+    Qwen3-VL's alone. LLaVA's: `image_size`, of the square image; `class_token` (CLIP: class token, norm before the
+    layers, no bias of the patches; else SigLIP: bias alone); `feature_layers`, whose hidden states are concatenated;
+    `drops_first_row`, of each of them; `projector_bias`.
     """
 
     family: str
