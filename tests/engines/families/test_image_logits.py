@@ -1,4 +1,4 @@
-"""Language models of Qwen2.5-VL, Qwen3-VL, Qwen3.5 and LLaVA with images in the prompt, against what transformers computed."""
+"""Language models of multimodal families with images in the prompt, against what transformers computed."""
 
 from __future__ import annotations
 
