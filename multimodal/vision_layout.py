@@ -45,7 +45,8 @@ class VisionLayout:
 
 
 def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray | None = None) -> VisionLayout:
-    """The layout of an image of (frames, height, width) in patches; `position_table` [positions, H] is Qwen3-VL's.
+    """The layout of an image of (frames, height, width) in patches; `position_table` [positions, H] is that of
+    Qwen3-VL's and Qwen3.5's encoders.
 
     Raises EngineError for a grid that the model cannot have.
     """

@@ -218,8 +218,10 @@ class Places:
         elif reused - states.latest(tokens, adapter, reused) >= states.least and not restored:
             states.keep(slot, tokens, reused, adapter)  # an answer's end: it is about to be written over
         others = [each.common(tokens, adapter) for each in contents]
-        others += [common_beginning(each.prompt_ids, sequence.prompt_ids) for each in self.running]
-        chosen = states.chosen(tokens, reused, [sequence.system_tokens, *sorted(others)], adapter)  # the most share few
+        others += [common_beginning(each.identities[: len(each.prompt_ids)], tokens) for each in self.running]
+        seen = () if sequence.images is None else sequence.images.spans[-1:]  # another question may follow
+        shared = [sequence.system_tokens, *map(sum, seen), *sorted(others)]  # the most share few
+        chosen = states.chosen(tokens, reused, shared, adapter)
         return {place: partial(states.keep, slot, tokens, place, adapter) for place in chosen}
 
     def _exchange_contents(self, first: int, second: int) -> None:

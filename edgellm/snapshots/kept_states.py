@@ -5,6 +5,7 @@ prompt, the prompt goes on from the latest place of that prefix at which there i
 or a kept one. These places are chosen as a prompt is computed (`chosen_places`):
 
 - where it parts from other texts, which is the end of a system prompt that conversations share;
+- behind its last image, of which something else may be asked;
 - a few tokens before its end: chat templates render what they ask the model with (the beginning of the answer, or of
   its reasoning) otherwise, or not at all, once the answer is history, so the next turn departs there. The same prompt
   asked again goes on from there, too;

@@ -44,6 +44,7 @@ _FAMILY_FIELDS = {
     "llava": ("image_size", "feature_layers"),
     "qwen2_5_vl": ("window_size",),
     "qwen3_vl": ("num_position_embeddings",),
+    "qwen3_5": ("num_position_embeddings",),
 }
 #: The folder of further chat templates (`tool_use.jinja`), each a file of the model.
 TEMPLATE_FOLDER = "additional_chat_templates"

@@ -1,6 +1,7 @@
 """Qwen3.5: the gated delta rule in three of four layers, gated attention with a partial rotary embedding in the others.
 
-Its checkpoints have a vision encoder, which is not supported, and a draft head, whose tensors the decoder leaves alone.
+Its checkpoints have Qwen3-VL's vision encoder, whose features go in at the image tokens alone, and a draft head, whose
+tensors the decoder leaves alone.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields, layer_count, read_conv_width
-from edgellm.engines.families.vision_language import text_fields
+from edgellm.engines.families.qwen2_5_vl import QWEN_MERGE_SIZE
+from edgellm.engines.families.vision_language import text_fields, with_image_tokens
 from edgellm.engines.model.config import DecoderConfig
 
 _TYPES = {"linear_attention": "delta", "full_attention": "attention"}
-_SHARE = "partial_rotary_factor"
+_SHARE, _VISION = "partial_rotary_factor", "vision_config"
+#: What the class of the whole model takes for the image token.
+_IMAGE_TOKEN = 248056
 #: What the class of the text model takes for what a file leaves out.
 _TEXT = {
     "vocab_size": 248320,
@@ -61,8 +65,13 @@ def read_qwen3_5_text(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
 
 
 def read_qwen3_5(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """The text model inside a checkpoint with a vision encoder: its image token is a token like any other."""
-    return read_qwen3_5_text(text_fields(fields, _TEXT), dtype)
+    """The language model inside a whole checkpoint; without a `vision_config` its image token is one like any other."""
+    config, vision = read_qwen3_5_text(text_fields(fields, _TEXT), dtype), fields.values.get(_VISION)
+    if vision is None:
+        return config
+    if not isinstance(vision, dict):
+        fields.wrong.append(f"{_VISION} is {as_json(vision)}, expected an object")
+    return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
 
 
 def _types_by_interval(fields: ConfigFields) -> list[str]:

@@ -69,6 +69,8 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "quick_gelu": "quick_gelu",
 }
+#: What `model_type` Qwen3.5's encoder has as published, and as transformers writes it.
+_QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
 _LLAMA_HIDDEN_SIZE = 4096
@@ -110,6 +112,19 @@ def _read_qwen3(top: ConfigFields, dtype: str | None) -> VisionConfig:
         fields.wrong.append(f"num_position_embeddings is {positions}, expected the square of a whole number")
     layers = _layers(fields, "deepstack_visual_indexes", common["num_layers"])
     return _checked(top, fields, VisionConfig(**common, num_position_embeddings=positions, deepstack_layers=layers))
+
+
+def _read_qwen3_5(top: ConfigFields, dtype: str | None) -> VisionConfig:
+    """Qwen3-VL's encoder, of which the language model takes the last layer's features alone."""
+    given = top.values["vision_config"]
+    kind, taps = given.get("model_type"), given.get("deepstack_visual_indexes")
+    if kind not in _QWEN3_5_KINDS:
+        supported = " and ".join(filter(None, _QWEN3_5_KINDS))
+        top.unsupported.append(f"vision_config: model_type is {as_json(kind)}, supported are {supported}")
+    if taps not in (None, []):
+        top.unsupported.append(f"vision_config: deepstack_visual_indexes is {as_json(taps)}, supported are no layers")
+    top.values = top.values | {"vision_config": given | {"deepstack_visual_indexes": []}}
+    return _read_qwen3(top, dtype)
 
 
 def _read_qwen(
@@ -194,7 +209,12 @@ def _read_llava(top: ConfigFields, dtype: str | None) -> VisionConfig:
     return _checked(top, fields, config)
 
 
-_READERS = {"qwen2_5_vl": _read_qwen2_5, "qwen3_vl": _read_qwen3, "llava": _read_llava}
+_READERS = {
+    "qwen2_5_vl": _read_qwen2_5,
+    "qwen3_vl": _read_qwen3,
+    "qwen3_5": _read_qwen3_5,
+    "llava": _read_llava,
+}
 
 
 def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> ConfigFields:
@@ -325,13 +345,14 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise CheckpointError(
             f"{checkpoint.path}: the weights of the vision encoder do not fit config.json ({len(problems)} "
-            f"differences):\n{listed}\nTake config.json and weights of one and the same model."
+            f"differences):\n{listed}\nTake config.json and weights of one and the same model, or build it without "
+            "images: --max-image-patches 0"
         )
     return config
 
 
 def position_table(checkpoint: Checkpoint, config: VisionConfig) -> np.ndarray | None:
-    """Qwen3-VL's table of positions [positions, H] float32; None where the family has none.
+    """The table of positions [positions, H] float32 of Qwen3-VL and Qwen3.5; None where the family has none.
 
     Raises CheckpointError where a value is infinite or NaN.
     """

@@ -1,7 +1,8 @@
-"""The programs of the vision encoders: LLaVA's, Qwen2.5-VL's and Qwen3-VL's.
+"""The programs of the vision encoders: LLaVA's, Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's.
 
 LLaVA's is a plain transformer over the patches of a square image (CLIP or SigLIP) and a projector. Qwen2.5-VL's attends
-within windows in most layers; Qwen3-VL's adds interpolated positions, and gives out features of several layers.
+within windows in most layers; Qwen3-VL's adds interpolated positions, and gives out features of several layers, which
+Qwen3.5's, otherwise the same, does not.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
 
 
 def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
-    """The patches come in merge blocks, the padding behind them."""
+    """The patches come in merge blocks, the padding behind them. Qwen3.5's has no deepstack layers."""
     weights = TowerWeights("visual.", config.tensor_prefix, config.norm_eps)
     hidden, inner, rows = config.hidden_size, config.intermediate_size, shape.tokens
     patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
@@ -224,7 +225,12 @@ def _projection(output: str, values: Sequence[str], linears: tuple[Linear, Linea
     ]
 
 
-_STEPS = {"qwen2_5_vl": _qwen2_5_vl_steps, "qwen3_vl": _qwen3_vl_steps, "llava": _llava_steps}
+_STEPS = {
+    "qwen2_5_vl": _qwen2_5_vl_steps,
+    "qwen3_vl": _qwen3_vl_steps,
+    "qwen3_5": _qwen3_vl_steps,
+    "llava": _llava_steps,
+}
 
 
 def vision_program(config: VisionConfig, shape: EngineShape) -> Program:
@@ -241,9 +247,8 @@ def vision_weights(config: VisionConfig) -> list[WeightSpec]:
 
 
 def host_weights(config: VisionConfig) -> list[WeightSpec]:
-    """Weights that are read on the host instead: Qwen3-VL's table of positions [positions, H], interpolated there."""
-    if config.family != "qwen3_vl":
+    """Weights that are read on the host instead: a table of positions [positions, H], interpolated there."""
+    if config.num_position_embeddings is None:
         return []
-    assert config.num_position_embeddings is not None
     names = TowerWeights("visual.", config.tensor_prefix)
     return [names.single("pos_embed.weight", config.num_position_embeddings, config.hidden_size)]

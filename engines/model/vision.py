@@ -10,7 +10,7 @@ from edgellm.engines.directories.strict_formats import bounded
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.limits import EngineShape
 
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "llava")
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
 #: Pixels in height and width of a patch; published encoders have up to 32.
 LARGEST_PATCH = 256
@@ -34,10 +34,10 @@ class VisionConfig:
     tokens; `vision_start_token_id` and `vision_end_token_id` stand around them, where the family has them.
 
     Qwen's alone: `rope_theta`. Qwen2.5-VL's: `window_size`, and the `full_attention_layers` that have no windows.
-    Qwen3-VL's: `num_position_embeddings`, a square table that is interpolated, and `deepstack_layers`. LLaVA's:
-    `image_size`, of the square image; `class_token` (CLIP: class token, norm before the layers, no bias of the
-    patches; else SigLIP: bias alone); `feature_layers`, whose hidden states are concatenated; `drops_first_row`, of
-    each of them; `projector_bias`.
+    Qwen3-VL's and Qwen3.5's: `num_position_embeddings`, a square table that is interpolated; `deepstack_layers` are
+    Qwen3-VL's alone. LLaVA's: `image_size`, of the square image; `class_token` (CLIP: class token, norm before the
+    layers, no bias of the patches; else SigLIP: bias alone); `feature_layers`, whose hidden states are concatenated;
+    `drops_first_row`, of each of them; `projector_bias`.
     """
 
     family: str
@@ -145,7 +145,7 @@ def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[t
     `patches` [1, R, elements], the image's first; for Qwen's `rotary_cos_sin` [1, R, D] and `attention_mask`
     [1, 1, 1, R] (which rows are patches); for Qwen2.5-VL `input_rows` [1, R] (which patch stands in each row),
     `window_mask` [windows, 1, 1, rows of a window] and `output_rows` [1, M] (which merged row is each token's); for
-    Qwen3-VL `position_embeddings` [1, R, H]. Masks are there if a layer reads them.
+    Qwen3-VL and Qwen3.5 `position_embeddings` [1, R, H]. Masks are there if a layer reads them.
     """
     rows = shape.tokens
     inputs: dict[str, tuple[tuple[int, ...], str]] = {"patches": ((1, rows, config.patch_elements), "compute")}

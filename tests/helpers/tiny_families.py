@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from edgellm.runtime import SpecDecodeRuntime
+
 FAMILIES = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
     "llama_biases": {
@@ -111,6 +113,16 @@ RECURRENT = {
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
     },
 }
+
+
+def keeping_near(runtime: SpecDecodeRuntime) -> SpecDecodeRuntime:
+    """Recurrent states, where the model has any, are kept at places that short prompts have."""
+    states = runtime._states
+    if states is not None:
+        states.every, states.tail, states.least = 24, 4, 6
+    return runtime
+
+
 #: Largest difference of logits relative to the largest logit. Random weights amplify rounding more than trained ones.
 TOLERANCES = {"float16": 0.03, "bfloat16": 0.2}
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]

@@ -54,6 +54,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True},
         "vision_config": _QWEN_VISION | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
     },
+    "qwen3_5": _QWEN
+    | {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "head_dim": 32,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+        "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+        "vision_config": _QWEN_VISION | {"model_type": "qwen3_5", "num_position_embeddings": 16},
+    },
     "llava": {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
@@ -84,7 +97,7 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     },
     "llava": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 12, "width": 12}},
 }
-PREPROCESSORS["qwen3_vl"] = PREPROCESSORS["qwen2_5_vl"]
+PREPROCESSORS["qwen3_vl"] = PREPROCESSORS["qwen3_5"] = PREPROCESSORS["qwen2_5_vl"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,6 +19,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.kept_rows import RowKeeper
+from edgellm.snapshots.kept_states import StateKeeper
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 
@@ -54,7 +55,9 @@ def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
     """A loop whose slots hold nothing."""
     plan = None if runner.draft is None else FixedDrafting(tree(4, 3, 12))
     keeper = RowKeeper(runner, budget)
-    return DecodingLoop(runner, [KVContents() for _ in range(runner.limits.max_batch)], plan, keeper=keeper)
+    states = StateKeeper(runner) if runner.base.states.is_recurrent else None
+    contents = [KVContents(states) for _ in range(runner.limits.max_batch)]
+    return DecodingLoop(runner, contents, plan, keeper=keeper, states=states)
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 24])

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fixed_shape_backend import FixedShapeBackend
-from tiny_families import RECURRENT
+from tiny_families import RECURRENT, keeping_near
 
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
 from edgellm.decoding.sequence import DecodingSequence
@@ -44,14 +44,6 @@ def engines(
     return folder / "engines"
 
 
-def keeping(runtime: SpecDecodeRuntime) -> SpecDecodeRuntime:
-    """States are kept at places that short prompts have."""
-    states = runtime._states
-    assert states is not None
-    states.every, states.tail, states.least = 24, 4, 6
-    return runtime
-
-
 @pytest.fixture(params=list(MODES))
 def runtime(
     request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,7 +53,7 @@ def runtime(
     for name in ("FIRST_CREDIT", "MOST_CREDIT"):
         monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
     with SpecDecodeRuntime(engines, drafting=MODES[request.param], backend="numpy") as opened:
-        yield keeping(opened)
+        yield keeping_near(opened)
 
 
 @pytest.fixture
@@ -114,7 +106,7 @@ def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Callable[..., 
 def test_the_places_of_a_conversation_in_words(engines: Path) -> None:
     """The system prompt ends where the template says, and is found by another conversation at once."""
     with LLM(engines, backend="numpy", drafting=None) as llm:
-        keeping(llm._runtime)
+        keeping_near(llm._runtime)
         system = {"role": "system", "content": "Be brief, and say so."}
         first = llm.chat([system, {"role": "user", "content": "one two three"}], GREEDY)
         second = llm.chat([system, {"role": "user", "content": "four"}], GREEDY)
@@ -206,7 +198,7 @@ def test_an_answer_that_gives_way(engines: Path, cold: Callable[..., tuple[int, 
     expected = [cold(PROMPT, replace(SAMPLED, max_tokens=60)), cold(PROMPT[3:], GREEDY), cold(PROMPT[7:], GREEDY)]
     for drafting in MODES.values():
         with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
-            keeping(runtime)
+            keeping_near(runtime)
             for rounds in (1, 2, 4):
                 loop = runtime.loop()
                 first, *others = (
@@ -260,7 +252,7 @@ def test_the_ways_of_a_gpu(
     monkeypatch.setattr("edgellm.runtime.open_backend", lambda _, directory: FixedShapeBackend(directory))
     with SpecDecodeRuntime(engines, drafting=MODES[mode]) as runtime:
         monkeypatch.undo()
-        states = keeping(runtime)._states
+        states = keeping_near(runtime)._states
         assert states is not None
         states.most = 6
         prompts = list(random_prompts(cold, 8, 16))
@@ -282,7 +274,7 @@ def test_states_are_those_of_an_adapter(engines: Path, make_adapter: Callable[..
     limits = replace(EngineLimits(2, 16, 192), max_lora_rank=4, lora_slots=2)
     build_engine_directory(engines.parent / "checkpoint", tmp_path / "engines", limits, [], adapters=adapters)
     with SpecDecodeRuntime(tmp_path / "engines", backend="numpy") as runtime:
-        keeping(runtime)
+        keeping_near(runtime)
         states, longer = runtime._states, replace(GREEDY, max_tokens=40)
         assert states is not None
         expected = {}
@@ -301,12 +293,12 @@ def test_states_are_those_of_an_adapter(engines: Path, make_adapter: Callable[..
 
 def test_memory_of_many_turns_is_flat(engines: Path) -> None:
     with SpecDecodeRuntime(engines, backend="numpy", state_budget=0) as runtime:
-        states = keeping(runtime)._states
+        states = keeping_near(runtime)._states
         assert states is not None and states.most == 0
         ask(runtime, PROMPT)
         assert states.nbytes == 0
     with SpecDecodeRuntime(engines, backend="numpy") as runtime:
-        states = keeping(runtime)._states
+        states = keeping_near(runtime)._states
         assert states is not None
         states.most = 5
         for number in range(30):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.binding import NONE, snapshot_binding
 from edgellm.snapshots.file import check_binding, read_snapshot, write_snapshot
+from edgellm.snapshots.kept_states import StateKeeper
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import PromptRecord
@@ -91,8 +93,24 @@ def forget(runner: Runner) -> None:
 
 
 def missing_rows(runner: Runner) -> int:
-    """Rows of a known prefix that a draft lets nobody reuse."""
-    return int(runner.draft is not None)
+    """Rows of a known prefix that a draft, or a recurrent state before its last token, lets nobody reuse."""
+    return int(runner.draft is not None or runner.base.states.is_recurrent)
+
+
+def kept_states(runner: Runner) -> StateKeeper | None:
+    """At places that short prompts have; None for a model without recurrent layers."""
+    if not runner.base.states.is_recurrent:
+        return None
+    states = StateKeeper(runner)
+    states.every, states.tail, states.least = 8, 1, 1
+    return states
+
+
+def loop_of(runner: Runner) -> DecodingLoop:
+    """A loop whose slots hold nothing."""
+    states = kept_states(runner)
+    contents = [KVContents(states) for _ in range(runner.limits.max_batch)]
+    return DecodingLoop(runner, contents, states=states)
 
 
 def test_contents_tell_images_apart(slots: Slots) -> None:
@@ -120,13 +138,13 @@ def test_a_follow_up_question_reuses_the_image_and_another_image_does_not(slots:
     runner, _ = slots
     first, second, _ = images_of(runner)
     ids, _ = prompt_with_images(runner.base.config, [first])
-    loop = DecodingLoop(runner, [KVContents() for _ in range(runner.limits.max_batch)])
+    loop = loop_of(runner)
     list(loop.run([question_of(slots, ids, [first])]))
     next_ids = [*ids, 44, 45, 46]
     again = question_of(slots, next_ids, [first])
     list(loop.run([again]))
     assert again.reused_tokens >= len(ids) - missing_rows(runner)
-    fresh = DecodingLoop(runner, [KVContents() for _ in range(runner.limits.max_batch)])
+    fresh = loop_of(runner)
     forget(runner)
     alone = question_of(slots, next_ids, [first])
     list(fresh.run([alone]))
@@ -160,7 +178,7 @@ def test_a_snapshot_with_an_image_changes_no_logit(slots: Slots, tmp_path: Path,
         write_snapshot(tmp_path / "x", made)
         snapshots.load(tmp_path / "x")
     forget(runner)
-    contents = KVContents()
+    contents = KVContents(kept_states(runner))
     reused = snapshots.restore(0, ids, contents, None, images)
     assert reused == cut - missing_rows(runner) == contents.reusable(images.identities(ids))
     np.testing.assert_allclose(logits_of(runner, ids, reused, images), expected, atol=1e-5)
@@ -182,11 +200,13 @@ def test_the_snapshot_with_more_in_common_is_taken(slots: Slots, tmp_path: Path)
     (_, _), (start, count), _ = images.spans
     for stop in (4, images.spans[0][0] + 2, start - 1, start + count // 2, start + count + 2):
         shown = None if stop == 4 else place_images(ids, [first, second, third], IMAGE_TOKEN, config)
-        runner.start(0, ids, 0, GREEDY, images).wait()
+        snapshot = snapshots._unfilled(ids[:stop], "part", None, shown, None)
+        runner.start(0, ids, 0, GREEDY, images, stops={stop - 1: partial(snapshots._fill, 0, snapshot, True)}).wait()
         runner.stop(0)
-        snapshots.store.put(snapshots.take(0, ids[:stop], "part", None, shown))
+        snapshots._fill(0, snapshot)
+        snapshots.store.put(snapshot)
         forget(runner)
-        contents = KVContents()
+        contents = KVContents(kept_states(runner))
         assert snapshots.restore(0, ids, contents, None, images) == stop - lost
         assert contents.reusable(images.identities(ids)) == stop - lost
 

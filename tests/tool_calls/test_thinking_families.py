@@ -1,4 +1,5 @@
-"""Qwen3.5 and LFM2.5, as far as templates and tokens go: they think, then answer, call a tool, or keep to a form."""
+"""Qwen3.5, with images, and LFM2.5, as far as templates and tokens go: they think, then answer, call a tool, or keep to
+a form."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from typing import Any
 
 import pytest
 from call_templates import THINKING, WITHOUT_CALLS
+from synthetic_images import synthetic_image
+from tiny_multimodal import FAMILIES as SEEING
+from tiny_multimodal import MARKERS
 from tokenizers import Tokenizer
 
 from edgellm import LLM, SamplingParams
@@ -35,9 +39,16 @@ LOOK = {
         },
     },
 }
+_SEEN = "".join(MARKERS)
+#: Its messages may have images among their parts.
+LOOKING = THINKING.replace(
+    "{{ m.content or '' }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content or [] %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}" + _SEEN + "{% endif %}{% endfor %}{% endif %}",
+)
 #: Each family's template, and the tokens that it adds to the vocabulary, special or not as published.
 FAMILIES: dict[str, tuple[str, list[str], list[str], str]] = {
-    "qwen3_5": (THINKING, ["<think>", "</think>", "<tool_call>", "</tool_call>"], [], "qwen3_coder"),
+    "qwen3_5": (LOOKING, ["<think>", "</think>", "<tool_call>", "</tool_call>"], [], "qwen3_coder"),
     "lfm2_5": (WITHOUT_CALLS, ["<think>", "</think>"], ["<|tool_call_start|>", "<|tool_call_end|>"], "lfm2"),
 }
 
@@ -46,17 +57,19 @@ FAMILIES: dict[str, tuple[str, list[str], list[str], str]] = {
 def llm(
     request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LLM]:
-    """A tiny model of another family with the template and the tokens of one of these."""
+    """A tiny Qwen3.5 with its encoder, and a tiny model of another family, with the template and the tokens of each."""
     template, added, special, _ = FAMILIES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    checkpoint = make_checkpoint(folder / "checkpoint", max_position_embeddings=2048)
+    changes = SEEING.get(request.param, {}) | {"max_position_embeddings": 2048}
+    checkpoint = make_checkpoint(folder / "checkpoint", **changes)
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     tokenizer.add_tokens(added)
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(checkpoint / "tokenizer.json"))
     path = checkpoint / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
-    build_engine_directory(checkpoint, folder / "robot", EngineLimits(1, 128, 1500), [])
+    rows = (64,) if "vision_config" in changes else ()
+    build_engine_directory(checkpoint, folder / "robot", EngineLimits(1, 128, 1500, image_rows=rows), [])
     with LLM(folder / "robot", backend="numpy") as opened:
         opened.family = request.param  # type: ignore[attr-defined]
         yield opened
@@ -104,6 +117,29 @@ def test_a_model_thinks_before_a_call_that_is_enforced(llm: LLM, seed: int) -> N
         assert count > len(begin) and call.complete and call.parsed["at"] in ("cup", "table")
         assert found.finish_reason == "tool_calls" and len(call.parsed.get("note", "")) <= 5
         assert "look" not in found.text
+
+
+def test_a_picture_is_thought_about_before_a_call(llm: LLM) -> None:
+    if not llm.has_vision_model:
+        pytest.skip("LFM2.5 sees nothing")
+    params = biased(llm, "</think>", max_tokens=200, temperature=1.3, seed=5)
+    answers = []
+    for pixels in (synthetic_image(24, 20), 255 - synthetic_image(24, 20)):
+        shown = [{"type": "image", "image": pixels}, {"type": "text", "text": "Where is the cup?"}]
+        asked = [{"role": "user", "content": shown}]
+        found = llm.chat(asked, params, tools=[LOOK], tool_choice="required", parallel_tool_calls=False)
+        (call,) = found.tool_calls
+        assert call.complete and call.parsed["at"] in ("cup", "table") and found.finish_reason == "tool_calls"
+        marks = reasoning_marks(llm.tokenizer)
+        assert marks is not None and list(found.token_ids).count(marks.end) == 1
+        answers.append(found.token_ids)
+        called = {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": {"name": "look", "arguments": "{}"}}],
+        }
+        answered = llm.chat([*asked, called, {"role": "tool", "content": "on the table"}], params, tools=[LOOK])
+        assert answered.usage.prompt_tokens > found.usage.prompt_tokens
+    assert answers[0] != answers[1]
 
 
 def test_calls_while_a_model_thinks_are_thoughts(llm: LLM) -> None:

@@ -32,9 +32,14 @@ PARTS_TEMPLATE = (
 )
 
 
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def engines(request: pytest.FixtureRequest, multimodal_engines: Callable[[str], Path]) -> Path:
+    return multimodal_engines(request.param)
+
+
 @pytest.fixture(scope="module")
-def llm(multimodal_engines: Callable[[str], Path]) -> Iterator[LLM]:
-    with LLM(multimodal_engines("qwen3_vl"), backend="numpy") as opened:
+def llm(engines: Path) -> Iterator[LLM]:
+    with LLM(engines, backend="numpy") as opened:
         yield opened
 
 
@@ -59,15 +64,13 @@ def test_a_session_remembers_images(llm: LLM) -> None:
     assert second != llm.chat(messages, PARAMS).text
 
 
-def test_images_leave_a_session_with_their_turns(
-    llm: LLM, multimodal_engines: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_leave_a_session_with_their_turns(llm: LLM, engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[object] = []
     monkeypatch.setattr(
         "edgellm.vision.encoder.read_image", lambda *image, **more: read.append(image) or read_image(*image, **more)
     )
     session, dropped = llm.create_session(parts(OTHER, "Look."), PARAMS), 0
-    with LLM(multimodal_engines("qwen3_vl"), backend="numpy", drafting=None) as cold:
+    with LLM(engines, backend="numpy", drafting=None) as cold:
         for number in range(12):
             shown = len(images_of_messages(session.messages)) + number % 2
             read.clear()
@@ -98,12 +101,12 @@ def test_requests_with_images_share_batches(llm: LLM) -> None:
     assert llm.metrics()["multimodal"]["images"] >= 6
 
 
-def test_images_are_read_beside_the_event_loop(llm: LLM, multimodal_engines: Callable[[str], Path]) -> None:
+def test_images_are_read_beside_the_event_loop(llm: LLM, engines: Path) -> None:
     messages = [{"role": "user", "content": parts(PIXELS, "What is it?")}]
     threads: list[str] = []
 
     async def ask() -> tuple[str, str]:
-        async with AsyncLLM(multimodal_engines("qwen3_vl"), backend="numpy") as asked:
+        async with AsyncLLM(engines, backend="numpy") as asked:
             prepare = asked.served.submit
             asked.served.submit = lambda request: (threads.append(threading.current_thread().name), prepare(request))[1]
             shown = await asked.chat(messages, PARAMS)

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from rendered_chats import rendered_chat
 from synthetic_images import synthetic_image
+from tiny_families import keeping_near
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN
 
 from edgellm.errors import EngineDirectoryError, ImageError, RequestError
@@ -73,6 +74,7 @@ def test_answers_are_the_same_drafted_or_not_reused_or_not(
         expected = chat(fresh, *conversation)
     for drafting in (None, "auto"):
         with SpecDecodeRuntime(multimodal_engines(family), backend="numpy", drafting=drafting) as runtime:
+            keeping_near(runtime)
             first = runtime.handle_request(Request(messages=conversation[:1], params=PARAMS))
             again = runtime.handle_request(Request(messages=conversation, params=PARAMS))
             assert list(again.token_ids) == expected

@@ -97,6 +97,28 @@ def _qwen3() -> dict[str, Any]:
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **_QWEN_TOKENS}
 
 
+def _qwen3_5() -> dict[str, Any]:
+    """Of the rotary embedding in a part of each head; the delta rule's norm asks for values that are not too small."""
+    rope = {**_MROPE, "mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.25}
+    text = {
+        **_TEXT,
+        "head_dim": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 8,
+        "rms_norm_eps": 1e-3,
+        "initializer_range": 0.12,
+        "rope_parameters": rope,
+    }
+    vision = {**_QWEN_VISION, "num_position_embeddings": 16}
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": True, **_QWEN_TOKENS}
+
+
 def _llava(text: dict[str, Any], tower: str) -> dict[str, Any]:
     strategy = "default" if tower == "clip_vision_model" else "full"
     return {
@@ -125,6 +147,12 @@ MODELS = {
     ),
     "llava_mistral": Model(
         *_LLAVA, _llava({"model_type": "mistral", "sliding_window": None}, "clip_vision_model"), _SQUARE[:1]
+    ),
+    "qwen3_5": Model(
+        transformers.Qwen3_5Config,
+        transformers.Qwen3_5ForConditionalGeneration,
+        _qwen3_5(),
+        [(1, 6, 4), (1, 2, 2), (1, 2, 6)],
     ),
 }
 
@@ -238,9 +266,9 @@ def make_positions(directory: Path) -> None:
     """Positions of random prompts: grids of any shape in merged blocks, several images, text between or hardly any."""
     draw = random.Random(5)
     tensors: dict[str, torch.Tensor] = {}
-    for name in ("qwen2_5_vl", "qwen3_vl"):
+    for name, cases in (("qwen2_5_vl", 24), ("qwen3_vl", 24), ("qwen3_5", 6)):
         golden = MODELS[name]
-        for case in range(24):
+        for case in range(cases):
             merge = draw.choice((1, 2, 3))
             config = json.loads(json.dumps(golden.config))
             config["vision_config"]["spatial_merge_size"] = merge

@@ -77,6 +77,13 @@ _QWEN3 = {
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [0, 2],
 }
+_QWEN3_5 = {
+    **{key: value for key, value in _QWEN3.items() if key != "deepstack_visual_indexes"},
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_position_embeddings": 16,
+}
 _TOWER = {
     "hidden_size": 32,
     "intermediate_size": 44,
@@ -143,6 +150,7 @@ VARIATIONS = {
         {"image_token_index": 5, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         _SQUARE[:2],
     ),
+    "qwen3_5": Variation("qwen3_5", _QWEN3_5, _TOKENS, ((1, 6, 10), (1, 2, 2), (1, 8, 2)), dtype="bfloat16"),
 }
 
 
@@ -183,6 +191,11 @@ def _config(variation: Variation) -> tuple[Any, Any]:
         text |= {"head_dim": 12, "num_hidden_layers": 2}  # a layer for each deepstack feature
         config = transformers.Qwen3VLConfig(vision_config=variation.vision, text_config=text, **variation.settings)
         return transformers.Qwen3VLForConditionalGeneration, config
+    if variation.family == "qwen3_5":
+        rope = _ROPE | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.5}
+        text = {**_TEXT, "rope_parameters": rope, "head_dim": 12, "layer_types": ["full_attention"]}
+        config = transformers.Qwen3_5Config(vision_config=variation.vision, text_config=text, **variation.settings)
+        return transformers.Qwen3_5ForConditionalGeneration, config
     config = transformers.Qwen2_5_VLConfig(vision_config=variation.vision, text_config=text, **variation.settings)
     return transformers.Qwen2_5_VLForConditionalGeneration, config
 

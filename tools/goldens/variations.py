@@ -50,6 +50,8 @@ _VISION = {
         "num_position_embeddings": 4,
     },
 }
+#: Image tokens: one that the texts of such models do not have.
+_IMAGE_TOKENS = {"qwen3_5": {"image_token_id": 78}}
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Variation:
         if not self.inside:
             return config
         whole = {"vision_config": _VISION[self.family], "tie_word_embeddings": config["tie_word_embeddings"]}
-        return {"text_config": {"model_type": self.inside, **config}, **whole}
+        return {"text_config": {"model_type": self.inside, **config}, **whole, **_IMAGE_TOKENS.get(self.family, {})}
 
 
 #: Enough for what differs in the rotary table alone.

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from absent_gpu import TARGET, Module, prepare
+from mtp_checkpoints import add_head
 from tiny_families import RECURRENT
+from tiny_multimodal import FAMILIES
 
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.planned_engines import planned_engines
@@ -44,3 +46,22 @@ def test_a_directory_is_built_and_its_kernels_compile(
     assert ("recurrent/delta.cu" in files) == ("recurrent/gates.cu" in files) == (family == "qwen3_5")
     for source in sources:
         assert compile_module(source, TARGET).code.startswith(b"\x7fELF")
+
+
+def test_a_directory_with_encoder_and_head_is_built(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Qwen3.5 as it is published: the encoder has plans, base and head those of what kernels leave over."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES["qwen3_5"] | {"tie_word_embeddings": False})
+    limits = EngineLimits(1, 80, 128, draft_top_k=4, draft_steps=3, verify_tree_size=12, image_rows=(64, 128))
+    report = build_engine_directory(add_head(checkpoint), tmp_path / "engines", limits, [TARGET], dtype="float16")
+    directory = EngineDirectory.open(tmp_path / "engines", verify=True)
+    assert directory.vision is not None and directory.draft is not None and not report.notes
+    assert (directory.vision.config.family, directory.vision.config.deepstack_layers) == ("qwen3_5", ())
+    assert directory.draft.config.generation == "mtp" and directory.draft.config.image_embeddings
+    assert directory.config.mrope_section == directory.draft.config.decoder.mrope_section == (2, 1, 1)
+    assert {plan.shape.name for plan in report.plans if plan.shape.model == "vision"} == {
+        "vision.encode-p64",
+        "vision.encode-p128",
+    }
+    kernels_leave = [plan.shape for plan in report.plans if plan.shape.model != "vision"]
+    assert {(shape.model, shape.phase) for shape in kernels_leave} == {("base", "prefill"), ("draft", "prefill")}
+    assert all(shape.segment is not None for shape in kernels_leave)

@@ -28,7 +28,7 @@ from edgellm.multimodal.vision_layout import window_rows
 needs_tensorrt = pytest.mark.skipif(find_tensorrt() is None, reason="TensorRT is not installed")
 LIMITS = EngineLimits(1, 16, 64, image_rows=(64, 128))
 #: One golden model of each kind of encoder; the others are variants.
-FAMILIES = ("llava_clip", "llava_siglip", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("llava_clip", "llava_siglip", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def vision_folder(name: str, place: Path) -> Path:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,11 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
+from edgellm.engines.families.vision_config import read_vision_config
+from edgellm.engines.families.vision_encoders import host_weights, vision_weights
+from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
+from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.rotary import mrope_axes
 
@@ -91,14 +96,34 @@ QWEN3_5 = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
     "model_type": "qwen3_5",
     "image_token_id": 248056,
+    "vision_start_token_id": 248053,
+    "vision_end_token_id": 248054,
     "text_config": QWEN3_5_TEXT,
     "tie_word_embeddings": True,
-    "vision_config": {"model_type": "qwen3_5", "depth": 12, "out_hidden_size": 1024},
+    "vision_config": {
+        "deepstack_visual_indexes": [],
+        "depth": 12,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_size": 768,
+        "in_channels": 3,
+        "intermediate_size": 3072,
+        "model_type": "qwen3_5",
+        "num_heads": 12,
+        "num_position_embeddings": 2304,
+        "out_hidden_size": 1024,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
 }
 
 
+def parameters(specs: Iterable[WeightSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in specs)
+
+
 def count(config: dict[str, Any]) -> int:
-    return sum(math.prod(spec.shape) for spec in decoder_weights(decoder_config(config)))
+    return parameters(decoder_weights(decoder_config(config)))
 
 
 def test_parameter_counts_are_the_published_ones() -> None:
@@ -106,6 +131,16 @@ def test_parameter_counts_are_the_published_ones() -> None:
     assert count(LFM2_1_2B | {"hidden_size": 1024, "block_ff_dim": 6656, "num_attention_heads": 16}) == 354_483_968
     assert count(LFM2_1_2B | {"hidden_size": 1536, "block_ff_dim": 10240, "num_attention_heads": 24}) == 742_489_344
     assert count(QWEN3_5) == count(QWEN3_5_TEXT) == 752_393_024
+
+
+def test_the_parts_of_qwen3_5_are_the_whole() -> None:
+    """Of Qwen3.5-0.8B with the head for multi-token prediction and the encoder."""
+    vision = read_vision_config(QWEN3_5)
+    assert vision is not None
+    encoder = parameters([*vision_weights(vision), *host_weights(vision)])
+    head = parameters(spec for spec in draft_weights(mtp_draft(decoder_config(QWEN3_5))) if spec.parts)
+    assert (encoder, head) == (100_592_896, 20_452_864)
+    assert count(QWEN3_5) + encoder + head == 873_438_784
 
 
 def test_lfm2() -> None:
@@ -143,6 +178,28 @@ def test_qwen3_5() -> None:
     assert config.rope_scaling is None and not config.attention_bias
     by_itself = QWEN3_5_TEXT | {"architectures": ["Qwen3_5ForCausalLM"]}
     assert decoder_config(by_itself).layer_kinds == config.layer_kinds
+
+
+def test_qwen3_5_with_and_without_its_encoder() -> None:
+    config, text = decoder_config(QWEN3_5), decoder_config({**QWEN3_5, "vision_config": None})
+    assert (config.image_token_id, config.spatial_merge_size, config.deepstack_layers) == (248056, 2, 0)
+    assert text.image_token_id is None and text == replace(config, image_token_id=None, spatial_merge_size=1)
+    assert read_vision_config({**QWEN3_5, "vision_config": None}) is None
+    assert decoder_config(QWEN3_5_TEXT | {"architectures": ["Qwen3_5ForCausalLM"]}).image_token_id is None
+    assert decoder_config({key: QWEN3_5[key] for key in QWEN3_5 if key != "image_token_id"}) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vision_config": [1]}, r"vision_config is \[1\], expected an object"),
+        ({"image_token_id": 248320}, "image_token_id is 248320, expected a token id from 0 to 248319"),
+        ({"vision_config": {"spatial_merge_size": 0}}, "spatial_merge_size is 0, expected"),
+    ],
+)
+def test_wrong_image_fields_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        decoder_config(QWEN3_5 | change)
 
 
 def test_qwen3_5_without_what_its_class_assumes() -> None:

@@ -1,4 +1,4 @@
-"""Language models of Qwen2.5-VL, Qwen3-VL and LLaVA with images in the prompt, against what transformers computed."""
+"""Language models of multimodal families with images in the prompt, against what transformers computed."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ def test_the_device_counts_the_rows_that_it_inserts(golden: GoldenModel) -> None
     assert_close(runner.logits(0), golden.expected["logits"][-1])
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_positions_equal_get_rope_index(name: str) -> None:
+@pytest.mark.parametrize(("name", "count"), [("qwen2_5_vl", 24), ("qwen3_vl", 24), ("qwen3_5", 6)])
+def test_positions_equal_get_rope_index(name: str, count: int) -> None:
     with safe_open(FOLDER / "positions.safetensors", "np") as file:
         cases = sorted({key.split(".")[1] for key in file.keys() if key.startswith(name)})  # noqa: SIM118
-        assert len(cases) == 24
+        assert len(cases) == count
         for case in cases:
             read = {
                 key: file.get_tensor(f"{name}.{case}.{key}")
@@ -139,16 +139,16 @@ def test_positions_equal_get_rope_index(name: str) -> None:
             spans, place = [], 0
             token_ids = read["token_ids"].tolist()
             for _, height, width in read["grids"].tolist():
-                start, count = token_ids.index(90, place), height * width // merge**2
-                spans.append((start, count))
-                place = start + count
+                start, tokens = token_ids.index(90, place), height * width // merge**2
+                spans.append((start, tokens))
+                place = start + tokens
             positions, delta = mrope_positions(len(token_ids), spans, read["grids"].tolist(), merge)
             assert positions.dtype == np.int32
             np.testing.assert_array_equal(positions, read["positions"])
             assert delta == read["delta"][0]
 
 
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_vl_old", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen2_5_vl_old", "qwen3_vl", "qwen3_5"])
 def test_placed_images_have_the_positions_of_transformers(name: str) -> None:
     golden = GoldenModel(name)
     images = golden.placed()

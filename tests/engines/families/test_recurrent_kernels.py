@@ -3,20 +3,24 @@ short prompts, plain steps, trees, and the commits between."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_images import GoldenModel
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from random_trees import random_trees
-from recurrent_steps import RecurrentSteps
+from recurrent_steps import ROWS, RecurrentSteps
+from safetensors.numpy import save_file
 
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
-from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import PRESENT
+from edgellm.engines.runners.sampling_state import SamplingValues
 
 GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
 #: Those whose heads have sizes that the kernels take.
@@ -26,8 +30,10 @@ NAMES = ("lfm2", "qwen3_5_text", "qwen3_5_tied")
 class KernelSteps(RecurrentSteps):
     """Sequences that engines of the kernels' twins run, by an executor of the caller's choice."""
 
-    def __init__(self, name: str, executor: type[FewRows] | None = None, batch: int = 1) -> None:
-        super().__init__(GOLDENS / name, batch)
+    def __init__(
+        self, name: str, executor: type[FewRows] | None = None, batch: int = 1, goldens: Path = GOLDENS
+    ) -> None:
+        super().__init__(goldens / name, batch)
         self._executor = executor
 
     def compute(self, program: Program, bindings: dict[str, np.ndarray]) -> None:
@@ -84,6 +90,44 @@ def test_trees_are_what_steps_along_their_paths_are(name: str, batch: int) -> No
         assert np.abs(plain - logits[slot, path[-1]]).max() <= 1e-4  # products of matrices round otherwise
         for state, held in steps.held().items():
             np.testing.assert_allclose(trees.held(slot)[state], held, rtol=1e-4, atol=1e-4, err_msg=state)
+
+
+def behind_images(place: Path, executor: type[FewRows]) -> tuple[KernelSteps, GoldenModel]:
+    """A golden prompt with images as the NumPy backend took it, to go on from at the positions behind it."""
+    golden = GoldenModel("qwen3_5")
+    shutil.copytree(golden.path, place / "qwen3_5")
+    one = {name: golden.expected[name][None] for name in ("token_ids", "logits")}
+    metadata = {"torch": "", "transformers": ""}
+    save_file(one, place / "qwen3_5" / "expected.safetensors", metadata)
+    steps = KernelSteps("qwen3_5", executor, goldens=place)
+    images = golden.placed()
+    runner = golden.runner(EngineLimits(max_batch=1, prefill_chunk=16, kv_capacity=ROWS))
+    runner.start(0, golden.token_ids, 0, SamplingValues(), images).wait()
+    for name, cache in steps.caches.items():
+        held = runner.states.tensors[name]
+        common = tuple(slice(min(sizes)) for sizes in zip(cache.shape, held.shape, strict=True))
+        cache[common] = held[common]
+    steps.lengths = [len(golden.token_ids)]
+    assert images.position_delta < 0
+    nowhere = np.full((-images.position_delta, steps.table.shape[1]), np.nan, np.float32)
+    steps.table = np.concatenate([nowhere, steps.table])  # a row's position is so many less
+    return steps, golden
+
+
+@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+def test_behind_images_steps_and_trees_have_the_logits_of_transformers(tmp_path: Path, executor: type[FewRows]) -> None:
+    """At M-RoPE positions, of which a part of each head is rotated."""
+    steps, golden = behind_images(tmp_path, executor)
+    continued, expected = golden.expected["continued"].tolist(), golden.expected["continued_logits"]
+    before, lengths = steps.copy(), list(steps.lengths)
+    stepped = []
+    for token in continued:
+        stepped.append(steps.decode([token])[0])
+        steps.accept([[0]])
+    assert np.abs(np.stack(stepped) - expected).max() <= 1e-4
+    steps.restore(before, lengths)
+    parents = np.arange(-1, len(continued) - 1)[None]
+    assert np.abs(steps.verify(np.asarray([continued]), parents)[0] - expected).max() <= 1e-4
 
 
 def test_what_kernels_do_not_take_is_refused_by_its_layer() -> None:

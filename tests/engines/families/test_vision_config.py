@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,15 @@ QWEN3: dict[str, Any] = {
         "temporal_patch_size": 2,
     },
 }
+#: As transformers writes Qwen3.5's; published files say "qwen3_5" and an empty list of deepstack layers, too.
+QWEN3_5: dict[str, Any] = {
+    **QWEN3,
+    "model_type": "qwen3_5",
+    "vision_config": {
+        **{key: value for key, value in QWEN3["vision_config"].items() if key != "deepstack_visual_indexes"},
+        "model_type": "qwen3_5_vision",
+    },
+}
 
 
 def changed(config: dict[str, Any], vision: dict[str, Any] | None = None, **top: Any) -> dict[str, Any]:
@@ -111,11 +121,19 @@ def test_published_qwen3_vl() -> None:
     assert (config.window_patches, config.dtype) == (1, "bfloat16")
 
 
+def test_qwen3_5_has_qwen3_vls_encoder_without_deepstack() -> None:
+    config = read_vision_config(QWEN3_5)
+    assert config is not None and config.family == "qwen3_5" and config.deepstack_layers == ()
+    assert read_vision_config(changed(QWEN3, {"deepstack_visual_indexes": []})) == replace(config, family="qwen3_vl")
+    for said in ({"model_type": "qwen3_5"}, {"model_type": None}, {"deepstack_visual_indexes": []}):
+        assert read_vision_config(changed(QWEN3_5, said)) == config
+
+
 def test_a_text_only_model_has_none() -> None:
     assert read_vision_config({"model_type": "qwen3", "hidden_size": 64}) is None
 
 
-@pytest.mark.parametrize("published", [QWEN2_5, LLAVA, QWEN3], ids=["qwen2_5", "llava", "qwen3"])
+@pytest.mark.parametrize("published", [QWEN2_5, LLAVA, QWEN3, QWEN3_5], ids=["qwen2_5", "llava", "qwen3", "qwen3_5"])
 def test_json_and_back(published: dict[str, Any]) -> None:
     config = read_vision_config(published)
     values = json.dumps(plain_values(config)).encode()
@@ -135,6 +153,11 @@ def test_json_and_back(published: dict[str, Any]) -> None:
         (changed(QWEN3, {"deepstack_visual_indexes": [5, 5]}), r"deepstack_visual_indexes is \[5, 5\]"),
         (changed(QWEN3, {"num_heads": 512}), "a multiple of 4"),
         (changed(QWEN3, {"rope_parameters": {"rope_theta": -1}}), "rope_theta is -1"),
+        (changed(QWEN3_5, {"num_position_embeddings": 2300}), "the square of a whole number"),
+        (changed(QWEN3_5, {"out_hidden_size": 1024}), "language model's hidden_size is 2048"),
+        (changed(QWEN3_5, {"depth": 0}), "depth is 0"),
+        (changed(QWEN3_5, {"patch_size": [16, 16]}), r"patch_size is \[16, 16\]"),
+        (changed(QWEN3_5, vision_start_token_id=None), "vision_start_token_id is null"),
         (changed(LLAVA, vision_feature_layer=30), "vision_feature_layer is 30"),
         (changed(LLAVA, vision_feature_layer=[]), r"vision_feature_layer is \[\]"),
         (changed(LLAVA, vision_feature_select_strategy="some"), 'select_strategy is "some"'),
@@ -155,6 +178,8 @@ def test_wrong_fields(config: dict[str, Any], found: str) -> None:
         (changed(LLAVA, {"hidden_act": "relu"}), 'hidden_act is "relu"'),
         (changed(QWEN2_5, {"hidden_act": "gelu"}), "supported are silu"),
         (changed(QWEN3, {"in_channels": 4}), "images of 3 channels"),
+        (changed(QWEN3_5, {"model_type": "siglip_vision_model"}), '"siglip_vision_model", supported are qwen3_5 and'),
+        (changed(QWEN3_5, {"deepstack_visual_indexes": [5]}), r"indexes is \[5\], supported are no layers"),
     ],
 )
 def test_unsupported_features(config: dict[str, Any], found: str) -> None:
@@ -181,6 +206,19 @@ def test_all_problems_at_once() -> None:
 def test_names_of_older_and_newer_layouts(name: str, tower: str, projector: str) -> None:
     config = golden_config(name)
     assert (config.tensor_prefix, config.projector_prefix) == (tower, projector)
+
+
+@pytest.mark.parametrize("half", ["blocks.1.", "merger.", "pos_embed.", "patch_embed."])
+def test_half_an_encoder_is_refused(half: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDENS.parent / "image_prompts" / "qwen3_5", tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    lost = [name for name in tensors if name.startswith(f"model.visual.{half}")]
+    save_file({name: values for name, values in tensors.items() if name not in lost}, file)
+    with Checkpoint.open(tmp_path / "model") as checkpoint, pytest.raises(CheckpointError) as error:
+        read_vision(checkpoint)
+    assert lost and all(f"missing: {name} " in str(error.value) for name in lost)
+    assert "or build it without images: --max-image-patches 0" in str(error.value)
 
 
 def test_every_wrong_tensor_is_listed(tmp_path: Path) -> None:

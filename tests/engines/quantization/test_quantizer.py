@@ -161,9 +161,10 @@ def test_what_is_written(make_checkpoint: Make, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*"))  # the folder of layers is gone
 
 
-def test_a_model_that_takes_images_keeps_its_encoder(make_checkpoint: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_model_that_takes_images_keeps_its_encoder(family: str, make_checkpoint: Make, tmp_path: Path) -> None:
     """Under the names that it was published with."""
-    source, target = make_checkpoint(tmp_path / "source", **tiny_multimodal.FAMILIES["qwen3_vl"]), tmp_path / "target"
+    source, target = make_checkpoint(tmp_path / "source", **tiny_multimodal.FAMILIES[family]), tmp_path / "target"
     wrapped = {
         name.replace("model.layers.", "model.language_model.layers.").replace("visual.", "model.visual.", 1)
         if not name.startswith("model.visual.")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from gpu_drafting import answers, assert_explained
+from mtp_checkpoints import add_head
 from tiny_multimodal import FAMILIES, prompt_with_images, tiny_image
 
 from edgellm.engines.building.builder import build_engine_directory
@@ -46,7 +47,22 @@ def test_drafted_answers_are_those_of_plain_decoding(
     head = {"rope_scaling": FAMILIES[family]["rope_scaling"]}
     base, draft = make_tiny_pair(3, agreeing, head, **FAMILIES[family] | {"tie_word_embeddings": False})
     build_engine_directory(base, tmp_path / "engines", LIMITS, None, dtype="float16", draft=draft)
+    assert_drafted_is_plain(EngineDirectory.open(tmp_path / "engines"), open_eagle, f"{family}, agreeing {agreeing}")
+
+
+@pytest.mark.parametrize("agreeing", [False, True])
+def test_a_head_in_the_checkpoint_drafts_over_recurrent_layers(
+    agreeing: bool, make_checkpoint: Callable[..., Path], open_eagle: Callable[..., Any], tmp_path: Path
+) -> None:
+    base = make_checkpoint(tmp_path / "base", **FAMILIES["qwen3_5"] | {"tie_word_embeddings": False})
+    build_engine_directory(add_head(base, agreeing), tmp_path / "engines", LIMITS, None, dtype="float16")
     directory = EngineDirectory.open(tmp_path / "engines")
+    assert directory.draft is not None and directory.draft.config.generation == "mtp"
+    assert_drafted_is_plain(directory, open_eagle, f"qwen3_5, agreeing {agreeing}")
+
+
+def assert_drafted_is_plain(directory: EngineDirectory, open_eagle: Callable[..., Any], what: str) -> None:
+    """Two prompts, by chains and trees, greedy and drawn."""
     different = 0
     with open_eagle(directory, "tensorrt") as runner:
         prompts = [prompt_of(runner.base, index)[0] for index in range(2)]
@@ -54,7 +70,7 @@ def test_drafted_answers_are_those_of_plain_decoding(
             plain = answers(runner, prompts, samplings, None, images=images_of)
             for plan in PLANS:
                 found = answers(runner, prompts, samplings, plan, images=images_of)
-                what = f"{family} {plan.name}"
-                different += assert_explained(directory, prompts, samplings, plain, found, what, images_of)
-    print(f"\n{family}, agreeing {agreeing}: {different} of 8 answers differ within rounding")
+                named = f"{what} {plan.name}"
+                different += assert_explained(directory, prompts, samplings, plain, found, named, images_of)
+    print(f"\n{what}: {different} of 8 answers differ within rounding")
     assert different <= 1

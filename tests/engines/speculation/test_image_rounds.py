@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fixed_shape_backend import host_view
+from mtp_checkpoints import add_head
+from tiny_families import keeping_near
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
 
 from edgellm.drafting.config import DraftingConfig
@@ -28,20 +30,29 @@ LIMITS = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=96, draft_top_k
 GREEDY, SAMPLED = SamplingValues(), SamplingValues(0.8, 40, 0.9, 0.01, seed=77)
 COUNT = 18
 MROPE = {family: FAMILIES[family]["rope_scaling"] for family in ("qwen2_5_vl", "qwen3_vl")}
+MROPE["qwen3_5"] = MROPE["qwen3_vl"]  # a head rotates all of its elements
 
 
 @pytest.fixture(scope="module")
 def make_multimodal_engines(
-    make_tiny_pair: Callable[..., tuple[Path, Path]], tmp_path_factory: pytest.TempPathFactory
+    make_tiny_pair: Callable[..., tuple[Path, Path]],
+    make_checkpoint: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., EngineDirectory]:
-    """(family, generation, agreeing, **changes of the head's config.json) to an engine directory without plans."""
+    """(family, generation, agreeing, **changes of the head's config.json) to an engine directory without plans. Of the
+    generation "mtp" the head is inside the checkpoint."""
     made: dict[tuple, EngineDirectory] = {}
 
-    def make(family: str, generation: int, agreeing: bool, **changes: object) -> EngineDirectory:
+    def make(family: str, generation: int | str, agreeing: bool, **changes: object) -> EngineDirectory:
         key = family, generation, agreeing, repr(sorted(changes.items()))
         if key not in made:
-            base, head = make_tiny_pair(generation, agreeing, changes, **_untied(family))
-            target = tmp_path_factory.mktemp("seeing") / "engines"
+            folder, head = tmp_path_factory.mktemp("seeing"), None
+            target = folder / "engines"
+            if generation == "mtp":
+                changed = {"tie_word_embeddings": False} | _untied(family)
+                base = add_head(make_checkpoint(folder / "base", **changed), agreeing)
+            else:
+                base, head = make_tiny_pair(generation, agreeing, changes, **_untied(family))
             build_engine_directory(base, target, LIMITS, [], draft=head)
             made[key] = EngineDirectory.open(target)
         return made[key]
@@ -99,7 +110,28 @@ def test_rounds_give_the_tokens_of_plain_decoding(
     backend: str,
 ) -> None:
     scaling = {"rope_scaling": MROPE[family]} if family in MROPE else {}
-    with open_eagle(make_multimodal_engines(family, generation, agreeing, **scaling), backend) as runner:
+    assert_drafted_is_plain(
+        make_multimodal_engines(family, generation, agreeing, **scaling), open_eagle, backend, agreeing
+    )
+
+
+@pytest.mark.parametrize(("agreeing", "backend"), [(False, "numpy"), (True, "numpy"), (True, "fixed")])
+def test_rounds_of_a_head_inside_the_checkpoint(
+    make_multimodal_engines: Callable[..., EngineDirectory],
+    open_eagle: Callable[..., object],
+    agreeing: bool,
+    backend: str,
+) -> None:
+    directory = make_multimodal_engines("qwen3_5", "mtp", agreeing)
+    assert directory.draft.config.image_embeddings and directory.draft.config.decoder.mrope_section == (2, 1, 1)
+    assert_drafted_is_plain(directory, open_eagle, backend, agreeing)
+
+
+def assert_drafted_is_plain(
+    directory: EngineDirectory, open_eagle: Callable[..., object], backend: str, agreeing: bool
+) -> None:
+    """Chains and trees, one prompt and two, greedy and drawn."""
+    with open_eagle(directory, backend) as runner:
         both = prompts_of(runner)
         for prompts, sampling, plan in (
             (both[:1], GREEDY, chain(4)),
@@ -175,15 +207,17 @@ def extended(images: PromptImages, tokens: int) -> PromptImages:
 
 
 @pytest.mark.parametrize("backend", ["numpy", "fixed"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "generation"), [*((family, 3) for family in FAMILIES), ("qwen3_5", "mtp")])
 def test_images_of_embeddings_are_text(
     make_multimodal_engines: Callable[..., EngineDirectory],
     open_eagle: Callable[..., object],
     family: str,
+    generation: int | str,
     backend: str,
 ) -> None:
-    """Images that are rows of the embedding table, at the positions of text, leave the rows of a text: in base and
-    draft, wherever chunks cut and reuse begins."""
+    """Images that are rows of the embedding table, at the positions of text, leave the rows, and the recurrent states,
+    of a text: in base and draft, wherever chunks cut and reuse begins. Of a head for multi-token prediction that
+    settles what it sees at an image's tokens, the image one token ahead, and at which positions."""
     scaling = {"rope_scaling": MROPE[family]} if family in MROPE else {}
     # An image of one token stands where a text's token would; without M-RoPE an image of several does, too.
     sizes = (
@@ -191,7 +225,7 @@ def test_images_of_embeddings_are_text(
     )
     text = [(11 * index + 5) % 200 for index in range(40)]
     ids = list(text)
-    with open_eagle(make_multimodal_engines(family, 3, False, **scaling), backend) as runner:
+    with open_eagle(make_multimodal_engines(family, generation, False, **scaling), backend) as runner:
         base, merge, images = runner.base, runner.config.spatial_merge_size, []
         for place, count in sizes.items():
             first = text[place]
@@ -203,7 +237,8 @@ def test_images_of_embeddings_are_text(
         placed = place_images(ids, images, IMAGE_TOKEN, base.config)
         runner.start(0, text, 0, GREEDY).wait()
         expected = [cache[0, :, : len(text) - 1].copy() for cache in host_caches(runner)]
-        for reused in (0, 4, 15, 16, 30, 39):
+        reusable = (0,) if base.states.is_recurrent else (0, 4, 15, 16, 30, 39)  # a state is of one place
+        for reused in reusable:
             for cache in host_caches(runner):
                 cache[0, :, reused:] = 0
             runner.start(0, ids, reused, GREEDY, placed).wait()
@@ -225,6 +260,7 @@ def test_drafted_answers_to_pictures_are_the_plain_ones(
     answers = []
     for drafting in (None, DraftingConfig(4, 4, 16)):
         with SpecDecodeRuntime(tmp_path / "engines", drafting=drafting, backend="numpy") as runtime:
+            keeping_near(runtime)
             messages: list[dict[str, Any]] = []
             for attached_image in attached_images:
                 shown = [{"type": "image", "image": attached_image}, {"type": "text", "text": "What is it?"}]

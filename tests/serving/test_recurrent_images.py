@@ -1,0 +1,273 @@
+"""Conversations about images with a model that has recurrent layers, and a draft head in its checkpoint: where a prompt
+goes on, and that neither reuse, eviction, drafting nor giving way changes a token. Pictures of one size have the same
+token ids: what tells them apart is what they show."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fixed_shape_backend import FixedShapeBackend
+from mtp_checkpoints import add_head
+from tiny_families import keeping_near
+from tiny_multimodal import FAMILIES, IMAGE_TOKEN, VISION_END, VISION_START
+
+from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
+from edgellm.drafting import given
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.model.limits import EngineLimits
+from edgellm.requests import Response
+
+TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
+CHAIN = DraftingConfig(kind="chain", draft_top_k=1, draft_steps=3, adaptive=False)
+MODES = {"plain": None, "tree": TREE, "chain": CHAIN, "suffix": DraftingConfig(kind="suffix")}
+GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
+SAMPLED = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=3, max_tokens=10, ignore_eos=True)
+#: Three of one size, 9 tokens each, and one of 4 tokens.
+PICTURES = [
+    *np.random.default_rng(7).integers(0, 256, (3, 24, 24, 3), np.uint8),
+    np.random.default_rng(8).integers(0, 256, (16, 16, 3), np.uint8),
+]
+SIZES = (9, 9, 9, 4)
+#: A text of token ids and of pictures, which are told by a name.
+Text = list[int | str]
+
+
+@pytest.fixture(scope="module", params=["agreeing", "unlike"])
+def engines(
+    request: pytest.FixtureRequest, make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Two slots, context 192; of an agreeing pair most drafts are accepted, of the other hardly one."""
+    folder = tmp_path_factory.mktemp("seeing")
+    base = make_checkpoint(folder / "checkpoint", **FAMILIES["qwen3_5"] | {"tie_word_embeddings": False})
+    limits = EngineLimits(2, 16, 192, draft_top_k=4, draft_steps=3, verify_tree_size=12, image_rows=(64,))
+    build_engine_directory(add_head(base, request.param == "agreeing"), folder / "engines", limits, [])
+    return folder / "engines"
+
+
+@pytest.fixture(params=list(MODES))
+def runtime(
+    request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SpecDecodeRuntime]:
+    """Whatever is said before is drafted from, also where it does not pay."""
+    monkeypatch.setattr(given, "GAIN", 0.0)
+    for name in ("FIRST_CREDIT", "MOST_CREDIT"):
+        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
+    with SpecDecodeRuntime(engines, drafting=MODES[request.param], backend="numpy") as opened:
+        yield keeping_near(opened)
+
+
+Cold = Callable[..., tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def cold(engines: Path) -> Iterator[Cold]:
+    """Answers plainly, each text as if it were the first."""
+    answered: dict[tuple[tuple[int | str, ...], SamplingParams], tuple[int, ...]] = {}
+    with SpecDecodeRuntime(engines, backend="numpy", state_budget=0) as opened:
+
+        def answer(text: Text, params: SamplingParams = GREEDY) -> tuple[int, ...]:
+            key = (tuple(text), params)
+            if key not in answered:
+                opened._forget_contents()
+                response = opened.handle_request(asked(text, params))
+                assert response.usage.reused_tokens == 0
+                answered[key] = tuple(response.token_ids)
+            return answered[key]
+
+        yield answer
+
+
+def picture(index: int) -> Text:
+    """A picture in a text, with the tokens around it."""
+    return [VISION_START, f"picture {index}", VISION_END]
+
+
+def asked(text: Text, params: SamplingParams = GREEDY) -> Request:
+    """The text as a request has it: one token for each picture."""
+    ids = [IMAGE_TOKEN if isinstance(each, str) else each for each in text]
+    shown = [PICTURES[int(each.split()[1])] for each in text if isinstance(each, str)]
+    return Request(ids, None, params, images=shown)
+
+
+def count(text: Text) -> int:
+    """How many tokens it has, those of its pictures included."""
+    return sum(SIZES[int(each.split()[1])] if isinstance(each, str) else 1 for each in text)
+
+
+def said(answer: tuple[int, ...]) -> list[int]:
+    """An answer as the history has it: an image token in it would stand for a picture."""
+    return [1 if token == IMAGE_TOKEN else token for token in answer]
+
+
+def ask(runtime: SpecDecodeRuntime, text: Text, params: SamplingParams = GREEDY) -> tuple[tuple[int, ...], int]:
+    response = runtime.handle_request(asked(text, params))
+    return tuple(response.token_ids), response.usage.reused_tokens
+
+
+def test_answers_tell_pictures_apart(cold: Cold) -> None:
+    """So that the equalities of this file are not those of a blind model."""
+    assert len({cold([*range(12), *picture(index), 5, 6], SAMPLED) for index in range(4)}) > 1
+
+
+def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Cold) -> None:
+    def reused(text: Text) -> int:
+        found, tokens = ask(runtime, text)
+        assert found == cold(text)
+        return tokens
+
+    begun = [(7 * index + 3) % 250 for index in range(19)]
+    first = [*begun, *picture(0), *range(30, 40)]  # the picture's tokens are 20 to 28
+    assert count(first) == 40 and reused(first) == 0
+    assert reused(first) == 36
+    turn = [*first, *said(cold(first)), *picture(1), 5, 6, 7, 8, 9, 10, 11, 12]
+    drafts = runtime._open_runner().draft is not None
+    assert reused(turn) in ((49, 50, 36) if drafts else (49, 50))  # where the answer ended, if no round went beyond it
+    parts, seen = 20 - drafts, 29 - drafts  # whoever has a draft knows the token behind a place, too
+    assert reused([*begun, *picture(0), 9, 9, 9]) == seen  # another question about the picture
+    assert reused([*begun, *picture(1), *range(30, 40)]) == 0  # the same ids, but where they part nothing was kept
+    assert reused([*begun, *picture(2), *range(30, 40)]) == parts
+    assert reused([*begun, *picture(1), 9, 9, 9]) == seen
+    assert reused([*begun, *picture(3), *range(30, 40)]) == parts
+    assert reused([*begun, *picture(1), 9, 9, 9, 5, 6, 7]) == seen  # each picture has states of its own
+
+
+def test_prompts_that_run_together_part_where_their_pictures_do(runtime: SpecDecodeRuntime, cold: Cold) -> None:
+    """A state is kept before the picture, not where the ids part."""
+    begun = [(7 * index + 3) % 250 for index in range(19)]
+    texts = [[*begun, *picture(index), *range(30, 40)] for index in range(3)]
+    responses = runtime.handle_request([asked(text) for text in texts[:2]])
+    assert [tuple(each.token_ids) for each in responses] == [cold(text) for text in texts[:2]]
+    found, reused = ask(runtime, texts[2])
+    assert found == cold(texts[2]) and reused == 20 - (runtime._open_runner().draft is not None)
+
+
+def random_texts(cold: Cold, seed: int, number: int) -> Iterator[Text]:
+    """Turns of three conversations in no order: told further, edited, asked again, rendered otherwise, begun alike, and
+    with another picture of the same size in the place of one."""
+    random = np.random.default_rng(seed)
+    system: Text = [*random.integers(0, 250, 9).tolist(), *picture(int(random.integers(0, 3)))]
+    texts: list[Text] = [[*system, *random.integers(0, 250, 8).tolist()] for _ in range(3)]
+    for _ in range(number):
+        which = int(random.integers(0, 3))
+        text = texts[which]
+        kind = random.choice(["tell", "tell", "tell", "edit", "again", "render", "look", "look", "new"])
+        more: Text = random.integers(0, 250, int(random.integers(1, 8))).tolist()
+        if random.random() < 0.4:
+            more += [*picture(int(random.integers(0, 4))), 77]
+        if kind == "new" or count(text) > 110:
+            text = [*system, *more]
+        elif kind == "edit":
+            text = [*text[: int(random.integers(1, len(text)))], *more]
+        elif kind == "look":
+            places = [index for index, each in enumerate(text) if isinstance(each, str)] or [0]
+            place = places[int(random.integers(0, len(places)))]
+            text = [*text[:place], f"picture {random.integers(0, 3)}", *text[place + 1 :]]
+        elif kind in ("tell", "render"):
+            text = [*text, *said(cold(text))[int(random.integers(1, 5)) if kind == "render" else 0 :], *more]
+        texts[which] = text
+        yield text
+
+
+@pytest.mark.parametrize("budget", [4, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (None, 0))])
+def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Cold, budget: int | None) -> None:
+    states = runtime._states
+    assert states is not None
+    if budget is not None:
+        states.most = budget
+    total = 0
+    for number, text in enumerate(random_texts(cold, 5, 20)):
+        params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
+        found, reused = ask(runtime, text, params)
+        assert found == cold(text, params), number
+        total += reused
+        assert states.nbytes <= states.most * states.size
+    assert budget == 0 or total > 200
+
+
+def test_batches_in_every_order(runtime: SpecDecodeRuntime, cold: Cold) -> None:
+    """More sequences than slots, with and without pictures, so that slots change owners and offsets of positions."""
+    text: Text = [*range(60, 75), *picture(0), 4, 5]
+    texts: list[Text] = [
+        text,
+        [*range(60, 75), *picture(1), 4, 5],
+        [9, 8, 7],
+        [*text, *said(cold(text)), *picture(3), 3],
+    ]
+    params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
+    expected = [cold(text, each) for text, each in zip(texts, params, strict=True)]
+    for order in list(itertools.permutations(range(4)))[::7]:
+        responses: list[Response] = runtime.handle_request([asked(texts[place], params[place]) for place in order])
+        assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
+
+
+@pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])
+@pytest.mark.parametrize("mode", MODES)
+def test_an_answer_that_gives_way(engines: Path, cold: Cold, mode: str, budget: int) -> None:
+    texts: list[Text] = [[*range(12), *picture(0), 5, *picture(3), 6], [*range(12), *picture(1), 5], [3, *picture(3)]]
+    params = [replace(SAMPLED, max_tokens=40), GREEDY, GREEDY]
+    expected = [said(cold(text, each)) for text, each in zip(texts, params, strict=True)]
+    drafting = MODES[mode]
+    with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
+        keeping_near(runtime)
+        for rounds in (1, 3):
+            loop = runtime.loop()
+            first, *others = (runtime.prepare(asked(text, each)) for text, each in zip(texts, params, strict=True))
+            loop.admit(first)
+            for _ in range(rounds):
+                list(loop.advance())
+            list(loop.settle())
+            if IMAGE_TOKEN in first.answer.token_ids:
+                pytest.skip("the answer has an image token: it gives way to nobody")
+            loop.give_way(first)
+            assert (first.kept is not None) == bool(budget)
+            list(loop.run(others))
+            loop.admit(first)
+            while not first.finished:
+                list(loop.advance())
+            loop.abandon()
+            assert [said(tuple(each.answer.token_ids)) for each in (first, *others)] == expected, rounds
+
+
+@pytest.mark.parametrize("mode", ["plain", "tree"])
+def test_the_ways_of_a_gpu(engines: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Fixed shapes, padded chunks, captured steps, a step always under way: turns, edits, other pictures, eviction."""
+    monkeypatch.setattr("edgellm.runtime.open_backend", lambda _, directory: FixedShapeBackend(directory))
+    with SpecDecodeRuntime(engines, drafting=MODES[mode]) as runtime:
+        monkeypatch.undo()
+        states = keeping_near(runtime)._states
+        assert states is not None
+        states.most, total = 6, 0
+        texts = list(random_texts(cold, 8, 12))
+        for number, text in enumerate(texts):
+            params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
+            found, reused = ask(runtime, text, params)
+            assert found == cold(text, params), number
+            total += reused
+        assert total > 100
+        responses = runtime.handle_request([asked(text) for text in texts[:5]])
+        assert [tuple(each.token_ids) for each in responses] == [cold(text) for text in texts[:5]]
+
+
+def test_a_system_prompt_with_a_picture_is_kept_on_disk(engines: Path, tmp_path: Path) -> None:
+    """Its rows and states serve conversations that begin with the same picture, and no other of its size."""
+
+    def messages(index: int, question: str = "Where?") -> list[dict]:
+        shown = [{"type": "image", "image": PICTURES[index]}, {"type": "text", "text": "This is the workshop."}]
+        return [{"role": "system", "content": shown}, {"role": "user", "content": question}]
+
+    with LLM(engines, backend="numpy", drafting=None) as llm:
+        expected = [llm.chat(messages(index), GREEDY).token_ids for index in range(2)]
+        expected.append(llm.chat(messages(0, "Why?"), GREEDY).token_ids)
+        cached = llm.cache_system_prompt(messages(0)[0]["content"], save=tmp_path / "kept")
+    with LLM(engines, backend="numpy", drafting=None, snapshots=[tmp_path / "kept"]) as llm:
+        found = [llm.chat(messages(index), GREEDY) for index in (1, 0)]
+        found.append(llm.chat(messages(0, "Why?"), GREEDY))
+        assert [each.token_ids for each in found] == [expected[1], expected[0], expected[2]]
+        assert [each.usage.reused_tokens for each in found[:2]] == [0, cached.tokens - 1]
+        assert found[2].usage.reused_tokens >= cached.tokens - 1
