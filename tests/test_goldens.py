@@ -13,7 +13,7 @@ LIMITS = {
     "lora": 520_000,
     "losses": 10_000,
     "mtp": 150_000,
-    "quantized": 3_200_000,
+    "quantized": 3_300_000,
     "torch_files": 100_000,
     "vision": 1_200_000,
 }

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,8 @@ SLOW_MASK_SECONDS = 0.01
 MOST_GRAMMARS, MASK_BYTES = 64, 4 * 2**20
 #: Answers rarely share more tokens from their beginning on.
 CACHED_TOKENS = 256
+#: Texts that forced tokens were spelled of.
+SPELLED_TEXTS = 4096
 _SAMPLE = '{"name": ["caf\u00e9 1", -2.5e3], "x y": null}'
 
 
@@ -221,6 +223,11 @@ class GrammarVocabulary:
             )
         try:
             tokenizer = LLTokenizer(model.definition, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            special = model.special_token_ids.union(eos_token_ids)
+            plain = _NamesAsText(tokenizer, vocab_size, special)
+            if plain.is_needed:
+                named = TokenizerWrapper(plain)
+                tokenizer = LLTokenizer(named, n_vocab=vocab_size, eos_token=list(eos_token_ids))
             sample = model.encode(_SAMPLE, add_special_tokens=False)
             read = tokenizer.decode_bytes(sample).decode(errors="replace").lstrip()
         except BaseException as error:
@@ -241,7 +248,7 @@ class GrammarVocabulary:
         return self._tokenizer.decode_bytes([token])
 
     def is_special(self, token: int) -> bool:
-        """Whether grammars know a token by its id alone: special ones, and others whose name is like one (`<name>`)."""
+        """Whether grammars know a token by its id alone."""
         return self._tokenizer.is_special_token(token)
 
     def spelled(self, data: bytes) -> list[int]:
@@ -314,6 +321,42 @@ def _unreadable(reason: str) -> RequestError:
         f"the model's tokenizer.json cannot be used for structured answers ({reason}): leave structure out, or use a "
         "model with a byte-level or byte-fallback tokenizer"
     )
+
+
+class _NamesAsText:
+    """A tokenizer as llguidance takes one, in which only `special` tokens are known by their ids alone.
+
+    llguidance takes each added token whose name is like `<name>` for a special one, which no text is spelled with, and
+    yet spells forced text with it: behind such a literal there was no token that it took. Forced text is spelled as the
+    model's tokenizer spells it, but for names of special tokens: their text is no such token.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: LLTokenizer, vocab_size: int, special: Iterable[int]) -> None:
+        self._tokenizer, self._special = tokenizer, frozenset(special)
+        self.eos_token_id, self.special_token_ids = tokenizer.eos_token, sorted(self._special)
+        named = ((each, tokenizer.decode_bytes([each])) for each in range(vocab_size))
+        #: Where there is no token llguidance writes the id.
+        self.tokens = [b"" if name == b"<[%d]>" % token else name for token, name in named]
+        self._spelled = lru_cache(SPELLED_TEXTS)(self._spell)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether llguidance takes others than `special` for such (but the byte that marks them)."""
+        named = (each for each, name in enumerate(self.tokens) if len(name) > 1 and each not in self._special)
+        return any(map(self._tokenizer.is_special_token, named))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [*self._spelled(text)]
+
+    def _spell(self, text: bytes) -> tuple[int, ...]:
+        found: list[int] = []
+        for token in self._tokenizer.tokenize_bytes(text):
+            name = self.tokens[token]
+            in_parts = token in self._special and len(name) > 1
+            found += [*self._spell(name[:1]), *self._spell(name[1:])] if in_parts else [token]
+        return tuple(found)
 
 
 class _Bytes:

@@ -40,6 +40,7 @@ from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_
 from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE
+from edgellm.engines.quantization.device_layouts import with_delta_products
 from edgellm.engines.quantization.heads import write_head
 from edgellm.engines.quantization.layout import Quantization
 from edgellm.kernels.quantization.packed_weight import WeightFormat
@@ -187,6 +188,7 @@ def read_inputs(
     published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
         checkpoint.check(decoder_weights(config), unread_tensors(config))
+        config = with_delta_products(config, checkpoint)
         packed["base"] = checkpoint.quantization
         weights |= _weight_files(checkpoint, "", published)
         check_tokenizer(source, config.vocab_size)

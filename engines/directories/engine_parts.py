@@ -14,6 +14,7 @@ from edgellm.engines.directories.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.model.config import (
     CONV_WIDTHS,
+    DELTA_PROJECTIONS,
     DRAFT_HEAD,
     FEATURE_NORMS,
     GATE_ACTIVATIONS,
@@ -293,6 +294,16 @@ def _check_mixers(values: JSONObject, config: DecoderConfig) -> None:
             f"'delta_heads' is {list(heads)}, expected the numbers of key heads, of value heads, a multiple of that, "
             "and their sizes"
         )
+    products = config.delta_products
+    counted = tuple(list(dict.fromkeys(products)).index(number) for number in products)
+    if products and ("delta" not in kinds or len(products) != len(DELTA_PROJECTIONS) or counted != products):
+        expected = ", ".join(DELTA_PROJECTIONS)
+        raise values.error(
+            f"'delta_products' is {list(products)}, expected the number of the linear layer of each of {expected}, "
+            "counted as they come up"
+        )
+    if products and products[2] != products[3]:
+        raise values.error(f"'delta_products' is {list(products)}, expected one number for the last two")
 
 
 def _check_layers(values: JSONObject, key: str, layers: tuple[int, ...], count: int) -> None:

@@ -20,6 +20,8 @@ LAYER_KINDS = ("attention", "window", "convolution", "delta")
 RECURRENT_KINDS = ("convolution", "delta")
 #: How many tokens a short convolution may reach over, its own included; published models have 3, 4 and 7.
 CONV_WIDTHS = (2, 8)
+#: What a layer of the gated delta rule projects: queries, keys and values; the gate of its norm; the gates b and a.
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 #: What checkpoints call the parts of a layer, as `DecoderConfig.naming` has it.
 NAMINGS = ("llama", "lfm2", "qwen3_5")
 #: The activations of a gate, as `DecoderConfig.hidden_act` has them.
@@ -51,9 +53,11 @@ class DecoderConfig:
 
     `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
     attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule
-    behind such a convolution, whose `delta_heads` are the numbers of key and value heads and their sizes. With
-    `attention_gate` each query head of the q projection is followed by a gate for what it attends to. `naming` is what
-    the checkpoint calls the parts of a layer, one of `NAMINGS`.
+    behind such a convolution, whose `delta_heads` are the numbers of key and value heads and their sizes;
+    `delta_products` has the number of the linear layer that each of `DELTA_PROJECTIONS` is multiplied in (none: all in
+    one), counted as they come up: a checkpoint may pack some otherwise than others. With `attention_gate` each query
+    head of the q projection is followed by a gate for what it attends to. `naming` is what the checkpoint calls the
+    parts of a layer, one of `NAMINGS`.
     """
 
     family: str
@@ -102,6 +106,7 @@ class DecoderConfig:
     naming: str = field(default="llama", metadata=ADDED_LATER)
     local_rope_theta: float | None = field(default=None, metadata=ADDED_LATER)
     post_norms: bool = field(default=False, metadata=ADDED_LATER)
+    delta_products: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
 
     @property
     def window(self) -> int | None:

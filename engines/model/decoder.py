@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from edgellm.engines.model.config import HEADS, RECURRENT_KINDS, DecoderConfig, WeightSpec
+from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KINDS, DecoderConfig, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Add,
@@ -140,29 +140,47 @@ class LayerWeights:
 
     def delta(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
         """Qwen3.5's gated delta net, to "recalled", and what that goes through. One linear layer projects queries, keys
-        and values, the gate z of the norm, and the gates b and a of the rule."""
+        and values, the gate z of the norm, and the gates b and a of the rule, or several, as `delta_products` says."""
         config, channels, width = self._config, self._config.delta_channels, self._config.conv_width
         key_heads, heads, key_size, size = config.delta_heads
-        parts = {"in_proj_qkv": channels, "in_proj_z": heads * size, "in_proj_b": heads, "in_proj_a": heads}
+        projected, places = self._delta_projections(normed, (channels, heads * size, heads, heads))
+        (values, _), gate, (gates, first), _ = places
         weight = self.weight("linear_attn.conv1d.weight", channels, width, dtype=_SMALL, part=(channels, 1, width))
         rows, _ = DeltaMatrix(index, (key_heads, heads), (key_size, size)).kept_names
         steps = [
-            NormLinear("projected", (normed,), self.linear("linear_attn.in_proj", parts, config.hidden_size, False)),
-            ShortConvolution(rows, "projected", index, channels, width, weight, activation="silu"),
+            *projected,
+            ShortConvolution(rows, values, index, channels, width, weight, activation="silu"),
             GatedDelta(
                 "delta",
                 rows,
-                "projected",
+                gates,
                 index,
                 (key_heads, heads),
                 (key_size, size),
-                channels + heads * size,
+                first,
                 self.weight("linear_attn.A_log", heads, dtype=_SMALL),
                 self.weight("linear_attn.dt_bias", heads, dtype=_SMALL),
             ),
-            GatedNorm("recalled", "delta", "projected", channels, heads, self.norm("linear_attn.norm", size, 0.0)),
+            GatedNorm("recalled", "delta", *gate, heads, self.norm("linear_attn.norm", size, 0.0)),
         ]
         return steps, self.linear("linear_attn.out_proj", {"out_proj": config.hidden_size}, heads * size, False)
+
+    def _delta_projections(self, normed: Input, widths: tuple[int, ...]) -> tuple[list[Step], list[tuple[str, int]]]:
+        """The linear layers of `DELTA_PROJECTIONS`, and of each projection the value and the column where it begins."""
+        parts: dict[str, dict[str, int]] = {}
+        places = []
+        products = self._config.delta_products or (0,) * len(widths)
+        for name, width, number in zip(DELTA_PROJECTIONS, widths, products, strict=True):
+            value = f"projected_{number}" if number else "projected"
+            own = parts.setdefault(value, {})
+            places.append((value, sum(own.values())))
+            own[name] = width
+        steps: list[Step] = []
+        for value, own in parts.items():
+            kinds = "in" if len(parts) == 1 else "".join(name.removeprefix("in_proj_") for name in own)
+            linear = self.linear(f"linear_attn.{kinds}_proj", own, self._config.hidden_size, False)
+            steps.append(NormLinear(value, (normed,), linear))
+        return steps, places
 
     def residual(
         self,

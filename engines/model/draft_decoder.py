@@ -41,7 +41,15 @@ def mtp_draft(base: DecoderConfig, vocabulary: int | None = None, head: str = HE
     """
     layer = replace(base, num_layers=1, layer_kinds=(), conv_width=0, conv_bias=False, delta_heads=())
     # Of one layer nothing is taken; what the base's own head became is no matter.
-    layer = replace(layer, feature_layers=(), deepstack_layers=0, nope_layers=(), head=HEADS[0], embeds_by_head=False)
+    layer = replace(
+        layer,
+        delta_products=(),
+        feature_layers=(),
+        deepstack_layers=0,
+        nope_layers=(),
+        head=HEADS[0],
+        embeds_by_head=False,
+    )
     return DraftConfig(
         generation=MTP,
         decoder=layer,

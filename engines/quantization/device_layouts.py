@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
-from edgellm.engines.model.config import DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import HEAD, head_format
+from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, DraftConfig, WeightSpec
+from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format
 from edgellm.engines.model.memory_plan import weight_bytes
 from edgellm.engines.model.programs import ModelConfig, model_weights
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.quantization.device_layout import DeviceLayout, layout_refusal
+from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 #: By model ("base", "draft"), of those with packed weights, their layouts on the device by name.
 PackedLayouts = Mapping[str, Mapping[str, DeviceLayout]]
@@ -40,6 +42,23 @@ def model_layouts(
         if layouts:
             found[model] = layouts
     return found
+
+
+def with_delta_products(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
+    """The same with the `delta_products` by which one linear layer multiplies what the checkpoint has in one format, in
+    every layer that has the delta rule.
+
+    Its gates b and a stay together, so that packing one of them otherwise is refused where kernels multiply.
+    """
+    formats: list[list[WeightFormat | None]] = [[] for _ in DELTA_PROJECTIONS]
+    for spec in decoder_weights(replace(config, delta_products=())):
+        if spec.name.endswith(".linear_attn.in_proj.weight"):
+            for own, part in zip(formats, spec.parts, strict=True):
+                own.append(checkpoint.weight_format(*part))
+    formats[3] = formats[2]
+    firsts = [formats.index(each) for each in formats]
+    products = tuple(sorted(set(firsts)).index(first) for first in firsts)
+    return replace(config, delta_products=products if any(products) else ())
 
 
 def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str) -> dict[str, DeviceLayout]:

@@ -20,6 +20,10 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 
 #: Of an EAGLE head, weights of two dimensions that are no linear layer's, or stay as published.
 _TABLES = ("embed_tokens.weight", "lm_head.weight")
+#: Parts of linear layers that stay dense, as published models have them: two rows for each head are little memory, and
+#: what is wrong with a gate of the delta rule counts once for each token behind it. With the pattern that says so.
+DENSE_PARTS = (".linear_attn.in_proj_b.weight", ".linear_attn.in_proj_a.weight")
+DENSE_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"
 
 
 def linears(program: Program) -> list[Linear]:
@@ -67,24 +71,23 @@ def layer_tensors(
     quantize: Callable[[str, np.ndarray], PackedWeight],
 ) -> dict[str, StoredTensor]:
     """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, as
-    `quantize` makes it of the linear layer's name and weight, norms and biases in their own dtype."""
+    `quantize` makes it of the linear layer's name and weight, `DENSE_PARTS`, norms and biases in their own dtype."""
     packed = {linear.weight.name: linear for linear in linears(program)}
     tensors: dict[str, StoredTensor] = {}
     for spec in program.weights.values():
-        if spec.name in packed:
-            whole = quantize(packed[spec.name].name, weights[spec.name])
-            for name, part in _parts(spec):
-                zeros = None if whole.zeros is None else whole.zeros[part]
-                own = PackedWeight(whole.format, whole.codes[part], whole.scales[part], zeros)
-                tensors |= packed_tensors(checkpoint.info(name).name.removesuffix(".weight"), own)
-        else:
-            for name, part in _parts(spec):
-                info = checkpoint.info(name)
+        whole = quantize(packed[spec.name].name, weights[spec.name]) if spec.name in packed else None
+        for name, part in _parts(spec):
+            info = checkpoint.info(name)
+            if whole is None or name.endswith(DENSE_PARTS):
                 values, overflowed = convert(weights[spec.name][part], "float32", info.dtype)
                 if overflowed:
                     raise overflow_error(info, info.dtype, overflowed)
                 elements = np.asarray(values, STORAGE[info.dtype]).reshape(info.shape)
                 tensors[info.name] = StoredTensor(info.dtype, elements)
+            else:
+                zeros = None if whole.zeros is None else whole.zeros[part]
+                own = PackedWeight(whole.format, whole.codes[part], whole.scales[part], zeros)
+                tensors |= packed_tensors(info.name.removesuffix(".weight"), own)
     return tensors
 
 

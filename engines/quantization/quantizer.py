@@ -33,7 +33,14 @@ from edgellm.engines.model.program import Program
 from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantization.feedback import quantize_in_turn
-from edgellm.engines.quantization.layers import head_tensors, layer_tensors, linears, scale_layer
+from edgellm.engines.quantization.layers import (
+    DENSE_PARTS,
+    DENSE_PATTERN,
+    head_tensors,
+    layer_tensors,
+    linears,
+    scale_layer,
+)
 from edgellm.engines.quantization.work_folder import WorkFolder, job_of
 from edgellm.engines.quantization.written_layout import StoredTensor, quantization_config, write_tensors
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
@@ -97,8 +104,8 @@ def quantize_checkpoint(
     directory `target`.
 
     `texts` are the token ids of calibration texts; only "rtn" needs none, and EAGLE heads take that alone. Embeddings,
-    head, norms and vision encoder stay as published, but norms that scales are folded into. The target appears when it
-    is complete; what was done of an interrupted run is kept in a hidden folder beside it and gone on with, or with
+    head, norms, vision encoder and `DENSE_PARTS` stay as published, but for scales. The target appears when it is
+    complete; what was done of an interrupted run is kept in a hidden folder beside it and gone on with, or with
     `restart` thrown away. With `force` an existing checkpoint is replaced. `arithmetic` computes. Raises
     CheckpointError and UnsupportedModelError.
     """
@@ -301,7 +308,8 @@ def _ignored(checkpoint: Checkpoint, config: DecoderConfig) -> list[str]:
     parts = {prefix.split(".")[-2] for prefix in VISION_PREFIXES if any(name.startswith(prefix) for name in published)}
     heads = [prefix for prefix in unread_tensors(config) if any(name.startswith(prefix) for name in published)]
     patterns = [f"re:.*{part}[.].*" for part in sorted(parts)] + [f"re:^{re.escape(prefix)}.*" for prefix in heads]
-    return ["lm_head", *patterns]
+    dense = [DENSE_PATTERN] if any(name.endswith(DENSE_PARTS) for name in published) else []
+    return ["lm_head", *patterns, *dense]
 
 
 def _copy_others(source: Path, folder: Path) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_executor
@@ -17,6 +18,7 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 TARGET = "sm_86"
@@ -45,10 +47,16 @@ class Module:
         self.sources[kernel.source] = None
 
 
-def prepare(module: Any, config: Any, shape: EngineShape, dtype: str = "float16") -> str:
-    """Let the engine of a shape prepare its launches; its name."""
+def prepare(
+    module: Any,
+    config: Any,
+    shape: EngineShape,
+    dtype: str = "float16",
+    packed: Mapping[str, DeviceLayout] = MappingProxyType({}),
+) -> str:
+    """Let the engine of a shape prepare its launches, on weights that are `packed` or dense; its name."""
     limit, recurrent = module.shared_limit, CudaRecurrent(module)
-    executor, _ = kernel_executor(config, shape, dtype, limit)
+    executor, _ = kernel_executor(config, shape, dtype, limit, packed=packed)
     if executor is not None:
         few, many = CudaDecodeKernels(module, dtype, config.head_dim), CudaTiledKernels(module, dtype)
         engine: Any = KernelEngine(StepKernels(few, many, recurrent=recurrent), executor, config, shape, dtype, limit)
@@ -58,7 +66,7 @@ def prepare(module: Any, config: Any, shape: EngineShape, dtype: str = "float16"
             part.segment: SimpleNamespace(takes_packed=False, scratch_bytes=0, attach=lambda *arguments: None)
             for part in segment_shapes(program)
         }
-        engine = SplitEngine(CudaPrefill(module), program, engines, dtype, (), recurrent)
+        engine = SplitEngine(CudaPrefill(module), program, engines, dtype, packed, recurrent)
     engine.attach(DEVICE, DeviceArray(1 << 20, (engine.scratch_bytes,), "uint8"))
-    engine.load_kernels(dict.fromkeys(engine.tensor_names))
+    engine.load_kernels(dict.fromkeys(engine.tensor_names) | packed)
     return "kernels" if executor is not None else "split"

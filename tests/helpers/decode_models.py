@@ -71,6 +71,13 @@ RECURRENT = {
         rotary_dim=4,
     ),
 }
+#: As checkpoints are that pack what a delta rule projects, but its gates.
+RECURRENT["delta_nets_of_two_products"] = replace(
+    RECURRENT["gated_delta_nets"],
+    num_layers=4,
+    layer_kinds=("delta", "attention", "delta", "delta"),
+    delta_products=(0, 0, 1, 1),
+)
 
 
 #: parent of each node of a verified tree (None: the root); siblings, a gap between parent and child, depth up to 4

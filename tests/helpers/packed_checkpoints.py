@@ -33,16 +33,16 @@ _DENSE = ("embed_tokens", "lm_head", "visual.", "vision_tower.", "multi_modal_pr
 
 
 def write_packed(
-    source: Path, packed: Path, twin: Path, by_rows: str | None = "self_attn", dense_too: str | None = None
+    source: Path, packed: Path, twin: Path, by_rows: str | None = "self_attn", *dense_too: str
 ) -> tuple[Path, Path]:
     """Two copies of a checkpoint: its linear layers packed as `QUANTIZATION` says, and dequantized; `by_rows` None: all
-    by 4 bits in groups. Layers with `dense_too` in their name stay dense."""
+    by 4 bits in groups. Layers with one of `dense_too` in their name stay dense."""
     for target in (packed, twin):
         shutil.copytree(source, target)
     tensors = load_file(source / MODEL)
     stored, dense = {}, {}
     for name, values in tensors.items():
-        is_linear = values.ndim == 2 and not any(part in name for part in (*_DENSE, *filter(None, [dense_too])))
+        is_linear = values.ndim == 2 and not any(part in name for part in (*_DENSE, *dense_too))
         if not is_linear:
             stored[name] = dense[name] = values
             continue
@@ -52,7 +52,7 @@ def write_packed(
     save_file(dense, twin / MODEL)
     config = json.loads((source / "config.json").read_text())
     groups = {name: group for name, group in QUANTIZATION["config_groups"].items() if by_rows or name == "groups"}
-    ignored = _IGNORED + ([f"re:.*{dense_too}"] if dense_too else [])
+    ignored = _IGNORED + [f"re:.*{part}" for part in dense_too]
     said = QUANTIZATION | {"config_groups": groups, "ignore": ignored}
     (packed / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
     return packed, twin

@@ -62,6 +62,7 @@ _CLASSES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+    "qwen3_5_text": (transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM),
     "qwen3_vl": (transformers.Qwen3VLConfig, transformers.Qwen3VLForConditionalGeneration),
 }
 
@@ -72,7 +73,7 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
     torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"))
     # A second layer only where the settings name one: the files stay small.
     layers = 2 if re.search(r"layers\W+1\W", json.dumps(case.quantization)) else 1
-    settings = _COMMON | {"intermediate_size": case.inner, "num_hidden_layers": layers}
+    settings = _COMMON | {"intermediate_size": case.inner, "num_hidden_layers": layers} | case.settings
     if case.family == "qwen3_vl":  # prompts without images; the vision part stays dense
         rope = {**_COMMON["rope_parameters"], "mrope_section": [4, 2, 2], "mrope_interleaved": True}
         settings = {"text_config": settings | {"rope_parameters": rope}, "vision_config": _VISION, **_IMAGES}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from quantized_cases import Case, Packed, shuffled_groups
+from quantized_cases import QWEN3_5, Case, Packed, shuffled_groups
 from quantized_with_compressed_tensors import compressed_tensors, compressed_tensors_09, compressed_tensors_16
 
 # AutoAWQ, GPTQModel, AutoRound
@@ -188,7 +188,11 @@ def fine_grained() -> dict[str, Case]:
         return Case({**config, "modules_to_not_convert": dense}, pack, **model)
 
     dense = ["lm_head", "model.layers.1.mlp", "model.layers.0.input_layernorm"]
+    delta = [f"model.layers.0.linear_attn.{name}" for name in ("conv1d", "in_proj_a", "in_proj_b")]
+    few = {"num_attention_heads": 2, "num_key_value_heads": 1, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    qwen3_5 = {"family": "qwen3_5_text", "dtype": "bfloat16", "settings": QWEN3_5 | few, "inner": 32}
     return {
+        "fp8_blocks_qwen3_5": case([16, 16], ["lm_head", *delta], **qwen3_5),
         "fp8_blocks": case([32, 16], dense, family="qwen3", dtype="bfloat16"),
         "fp8_whole": case(None, ["lm_head"]),
     }

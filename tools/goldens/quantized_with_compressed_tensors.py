@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from quantized_cases import Case, Packed, shuffled_groups
+from quantized_cases import QWEN3_5, Case, Packed, shuffled_groups
 
 
 def _text(value: Any) -> str:
@@ -115,6 +115,11 @@ def compressed_tensors() -> dict[str, Case]:
         "ct_w8_channel_head": whole(_integers(8, None), ignore=["re:.*layers[.]1[.]mlp[.].*"]),
         "ct_w4_qwen3_vl": whole(
             _integers(4, 32), ignore=["re:.*visual.*", "lm_head"], model={"family": "qwen3_vl", "dtype": "bfloat16"}
+        ),
+        "ct_w4_qwen3_5": whole(
+            _integers(4, 32),
+            ignore=["lm_head", "re:.*linear_attn[.]in_proj_[ab]$"],
+            model={"family": "qwen3_5_text", "dtype": "bfloat16", "settings": QWEN3_5},
         ),
         "ct_mixed": _compressed(
             [

@@ -34,6 +34,7 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_weights, load_draft_to_target
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
+from edgellm.engines.quantization.layers import DENSE_PATTERN
 from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.engines.quantization.rounding import quantize_rows
 from edgellm.engines.quantization.written_layout import StoredTensor, packed_tensors, write_tensors
@@ -362,7 +363,7 @@ def pack(checkpoint: Path, beginning: str, ignored: list[str]) -> None:
     places = {name: place for name, place in places.items() if place != file.name} | dict.fromkeys(stored, file.name)
     index.write_text(json.dumps({"weight_map": places}))
     config = json.loads((checkpoint / "config.json").read_text())
-    config["quantization_config"]["ignore"] = ignored
+    config["quantization_config"]["ignore"] = [*ignored, DENSE_PATTERN]
     (checkpoint / "config.json").write_text(json.dumps(config))
 
 

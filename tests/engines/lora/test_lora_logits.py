@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,9 +33,10 @@ RANK = 16
 class Adapted:
     """A golden model with adapters, run without a runner: positions and masks are written out one by one."""
 
-    def __init__(self, base: str, adapters: list[str], batch: int = 2) -> None:
+    def __init__(self, base: str, adapters: list[str], batch: int = 2, **changed: Any) -> None:
         with Checkpoint.open(BASES / base) as checkpoint:
-            self.config: DecoderConfig = decoder_config(checkpoint.config, checkpoint.generation_config)
+            config = decoder_config(checkpoint.config, checkpoint.generation_config)
+            self.config: DecoderConfig = replace(config, **changed)
             self.weights = load_numpy_weights(checkpoint, decoder_weights(self.config))
         expected = load_file(BASES / base / "expected.safetensors")
         self.token_ids, self.without = expected["token_ids"], expected["logits"]
@@ -82,6 +84,14 @@ def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
 def test_logits_equal_peft(name: str) -> None:
     model = Adapted(name.split(".")[0], [name])
     assert np.abs(model.expected[0] - model.without).max() > 1
+    assert_close(model.logits(model.token_ids, 0, [0, 0]), model.expected[0])
+
+
+def test_adapters_reach_projections_in_several_products() -> None:
+    """As a checkpoint has them that packs some of what the delta rule projects."""
+    name = "qwen3_5_text_narrow.all_linear"
+    model = Adapted(name.split(".")[0], [name], delta_products=(0, 0, 1, 1))
+    assert any("ba_proj" in each for each in model.weights)
     assert_close(model.logits(model.token_ids, 0, [0, 0]), model.expected[0])
 
 

@@ -20,6 +20,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.quantization.device_layouts import with_delta_products
 from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.llm import SHIPPED_MODEL
@@ -130,6 +131,7 @@ PUBLISHED = (
     *("awq_group32", "awq_whole_rows", "gptq_v2_zeros", "ct_w4_group32_zeros", "ct_w4_group16_actorder_static"),
     *("ct_w8_group32_zeros", "gptq_v1_bits8_whole_rows", "ct_w8_channel_head"),
     *("ct_fp8_tensor", "fp8_blocks", "modelopt_fp8_channels", "ct_nvfp4", "modelopt_nvfp4"),
+    *("ct_w4_qwen3_5", "fp8_blocks_qwen3_5"),  # gates of the delta rule dense beside packed projections
 )
 
 
@@ -161,7 +163,7 @@ def test_permuted_and_scaled_inputs_agree_with_numpy(name: str, ending: str, tmp
 def published(folder: Path) -> tuple[EngineDirectory, list[int]]:
     """The engine directory that a checkpoint is, and the prompt of its golden answers."""
     with Checkpoint.open(folder) as checkpoint:
-        config = decoder_config(checkpoint.config, checkpoint.generation_config)
+        config = with_delta_products(decoder_config(checkpoint.config, checkpoint.generation_config), checkpoint)
         dtype = str(checkpoint.dtype)
     with safe_open(folder / "expected.safetensors", "np") as file:
         prompt = file.get_tensor("token_ids")[0].tolist()
