@@ -22,6 +22,8 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 _KEY_TILE, _ROWS = 64, 16
+#: Warps that can share a tile of heads of more elements than these: each has the sums of 64 columns.
+_SHARED_TILE_WARPS, _MOST_OF_ONE_WARP = 4, 128
 #: The most warps of a block: as many as have the registers that they need.
 _MOST_WARPS = 8
 #: The most blocks of a cluster that every GPU with clusters takes.
@@ -41,6 +43,9 @@ _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 0.07, 0.1, 3.0
 #: Microseconds of a round: until a warp has passed its tile, and more for each 64 elements of a head; what a tile of 64
 #: elements takes of a multiprocessor; until a tile is there, and one of several that come at once.
 _TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = 0.49, 0.75, 0.22, 1.0, 0.58
+#: Microseconds that warps which share a tile take to tell each other its scores, and to wait for values where these come
+#: in turn with keys: taken from no measurement.
+_TELL, _IN_TURN = 0.3, 1.0
 #: Multiprocessors that reach each other's memory; for how many blocks they lose room to each block of a cluster but its
 #: first; what a cluster's block without spans takes of a block's room, and microseconds that its warps add where such
 #: blocks are as many as multiprocessors.
@@ -132,8 +137,10 @@ class AttentionGeometry:
     """How attention.cu's blocks share the work, on which no bit of a result depends.
 
     A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head), and `slots` spans of keys at
-    once; each pair of them is a warp's. `stages` (1 to 3) tiles of keys of each slot have room in memory. `splits`
-    blocks share the spans, as a cluster or through global memory. Slots and splits are powers of two.
+    once; each pair of them is a warp's, or that of `tile_warps` (4, of heads of more than 128 elements). `stages` (1 to 3)
+    tiles of keys of each slot have room in memory. `splits` blocks share the spans, as a cluster or through global
+    memory. Slots and splits are powers of two. `in_turn`: new keys, a tile's keys and its values are in the same memory
+    one after the other, in blocks of one slot, row tile and stage, whose tile four warps share.
     """
 
     splits: int
@@ -141,11 +148,13 @@ class AttentionGeometry:
     row_tiles: int
     stages: int
     in_cluster: bool = False
+    tile_warps: int = 1
+    in_turn: bool = False
 
     @property
     def warps(self) -> int:
         """Of a block."""
-        return self.slots * self.row_tiles
+        return self.slots * self.row_tiles * self.tile_warps
 
     @property
     def shares(self) -> bool:
@@ -159,9 +168,11 @@ class AttentionGeometry:
         new_rows = -(-shape.tokens // 16) * 16
         scales = 2 * (ring + new_rows) if shape.int8 else 0
         new_scores = queries * (new_rows + 4)
-        unfinished = self.warps * _ROWS if shape.has_unfinished else 0
-        states = (unfinished + self._own_states(shape)) * shape.state
-        return 2 * (ring + shape.tokens) * row + queries * query + 4 * (scales + new_scores + states)
+        unfinished = self.warps * _ROWS * shape.state if shape.has_unfinished else 0
+        if self.tile_warps > 1:  # unfinished sums are in registers, scores are told
+            unfinished = self.slots * self.row_tiles * _ROWS * _KEY_TILE
+        floats = scales + new_scores + unfinished + self._own_states(shape) * shape.state
+        return (1 if self.in_turn else 2) * (ring + shape.tokens) * row + queries * query + 4 * floats
 
     def _own_states(self, shape: AttentionShape) -> int:
         """States of rows that a block merges, by how many blocks share the spans that there are."""
@@ -180,15 +191,18 @@ class AttentionGeometry:
         return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
-_SMALLEST = AttentionGeometry(1, 1, 1, 1)
-
-
 def attention_kernel(
-    dtype: str, head_size: int, shares: bool = True, int8: bool = False, window: bool = False
+    dtype: str,
+    head_size: int,
+    shares: bool = True,
+    int8: bool = False,
+    window: bool = False,
+    tile_warps: int = 1,
+    in_turn: bool = False,
 ) -> Kernel:
     """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are;
-    `window`: they are a ring, of which tokens see a part."""
-    sample = AttentionGeometry(2, 2, 3, 2), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
+    `window`: they are a ring, of which tokens see a part. `tile_warps`, `in_turn`: see `AttentionGeometry`."""
+    sample = AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
         ("HOST_MAX_WARPS", _MOST_WARPS),
@@ -199,6 +213,8 @@ def attention_kernel(
         ("HOST_BLOCK_BYTES", sample[0].shared_bytes(sample[1])),
         ("HOST_INT8", int(int8)),
         ("HOST_WINDOW", int(window)),
+        ("HOST_TILE_WARPS", tile_warps),
+        ("HOST_IN_TURN", int(in_turn)),
     )
     expression = (
         f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(shares).lower()}>"
@@ -253,7 +269,8 @@ def attention_launch(
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
         *(columns, window, shape.window_bits if window else 0),
     )
-    kernel = attention_kernel(context.dtype, size, geometry.shares, int8, window > 0)
+    kinds = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn
+    kernel = attention_kernel(context.dtype, size, *kinds)
     grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 
