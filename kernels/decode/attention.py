@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -34,6 +35,8 @@ _MOST_ROWS_IN_MEMORY = 16
 _TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
 #: Keys that a sequence is expected to have, where its capacity has more.
 _USUAL_KEYS = 576
+#: Blocks that share spans, and slots.
+_POWERS = (1, 2, 4, 8, 16, 32, 64)
 #: Microseconds, fitted to times of an H200, whole and 16 multiprocessors of it: of a block's begin and end, and more
 #: for each warp; of each turn of its warps at its queries and new keys; of a new token's 64 elements.
 _BLOCK, _WARP, _HEADS, _NEW = 0.75, 0.06, 1.55, 0.07
@@ -43,8 +46,8 @@ _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 0.07, 0.1, 3.0
 #: Microseconds of a round: until a warp has passed its tile, and more for each 64 elements of a head; what a tile of 64
 #: elements takes of a multiprocessor; until a tile is there, and one of several that come at once.
 _TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = 0.49, 0.75, 0.22, 1.0, 0.58
-#: Microseconds that warps which share a tile take to tell each other its scores, and to wait for values where these come
-#: in turn with keys: taken from no measurement.
+#: Microseconds that warps which share a tile take to tell each other its scores, and wait for values that come in turn
+#: with keys: from no measurement.
 _TELL, _IN_TURN = 0.3, 1.0
 #: Multiprocessors that reach each other's memory; for how many blocks they lose room to each block of a cluster but its
 #: first; what a cluster's block without spans takes of a block's room, and microseconds that its warps add where such
@@ -137,10 +140,10 @@ class AttentionGeometry:
     """How attention.cu's blocks share the work, on which no bit of a result depends.
 
     A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head), and `slots` spans of keys at
-    once; each pair of them is a warp's, or that of `tile_warps` (4, of heads of more than 128 elements). `stages` (1 to 3)
-    tiles of keys of each slot have room in memory. `splits` blocks share the spans, as a cluster or through global
-    memory. Slots and splits are powers of two. `in_turn`: new keys, a tile's keys and its values are in the same memory
-    one after the other, in blocks of one slot, row tile and stage, whose tile four warps share.
+    once; each pair of them is a warp's, or of heads of more than 128 elements that of `tile_warps` (4). `stages` (1 to
+    3) tiles of keys of each slot have room in memory. `splits` blocks share the spans, as a cluster or through global
+    memory. Slots and splits are powers of two. `in_turn`: new keys, a tile's keys and its values have the same memory,
+    one after the other, in blocks of one slot, row tile and stage whose tile four warps share.
     """
 
     splits: int
@@ -197,11 +200,14 @@ def attention_kernel(
     shares: bool = True,
     int8: bool = False,
     window: bool = False,
-    tile_warps: int = 1,
+    tile_warps: int | None = None,
     in_turn: bool = False,
 ) -> Kernel:
     """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are;
-    `window`: they are a ring, of which tokens see a part. `tile_warps`, `in_turn`: see `AttentionGeometry`."""
+    `window`: they are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see
+    `AttentionGeometry`."""
+    if tile_warps is None:
+        tile_warps = _SHARED_TILE_WARPS if head_size > _MOST_OF_ONE_WARP else 1
     sample = AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
@@ -288,16 +294,41 @@ def _fastest(shape: AttentionShape, multiprocessors: int, limit: int, has_cluste
         often = _microseconds(geometry, shape, usual, multiprocessors, limit)
         return often + _microseconds(geometry, shape, shape.most_keys, multiprocessors, limit) / 8
 
-    most = _MOST_IN_CLUSTER if has_clusters else shape.spans
-    if not has_clusters and shape.batch * shape.tokens > _MOST_ROWS_IN_MEMORY:
-        most = 1
-    every = (
-        AttentionGeometry(splits, slots, row_tiles, stages, has_clusters and splits > 1)
-        for splits, slots in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8))
-        for row_tiles, stages in product((1, 2, 3, 4, 6, 8), (1, 2, 3))
-        if splits <= most and row_tiles <= -(-shape.tokens // shape.tile_tokens)
-    )
-    return min((each for each in every if each.fits(shape, limit)), key=microseconds, default=_SMALLEST)
+    return min(attention_geometries(shape, limit, has_clusters) or [_smallest(shape)], key=microseconds)
+
+
+def attention_geometries(shape: AttentionShape, limit: int, has_clusters: bool) -> list[AttentionGeometry]:
+    """Those to choose from, which fit blocks of so much shared memory."""
+    return [each for each in _every_geometry(shape, has_clusters) if each.fits(shape, limit)]
+
+
+def _every_geometry(shape: AttentionShape, has_clusters: bool) -> Iterator[AttentionGeometry]:
+    """Of large heads more blocks than a cluster has share keys through global memory, too: a tile takes long, and such
+    models have few key-value heads, whose clusters would leave most of a large GPU without work."""
+    in_memory = shape.spans if shape.batch * shape.tokens <= _MOST_ROWS_IN_MEMORY else 1
+    most = _MOST_IN_CLUSTER if has_clusters else min(32, in_memory)
+    large = shape.size > _MOST_OF_ONE_WARP
+    for splits, slots, row_tiles, stages in product(_POWERS, _POWERS[:4], (1, 2, 3, 4, 6, 8), (1, 2, 3)):
+        if row_tiles > -(-shape.tokens // shape.tile_tokens):
+            continue
+        in_cluster = has_clusters and splits > 1
+        if splits <= most:
+            yield AttentionGeometry(splits, slots, row_tiles, stages, in_cluster)
+            if large:
+                yield AttentionGeometry(splits, slots, row_tiles, stages, in_cluster, _SHARED_TILE_WARPS)
+        if large and 1 < splits <= in_memory and (in_cluster or splits > most):
+            yield AttentionGeometry(splits, slots, row_tiles, stages, False, _SHARED_TILE_WARPS)
+    if large and not shape.int8:
+        for splits in (each for each in _POWERS if each <= in_memory):
+            yield AttentionGeometry(splits, 1, 1, 1, False, _SHARED_TILE_WARPS, True)
+
+
+def _smallest(shape: AttentionShape) -> AttentionGeometry:
+    """That of the blocks that need the least memory."""
+    each = [AttentionGeometry(1, 1, 1, 1)]
+    if shape.size > _MOST_OF_ONE_WARP:
+        each.append(AttentionGeometry(1, 1, 1, 1, False, _SHARED_TILE_WARPS, not shape.int8))
+    return min(each, key=lambda geometry: geometry.shared_bytes(shape))
 
 
 def _microseconds(
@@ -321,7 +352,9 @@ def _microseconds(
 
     heads = -(-(own_tokens * shape.group + shape.tokens) * sixty_fours // (8 * geometry.warps))
     begin = _BLOCK + _WARP * geometry.warps + _HEADS * heads + _NEW * shape.tokens * sixty_fours
-    tile = max(_TILE + _TILE_64 * sixty_fours, _TILE_WORK * sixty_fours * together * geometry.warps)
+    tiles_at_once = together * geometry.warps // geometry.tile_warps
+    alone = _TILE + _TILE_64 * sixty_fours / geometry.tile_warps + (_TELL if geometry.tile_warps > 1 else 0)
+    tile = max(alone, _TILE_WORK * sixty_fours * tiles_at_once) + (_IN_TURN if geometry.in_turn else 0)
     wait = _WAIT if geometry.stages == 1 else _WAIT_AHEAD
     merge = 0.0
     if geometry.shares:
@@ -336,7 +369,7 @@ def _microseconds(
 
 def attention_shared_bytes(shape: AttentionShape) -> int:
     """Shared memory of the smallest blocks."""
-    return _SMALLEST.shared_bytes(shape) + _TABLES_BYTES
+    return _smallest(shape).shared_bytes(shape) + _TABLES_BYTES
 
 
 def attention_partials(shape: AttentionShape) -> int:
