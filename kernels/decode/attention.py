@@ -190,7 +190,9 @@ class AttentionGeometry:
         return max(map(states, range(1, self.splits + 1)))
 
     def fits(self, shape: AttentionShape, shared_limit: int) -> bool:
-        """Whether a block gets the warps and the memory that it needs."""
+        """Whether a block gets the warps and the memory that it needs, and has rows in turn only where it can."""
+        if self.in_turn and (shape.int8 or (self.slots, self.row_tiles, self.stages, self.tile_warps) != (1, 1, 1, 4)):
+            return False
         return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 

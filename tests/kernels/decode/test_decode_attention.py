@@ -157,7 +157,6 @@ def test_every_tile_has_one_warp_and_spans_have_theirs_in_order(window: int, sta
             assert len(spans) == len({span for span, _ in spans}), "a span is one slot's"
 
 
-
 @pytest.mark.parametrize("sizes", [LLAMA_1B, LLAMA_8B, QWEN_05B, QWEN_17B], ids=str)
 def test_few_multiprocessors_leave_the_keys_of_many_rows_to_a_warp(sizes: tuple[int, int, int]) -> None:
     """Where blocks of many rows fill them, so that no states are merged."""

@@ -181,8 +181,6 @@ def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str)
     for splits, in_cluster in ((1, False), (2, True), (8, True), (4, False), (32, False), (64, False)):
         for slots, (row_tiles, stages), kind in product((1, 2, 4, 8), shapes, kinds):
             geometry = AttentionGeometry(splits, slots, row_tiles, stages, in_cluster, *kind)
-            if geometry.in_turn and (slots, row_tiles, stages) != (1, 1, 1):
-                continue
             if geometry.fits(case.shape, gpu.kernel_module.shared_limit) and (has_clusters or not in_cluster):
                 found = Attention(gpu, case, arrays, geometry).bits("context")
                 np.testing.assert_array_equal(found, expected, err_msg=str(geometry))
