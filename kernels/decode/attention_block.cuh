@@ -133,7 +133,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     Element *keys, *new_keys;
     T* queries;
     float *scales, *new_scores, *own_states, *unfinished;
-    float4* tile_scores;
+    float2* tile_scores;
     unsigned number_bits;  // see `pair_of`
 
     // What does not depend on the length of the sequence.
@@ -159,7 +159,7 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         scales = reinterpret_cast<float*>(queries + row_tiles * ROWS * QUERY_STRIDE);
         new_scores = scales + scales_of(ring, tokens);
         unfinished = new_scores + row_tiles * ROWS * score_stride_of(tokens);
-        tile_scores = reinterpret_cast<float4*>(unfinished) + warp / TILE_WARPS * (ROWS * KEY_TILE / 4);
+        tile_scores = reinterpret_cast<float2*>(unfinished) + warp / TILE_WARPS * (ROWS * KEY_TILE / 2);
         const bool has_unfinished = WINDOW ? window_bits > 0 : kv_rows > KEY_TILE << span_bits;
         if constexpr (TILE_WARPS > 1) own_states = unfinished + warps / TILE_WARPS * (ROWS * KEY_TILE);
         else own_states = unfinished + (has_unfinished ? warps * ROWS * state_stride_of(size) : 0);

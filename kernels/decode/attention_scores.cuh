@@ -206,7 +206,7 @@ __device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], 
 }
 
 // Scores of a tile whose first key is at `begin`; ring_row: of that key in the ring. Of warps that share it each computes some
-// and leaves them for the others, who are behind the last tile's since.
+// and leaves them for the others, see `read_scores`; these have read the last tile's by then.
 template <typename T, int STEPS>
 __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
                                                const Rows& rows, int begin, int ring_row) {
@@ -218,15 +218,24 @@ __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], co
         const int first = block.member * COUNT * BLOCK;
         float own[2 * COUNT][4];
         compute_scores_of<COUNT>(own, block, rows, begin + first, ring_row + first);
-        float4* of_tile = block.tile_scores + threadIdx.x % 32;
 #pragma unroll
-        for (int n = 0; n < 2 * COUNT; ++n)
-            of_tile[32 * (2 * COUNT * block.member + n)] = make_float4(own[n][0], own[n][1], own[n][2], own[n][3]);
+        for (int n = 0; n < 2 * COUNT; ++n) {
+            float2* of_rows = block.tile_scores + 32 * (2 * COUNT * block.member + n) + threadIdx.x % 32;
+            of_rows[0] = make_float2(own[n][0], own[n][1]);
+            of_rows[32 * 2 * BLOCKS] = make_float2(own[n][2], own[n][3]);
+        }
         block.wait_for_tile();
+    }
+}
+
+// Those of a lane's row number HALF, where warps share the tile.
+template <int HALF, typename T, int STEPS>
+__device__ __forceinline__ void read_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block) {
+    if constexpr (TILE_WARPS > 1) {
 #pragma unroll
         for (int n = 0; n < 2 * BLOCKS; ++n) {
-            const float4 four = of_tile[32 * n];
-            score[n][0] = four.x, score[n][1] = four.y, score[n][2] = four.z, score[n][3] = four.w;
+            const float2 two = block.tile_scores[32 * (2 * BLOCKS * HALF + n) + threadIdx.x % 32];
+            score[n][2 * HALF] = two.x, score[n][2 * HALF + 1] = two.y;
         }
     }
 }

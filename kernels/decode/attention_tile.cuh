@@ -263,8 +263,12 @@ __device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], S
         if constexpr (IN_TURN) load_tiles<false, true>(block, division, round, stage);  // all warps have read the keys
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;
+        read_scores<0>(score, block);
         compute_weights<0>(tile, total, softmax, score, block, rows);
-        if (rows.has_more) compute_weights<1>(tile, total, softmax, score, block, rows);
+        if (rows.has_more) {
+            read_scores<1>(score, block);
+            compute_weights<1>(tile, total, softmax, score, block, rows);
+        }
     }
     float* targets[2] = {};
     float2 factors[2] = {};

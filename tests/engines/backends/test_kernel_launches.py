@@ -121,7 +121,7 @@ def test_no_step_of_usual_widths_is_left_to_tensorrt(hidden_size: int, shared_li
     head_size = 64 if hidden_size == 2048 else 128
     config = replace(WIDE, hidden_size=hidden_size, head_dim=head_size, rotary_dim=head_size)
     for shape in base_shapes():
-        if (shape.phase != "prefill" or shared_limit != RTX):
+        if shape.phase != "prefill" or shared_limit != RTX:
             executor, reason = kernel_executor(config, shape, "float16", shared_limit)
             assert executor is not None, (shape, reason)
 
