@@ -29,8 +29,9 @@ _SHARED_TILE_WARPS, _MOST_OF_ONE_WARP = 4, 128
 _MOST_WARPS = 8
 #: The most blocks of a cluster that every GPU with clusters takes.
 _MOST_IN_CLUSTER = 8
-#: More rows than these leave no states in global memory: their warps have enough to do without sharing the keys.
-_MOST_ROWS_IN_MEMORY = 16
+#: More rows than these leave no states in global memory: their warps have enough to do without sharing the keys. Those of
+#: large heads, of which models have few key-value heads, do where the states are no more float32 values than these.
+_MOST_ROWS_IN_MEMORY, _MOST_PARTIALS = 16, 1 << 23
 #: Bytes of a block's own variables: of the new tokens that each of its tokens sees, and how many keys it has.
 _TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
 #: Keys that a sequence is expected to have, where its capacity has more.
@@ -133,6 +134,13 @@ class AttentionShape(NamedTuple):
     def state(self) -> int:
         """float32 values that a span leaves of a row."""
         return self.size + 4
+
+    @property
+    def leaves_partials(self) -> bool:
+        """Whether blocks may share the spans through global memory."""
+        rows = self.batch * self.tokens
+        is_little = self.size > _MOST_OF_ONE_WARP and rows * self.heads * self.spans * self.state <= _MOST_PARTIALS
+        return rows <= _MOST_ROWS_IN_MEMORY or is_little
 
 
 @dataclass(frozen=True)
@@ -307,7 +315,7 @@ def attention_geometries(shape: AttentionShape, limit: int, has_clusters: bool) 
 def _every_geometry(shape: AttentionShape, has_clusters: bool) -> Iterator[AttentionGeometry]:
     """Of large heads more blocks than a cluster has share keys through global memory, too: a tile takes long, and such
     models have few key-value heads, whose clusters would leave most of a large GPU without work."""
-    in_memory = shape.spans if shape.batch * shape.tokens <= _MOST_ROWS_IN_MEMORY else 1
+    in_memory = shape.spans if shape.leaves_partials else 1
     most = _MOST_IN_CLUSTER if has_clusters else min(32, in_memory)
     large = shape.size > _MOST_OF_ONE_WARP
     for splits, slots, row_tiles, stages in product(_POWERS, _POWERS[:4], (1, 2, 3, 4, 6, 8), (1, 2, 3)):
@@ -376,5 +384,5 @@ def attention_shared_bytes(shape: AttentionShape) -> int:
 
 def attention_partials(shape: AttentionShape) -> int:
     """Number of float32 values that the blocks of an attention layer leave for the merge."""
-    rows = shape.batch * shape.tokens
-    return (rows if rows <= _MOST_ROWS_IN_MEMORY else 1) * shape.heads * shape.spans * shape.state
+    rows = shape.batch * shape.tokens if shape.leaves_partials else 1
+    return rows * shape.heads * shape.spans * shape.state
