@@ -29,8 +29,8 @@ _SHARED_TILE_WARPS, _MOST_OF_ONE_WARP = 4, 128
 _MOST_WARPS = 8
 #: The most blocks of a cluster that every GPU with clusters takes.
 _MOST_IN_CLUSTER = 8
-#: More rows than these leave no states in global memory: their warps have enough to do without sharing the keys. Those of
-#: large heads, of which models have few key-value heads, do where the states are no more float32 values than these.
+#: More rows than these leave no states in global memory: their warps have enough to do without sharing the keys. Of
+#: large heads, where models have few key-value heads, they do if the states are no more float32 values than these.
 _MOST_ROWS_IN_MEMORY, _MOST_PARTIALS = 16, 1 << 23
 #: Bytes of a block's own variables: of the new tokens that each of its tokens sees, and how many keys it has.
 _TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
