@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
         copy_async_16(target + block.bytes(block.ring), values + 512 * i, exists);
     };
     const int part = block.row_tile * TILE_WARPS + block.member, parts = block.row_tiles * TILE_WARPS;
-    if (parts == 1) {
+    if (TILE_WARPS == 1 && parts == 1) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) copy(i);
     } else {
