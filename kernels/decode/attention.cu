@@ -10,8 +10,8 @@
 //
 // The 16 rows of an instruction are tokens times the query heads of one key-value head. A warp computes tiles for them by
 // itself: scores, weights and weighted values stay in its registers. Or four warps share a tile of large heads: each has the
-// scores of 16 keys, which it tells the others, and the weighted values of 64 columns. Scores of new keys are computed once for all tokens
-// and then put where each token has the key; values of new keys are multiplied for each token by itself.
+// scores of 16 keys, which it tells the others, and the weighted values of 64 columns. Scores of new keys are computed once
+// for all tokens and then put where each token has the key; values of new keys are multiplied for each token by itself.
 #include "decode/attention_heads.cuh"
 #include "decode/attention_states.cuh"
 #include "decode/attention_tile.cuh"
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
     }
     const bool has_new = block.division_of(block.least).has_new || block.division_of(block.most).has_new;
     const bool is_clustered = block.in_cluster && block.active > 1;
-    const bool alone = INT8 && TILE_WARPS == 1 && block.row_tiles == 1;  // a warp copies the tiles that it computes, and no others
+    // Whether a warp copies the tiles that it computes, and no others.
+    const bool alone = INT8 && TILE_WARPS == 1 && block.row_tiles == 1;
     auto wait_for_block = [](bool is_alone) {
         if (is_alone) __syncwarp();
         else __syncthreads();

@@ -126,8 +126,8 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     // Memory, rows of STRIDE elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens,
     // keys and values. Queries [row_tiles, ROWS]. Floats: scales of all these keys and values, if they have any. Then rows
     // of floats: scores of the new tokens [row_tiles, ROWS]; sums of unfinished spans [warps, ROWS], where spans have several
-    // tiles, or what the warps of a tile tell each other, its scores; states of the rows that the block merges [spans, own_rows].
-    // IN_TURN: of the ring, new keys, a tile's keys and its values have the same memory; behind it are new values.
+    // tiles, or what the warps of a tile tell each other, its scores; states of the rows that the block merges [spans,
+    // own_rows]. IN_TURN: new keys, a tile's keys and its values have the same memory; behind it are new values.
     Tables* tables;
     int ring;
     Element *keys, *new_keys;

@@ -45,7 +45,8 @@ template <int STEPS> __device__ __forceinline__ void clear(Whole<STEPS>& whole) 
 
 // The context of one of a lane's two rows.
 template <typename T, int STEPS>
-__device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<OWN_STEPS<STEPS>>& whole, int row, int half) {
+__device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<OWN_STEPS<STEPS>>& whole, int row,
+                                          int half) {
     T* context = block.context + block.result_of(row) * block.size + 64 * block.member;
     const float inverse = 1.f / whole.total[half];
 #pragma unroll

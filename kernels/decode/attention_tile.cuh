@@ -1,5 +1,5 @@
-// Attention of 16 rows over tiles of keys, on tensor cores, by a warp of its own or by warps that share the tile: softmax of the
-// scores, weighted values.
+// Attention of 16 rows over tiles of keys, on tensor cores, by a warp of its own or by warps that share the tile: softmax
+// of the scores, weighted values.
 #pragma once
 #include "decode/attention_heads.cuh"
 #include "decode/attention_scores.cuh"
