@@ -9,8 +9,9 @@
 // among them), every row counts as a key, and the mask decides at each.
 //
 // The 16 rows of an instruction are tokens times the query heads of one key-value head. A warp computes tiles for them by
-// itself: scores, weights and weighted values stay in its registers. Scores of new keys are computed once for all tokens
-// and then put where each token has the key; values of new keys are multiplied for each token by itself.
+// itself: scores, weights and weighted values stay in its registers. Or four warps share a tile of large heads: each has the
+// scores of 16 keys, which it tells the others, and the weighted values of 64 columns. Scores of new keys are computed once
+// for all tokens and then put where each token has the key; values of new keys are multiplied for each token by itself.
 #include "decode/attention_heads.cuh"
 #include "decode/attention_states.cuh"
 #include "decode/attention_tile.cuh"
@@ -19,8 +20,9 @@ namespace decode {
 namespace keys_by_position {
 
 // STEPS: of 16 head elements, the last of 8 or 16. SHARES: several warps have spans of a row. Grid (2^split_bits blocks that
-// share the spans, key-value heads, sequences times token_blocks of row_tiles * tile_tokens tokens). Block: warps for
-// row_tiles in each of 2^slot_bits spans that are computed at once, whose tiles have `stages` (1 to 3) places in memory.
+// share the spans, key-value heads, sequences times token_blocks of row_tiles * tile_tokens tokens). Block: TILE_WARPS warps
+// for each of row_tiles in each of 2^slot_bits spans that are computed at once, whose tiles have `stages` (1 to 3) places in
+// memory.
 // tile_tokens: those whose `group` heads are 16 rows or fewer; group_inverse, tile_inverse: 65536 / group and / tile_tokens,
 // rounded up; inverse_size: 1 / size. scale: of scores, times log2(e). rotary: columns of cos_sin that a head's first
 // elements are rotated by, a multiple of 4; 0: none. offset is added to the norms' weights. mask [tokens of all sequences,
@@ -41,7 +43,8 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
     }
     const bool has_new = block.division_of(block.least).has_new || block.division_of(block.most).has_new;
     const bool is_clustered = block.in_cluster && block.active > 1;
-    const bool alone = INT8 && block.row_tiles == 1;  // a warp copies the tiles that it computes, and no others
+    // Whether a warp copies the tiles that it computes, and no others.
+    const bool alone = INT8 && TILE_WARPS == 1 && block.row_tiles == 1;
     auto wait_for_block = [](bool is_alone) {
         if (is_alone) __syncwarp();
         else __syncthreads();
@@ -50,7 +53,8 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
 #pragma unroll 1
     for (int bits = block.least; bits <= block.most; ++bits) {
         const Division division = block.division_of(bits);
-        Whole<SHARES ? 0 : STEPS> whole;
+        Whole<SHARES ? 0 : OWN_STEPS<STEPS>> whole;
+        float kept[8][4];
         Softmax softmax{};
         Rows rows;
         int loaded = 0, place = 0;  // rounds whose tiles are here or come, and the place in memory of the next
@@ -64,7 +68,7 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
             const bool fills = round == 0 || block.stages == 1;  // else the barrier below frees a place
             const bool was_ready = is_ready;
             if (fills && is_ready) wait_for_block(alone);
-            if (fills) load(round + block.stages);
+            if (fills && (is_ready || !IN_TURN)) load(round + block.stages);
             if (!is_ready) {
                 NormWeights<STEPS> norms;
                 read_norms(norms, block);
@@ -73,6 +77,11 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
                 make_heads_ready(block, norms, has_new);
                 if (is_clustered) wait_for_cluster();
                 is_ready = true;
+                if constexpr (IN_TURN) {  // a tile comes where new keys are
+                    __syncthreads();
+                    if (has_new) compute_new_scores(block);
+                    load(round + block.stages);
+                }
             }
             const int under_way = loaded - round - 1;
             if (under_way > 1) wait_for_copies<2>();
@@ -81,7 +90,7 @@ __global__ void __launch_bounds__(HOST_MAX_WARPS * 32) attention(const __grid_co
             wait_for_block(alone && was_ready);
             load(round + block.stages);
             if (round == 0) rows = rows_of(block, division), clear(whole);
-            compute_tile(whole, softmax, block, rows, division, round, stage);
+            compute_tile(whole, kept, softmax, block, rows, division, round, stage);
         }
         if constexpr (!SHARES) {
 #pragma unroll

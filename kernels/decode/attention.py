@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -22,16 +23,21 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 _KEY_TILE, _ROWS = 64, 16
+#: Warps that can share a tile of heads of more elements than these: each has the sums of 64 columns.
+_SHARED_TILE_WARPS, _MOST_OF_ONE_WARP = 4, 128
 #: The most warps of a block: as many as have the registers that they need.
 _MOST_WARPS = 8
 #: The most blocks of a cluster that every GPU with clusters takes.
 _MOST_IN_CLUSTER = 8
-#: More rows than these leave no states in global memory: their warps have enough to do without sharing the keys.
-_MOST_ROWS_IN_MEMORY = 16
+#: More rows than these leave no states in global memory: their warps have enough to do without sharing the keys. Of
+#: large heads, where models have few key-value heads, they do if the states are no more float32 values than these.
+_MOST_ROWS_IN_MEMORY, _MOST_PARTIALS = 16, 1 << 23
 #: Bytes of a block's own variables: of the new tokens that each of its tokens sees, and how many keys it has.
 _TABLES_BYTES = MAX_TOKENS * (MAX_TOKENS + 4) + 4
 #: Keys that a sequence is expected to have, where its capacity has more.
 _USUAL_KEYS = 576
+#: Blocks that share spans, and slots.
+_POWERS = (1, 2, 4, 8, 16, 32, 64)
 #: Microseconds, fitted to times of an H200, whole and 16 multiprocessors of it: of a block's begin and end, and more
 #: for each warp; of each turn of its warps at its queries and new keys; of a new token's 64 elements.
 _BLOCK, _WARP, _HEADS, _NEW = 0.75, 0.06, 1.55, 0.07
@@ -41,6 +47,9 @@ _MERGE, _MERGE_CLUSTER, _MERGE_MEMORY = 0.07, 0.1, 3.0
 #: Microseconds of a round: until a warp has passed its tile, and more for each 64 elements of a head; what a tile of 64
 #: elements takes of a multiprocessor; until a tile is there, and one of several that come at once.
 _TILE, _TILE_64, _TILE_WORK, _WAIT, _WAIT_AHEAD = 0.49, 0.75, 0.22, 1.0, 0.58
+#: Microseconds that warps which share a tile take to tell each other its scores, and wait for values that come in turn
+#: with keys: from no measurement.
+_TELL, _IN_TURN = 0.3, 1.0
 #: Multiprocessors that reach each other's memory; for how many blocks they lose room to each block of a cluster but its
 #: first; what a cluster's block without spans takes of a block's room, and microseconds that its warps add where such
 #: blocks are as many as multiprocessors.
@@ -126,14 +135,23 @@ class AttentionShape(NamedTuple):
         """float32 values that a span leaves of a row."""
         return self.size + 4
 
+    @property
+    def leaves_partials(self) -> bool:
+        """Whether blocks may share the spans through global memory."""
+        rows = self.batch * self.tokens
+        is_little = self.size > _MOST_OF_ONE_WARP and rows * self.heads * self.spans * self.state <= _MOST_PARTIALS
+        return rows <= _MOST_ROWS_IN_MEMORY or is_little
+
 
 @dataclass(frozen=True)
 class AttentionGeometry:
     """How attention.cu's blocks share the work, on which no bit of a result depends.
 
     A block has `row_tiles` of 16 rows (tokens times query heads of a key-value head), and `slots` spans of keys at
-    once; each pair of them is a warp's. `stages` (1 to 3) tiles of keys of each slot have room in memory. `splits`
-    blocks share the spans, as a cluster or through global memory. Slots and splits are powers of two.
+    once; each pair of them is a warp's, or of heads of more than 128 elements that of `tile_warps` (4). `stages` (1 to
+    3) tiles of keys of each slot have room in memory. `splits` blocks share the spans, as a cluster or through global
+    memory. Slots and splits are powers of two. `in_turn`: new keys, a tile's keys and its values have the same memory,
+    one after the other, in blocks of one slot, row tile and stage whose tile four warps share.
     """
 
     splits: int
@@ -141,11 +159,13 @@ class AttentionGeometry:
     row_tiles: int
     stages: int
     in_cluster: bool = False
+    tile_warps: int = 1
+    in_turn: bool = False
 
     @property
     def warps(self) -> int:
         """Of a block."""
-        return self.slots * self.row_tiles
+        return self.slots * self.row_tiles * self.tile_warps
 
     @property
     def shares(self) -> bool:
@@ -159,9 +179,11 @@ class AttentionGeometry:
         new_rows = -(-shape.tokens // 16) * 16
         scales = 2 * (ring + new_rows) if shape.int8 else 0
         new_scores = queries * (new_rows + 4)
-        unfinished = self.warps * _ROWS if shape.has_unfinished else 0
-        states = (unfinished + self._own_states(shape)) * shape.state
-        return 2 * (ring + shape.tokens) * row + queries * query + 4 * (scales + new_scores + states)
+        unfinished = self.warps * _ROWS * shape.state if shape.has_unfinished else 0
+        if self.tile_warps > 1:  # unfinished sums are in registers, scores are told
+            unfinished = self.slots * self.row_tiles * _ROWS * _KEY_TILE
+        floats = scales + new_scores + unfinished + self._own_states(shape) * shape.state
+        return (1 if self.in_turn else 2) * (ring + shape.tokens) * row + queries * query + 4 * floats
 
     def _own_states(self, shape: AttentionShape) -> int:
         """States of rows that a block merges, by how many blocks share the spans that there are."""
@@ -176,19 +198,27 @@ class AttentionGeometry:
         return max(map(states, range(1, self.splits + 1)))
 
     def fits(self, shape: AttentionShape, shared_limit: int) -> bool:
-        """Whether a block gets the warps and the memory that it needs."""
+        """Whether a block gets the warps and the memory that it needs, and has rows in turn only where it can."""
+        if self.in_turn and (shape.int8 or (self.slots, self.row_tiles, self.stages, self.tile_warps) != (1, 1, 1, 4)):
+            return False
         return self.warps <= _MOST_WARPS and self.shared_bytes(shape) + _TABLES_BYTES <= shared_limit
 
 
-_SMALLEST = AttentionGeometry(1, 1, 1, 1)
-
-
 def attention_kernel(
-    dtype: str, head_size: int, shares: bool = True, int8: bool = False, window: bool = False
+    dtype: str,
+    head_size: int,
+    shares: bool = True,
+    int8: bool = False,
+    window: bool = False,
+    tile_warps: int | None = None,
+    in_turn: bool = False,
 ) -> Kernel:
     """The kernel for heads of so many elements. `shares`: several warps have spans of a row; `int8`: KV rows are;
-    `window`: they are a ring, of which tokens see a part."""
-    sample = AttentionGeometry(2, 2, 3, 2), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
+    `window`: they are a ring, of which tokens see a part. `tile_warps` (None: the most), `in_turn`: see
+    `AttentionGeometry`."""
+    if tile_warps is None:
+        tile_warps = _SHARED_TILE_WARPS if head_size > _MOST_OF_ONE_WARP else 1
+    sample = AttentionGeometry(2, 2, 3, 2, False, tile_warps, in_turn), AttentionShape(1, 5, 2, 1, 80, 1 << 20, int8)
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
         ("HOST_MAX_WARPS", _MOST_WARPS),
@@ -199,6 +229,8 @@ def attention_kernel(
         ("HOST_BLOCK_BYTES", sample[0].shared_bytes(sample[1])),
         ("HOST_INT8", int(int8)),
         ("HOST_WINDOW", int(window)),
+        ("HOST_TILE_WARPS", tile_warps),
+        ("HOST_IN_TURN", int(in_turn)),
     )
     expression = (
         f"decode::keys_by_position::attention<{CUDA_TYPES[dtype]}, {-(-head_size // 16)}, {str(shares).lower()}>"
@@ -253,7 +285,8 @@ def attention_launch(
         *(geometry.in_cluster, geometry.splits.bit_length() - 1),
         *(columns, window, shape.window_bits if window else 0),
     )
-    kernel = attention_kernel(context.dtype, size, geometry.shares, int8, window > 0)
+    kinds = geometry.shares, int8, window > 0, geometry.tile_warps, geometry.in_turn
+    kernel = attention_kernel(context.dtype, size, *kinds)
     grid, cluster = (splits, kv_heads, batch * token_blocks), (splits if geometry.in_cluster else 1, 1, 1)
     return Launch(module, kernel, grid, 32 * geometry.warps, geometry.shared_bytes(shape), (arguments,), cluster)
 
@@ -271,16 +304,41 @@ def _fastest(shape: AttentionShape, multiprocessors: int, limit: int, has_cluste
         often = _microseconds(geometry, shape, usual, multiprocessors, limit)
         return often + _microseconds(geometry, shape, shape.most_keys, multiprocessors, limit) / 8
 
-    most = _MOST_IN_CLUSTER if has_clusters else shape.spans
-    if not has_clusters and shape.batch * shape.tokens > _MOST_ROWS_IN_MEMORY:
-        most = 1
-    every = (
-        AttentionGeometry(splits, slots, row_tiles, stages, has_clusters and splits > 1)
-        for splits, slots in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8))
-        for row_tiles, stages in product((1, 2, 3, 4, 6, 8), (1, 2, 3))
-        if splits <= most and row_tiles <= -(-shape.tokens // shape.tile_tokens)
-    )
-    return min((each for each in every if each.fits(shape, limit)), key=microseconds, default=_SMALLEST)
+    return min(attention_geometries(shape, limit, has_clusters) or [_smallest(shape)], key=microseconds)
+
+
+def attention_geometries(shape: AttentionShape, limit: int, has_clusters: bool) -> list[AttentionGeometry]:
+    """Those to choose from, which fit blocks of so much shared memory."""
+    return [each for each in _every_geometry(shape, has_clusters) if each.fits(shape, limit)]
+
+
+def _every_geometry(shape: AttentionShape, has_clusters: bool) -> Iterator[AttentionGeometry]:
+    """Of large heads more blocks than a cluster has share keys through global memory, too: a tile takes long, and such
+    models have few key-value heads, whose clusters would leave most of a large GPU without work."""
+    in_memory = shape.spans if shape.leaves_partials else 1
+    most = _MOST_IN_CLUSTER if has_clusters else min(32, in_memory)
+    large = shape.size > _MOST_OF_ONE_WARP
+    for splits, slots, row_tiles, stages in product(_POWERS, _POWERS[:4], (1, 2, 3, 4, 6, 8), (1, 2, 3)):
+        if row_tiles > -(-shape.tokens // shape.tile_tokens):
+            continue
+        in_cluster = has_clusters and splits > 1
+        if splits <= most:
+            yield AttentionGeometry(splits, slots, row_tiles, stages, in_cluster)
+            if large:
+                yield AttentionGeometry(splits, slots, row_tiles, stages, in_cluster, _SHARED_TILE_WARPS)
+        if large and 1 < splits <= in_memory and (in_cluster or splits > most):
+            yield AttentionGeometry(splits, slots, row_tiles, stages, False, _SHARED_TILE_WARPS)
+    if large and not shape.int8:
+        for splits in (each for each in _POWERS if each <= in_memory):
+            yield AttentionGeometry(splits, 1, 1, 1, False, _SHARED_TILE_WARPS, True)
+
+
+def _smallest(shape: AttentionShape) -> AttentionGeometry:
+    """That of the blocks that need the least memory."""
+    each = [AttentionGeometry(1, 1, 1, 1)]
+    if shape.size > _MOST_OF_ONE_WARP:
+        each.append(AttentionGeometry(1, 1, 1, 1, False, _SHARED_TILE_WARPS, not shape.int8))
+    return min(each, key=lambda geometry: geometry.shared_bytes(shape))
 
 
 def _microseconds(
@@ -304,7 +362,9 @@ def _microseconds(
 
     heads = -(-(own_tokens * shape.group + shape.tokens) * sixty_fours // (8 * geometry.warps))
     begin = _BLOCK + _WARP * geometry.warps + _HEADS * heads + _NEW * shape.tokens * sixty_fours
-    tile = max(_TILE + _TILE_64 * sixty_fours, _TILE_WORK * sixty_fours * together * geometry.warps)
+    tiles_at_once = together * geometry.warps // geometry.tile_warps
+    alone = _TILE + _TILE_64 * sixty_fours / geometry.tile_warps + (_TELL if geometry.tile_warps > 1 else 0)
+    tile = max(alone, _TILE_WORK * sixty_fours * tiles_at_once) + (_IN_TURN if geometry.in_turn else 0)
     wait = _WAIT if geometry.stages == 1 else _WAIT_AHEAD
     merge = 0.0
     if geometry.shares:
@@ -319,10 +379,10 @@ def _microseconds(
 
 def attention_shared_bytes(shape: AttentionShape) -> int:
     """Shared memory of the smallest blocks."""
-    return _SMALLEST.shared_bytes(shape) + _TABLES_BYTES
+    return _smallest(shape).shared_bytes(shape) + _TABLES_BYTES
 
 
 def attention_partials(shape: AttentionShape) -> int:
     """Number of float32 values that the blocks of an attention layer leave for the merge."""
-    rows = shape.batch * shape.tokens
-    return (rows if rows <= _MOST_ROWS_IN_MEMORY else 1) * shape.heads * shape.spans * shape.state
+    rows = shape.batch * shape.tokens if shape.leaves_partials else 1
+    return rows * shape.heads * shape.spans * shape.state

@@ -11,6 +11,14 @@ constexpr int KEY_TILE = 64, BLOCK = 16;  // keys of a tile, and of a step of th
 constexpr int BLOCKS = KEY_TILE / BLOCK;
 constexpr int ROWS = 16;  // of the instruction
 constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
+
+// Warps that share a tile of 16 rows: 1, or 4 of heads of more than 128 elements. Each has the scores of its part of the keys,
+// then the weights of all of them and the sums of its 64 columns, so no sum has another order.
+constexpr int TILE_WARPS = HOST_TILE_WARPS;
+// Whether a block, which then has one tile at a time, keeps the new keys, a tile's keys and its values one after the other in
+// the same memory, for GPUs whose blocks get too little for all of them.
+constexpr bool IN_TURN = HOST_IN_TURN;
+static_assert(!IN_TURN || (MAX_TOKENS <= KEY_TILE && !HOST_INT8), "new keys lie where a tile does");
 static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
 
 using namespace quantized;
@@ -70,9 +78,10 @@ __device__ constexpr int new_scales_of(int tokens) { return (tokens + 15) & ~15;
 __device__ constexpr int scales_of(int ring, int tokens) { return INT8 ? 2 * (ring + new_scales_of(tokens)) : 0; }
 // Dynamic shared memory of a block, beside the states that it merges, where spans have several tiles.
 __device__ constexpr int block_bytes(int slots, int row_tiles, int stages, int tokens, int size) {
-    const int ring = slots * stages * KEY_TILE, steps = (size + 15) / 16;
-    const int rows = 2 * (ring + tokens) * row_bytes(steps, INT8 ? 1 : 2) + row_tiles * ROWS * row_bytes(steps, 2);
-    const int floats = row_tiles * ROWS * (score_stride_of(tokens) + slots * state_stride_of(size));
+    const int ring = slots * stages * KEY_TILE, steps = (size + 15) / 16, kinds = IN_TURN ? 1 : 2;
+    const int rows = kinds * (ring + tokens) * row_bytes(steps, INT8 ? 1 : 2) + row_tiles * ROWS * row_bytes(steps, 2);
+    const int of_tile = TILE_WARPS == 1 ? ROWS * state_stride_of(size) : ROWS * KEY_TILE;
+    const int floats = row_tiles * (ROWS * score_stride_of(tokens) + slots * of_tile);
     return rows + 4 * (floats + scales_of(ring, tokens));
 }
 static_assert(block_bytes(2, 3, 2, 5, 80) == HOST_BLOCK_BYTES, "the host gives a block its shared memory");
@@ -86,6 +95,11 @@ struct Division {
     int rounds;    // the most tiles of a slot of the block
 };
 
+// Waits until so many threads of the block, in whole warps, are at this barrier (0 is __syncthreads').
+__device__ __forceinline__ void wait_for_threads(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 template <typename T, int STEPS> struct Block : Arguments<T> {
     using Base = Arguments<T>;
     using Base::context, Base::group, Base::group_inverse, Base::in_cluster, Base::k_cache, Base::kv_rows, Base::mask;
@@ -94,8 +108,9 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
     using Base::k_scale, Base::tokens, Base::v_cache, Base::v_scale, Base::window, Base::window_bits;
 
     // Its place: a share of the spans, a key-value head, and `own_count` tokens of a sequence from `first_token` on, whose
-    // `rows` are counted by token, then by head. A warp has a tile of 16 rows, and a slot of the block's spans.
-    int warp, warps, slots, slot, row_tile, split, kv_head, kv_heads, heads, sequence, first_token, own_count, rows;
+    // `rows` are counted by token, then by head. A warp has a tile of 16 rows, and a slot of the block's spans; of the warps
+    // that share these it is number `member`.
+    int warp, warps, slots, slot, row_tile, member, split, kv_head, kv_heads, heads, sequence, first_token, own_count, rows;
     // Rows before `start` are committed. Spans have 2^least to 2^most tiles, as a token's keys are many. `active`: blocks
     // that have spans; 2^owner_bits of them merge spans, each of `own_rows` rows at most, which lie as far apart.
     int start, longest, least, most, active, owner_bits, own_rows;
@@ -110,19 +125,22 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
 
     // Memory, rows of STRIDE elements: of the ring, [stages, slots, KEY_TILE] keys and as many values; of the new tokens,
     // keys and values. Queries [row_tiles, ROWS]. Floats: scales of all these keys and values, if they have any. Then rows
-    // of floats: scores of the new tokens [row_tiles, ROWS]; states of the rows that the block merges [spans, own_rows];
-    // sums of unfinished spans [warps, ROWS], where spans have several tiles.
+    // of floats: scores of the new tokens [row_tiles, ROWS]; sums of unfinished spans [warps, ROWS], where spans have several
+    // tiles, or what the warps of a tile tell each other, its scores; states of the rows that the block merges [spans,
+    // own_rows]. IN_TURN: new keys, a tile's keys and its values have the same memory; behind it are new values.
     Tables* tables;
     int ring;
     Element *keys, *new_keys;
     T* queries;
     float *scales, *new_scores, *own_states, *unfinished;
+    float2* tile_scores;
     unsigned number_bits;  // see `pair_of`
 
     // What does not depend on the length of the sequence.
     __device__ __forceinline__ void find_place(char* shared, Tables& own_tables) {
         warp = __shfl_sync(FULL_WARP, static_cast<int>(threadIdx.x / 32), 0);  // known to be the same for a warp
-        warps = blockDim.x / 32, slots = 1 << slot_bits, slot = warp & (slots - 1), row_tile = warp >> slot_bits;
+        warps = blockDim.x / 32, slots = 1 << slot_bits, member = TILE_WARPS == 1 ? 0 : warp % TILE_WARPS;
+        slot = warp / TILE_WARPS & (slots - 1), row_tile = warp / TILE_WARPS >> slot_bits;
         split = blockIdx.x, kv_head = blockIdx.y, kv_heads = gridDim.y, heads = group * kv_heads;
         sequence = token_blocks == 1 ? blockIdx.z : token_blocks == gridDim.z ? 0 : blockIdx.z / token_blocks;
         const int own_tokens = row_tiles * tile_tokens;
@@ -136,13 +154,21 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         if constexpr (INT8) number_bits = quantized::number_bits(T());
         ring = stages * slots * KEY_TILE;
         keys = reinterpret_cast<Element*>(shared);
-        new_keys = keys + 2 * ring * STRIDE;
-        queries = reinterpret_cast<T*>(new_keys + 2 * tokens * STRIDE);
+        new_keys = IN_TURN ? keys : keys + 2 * ring * STRIDE;
+        queries = reinterpret_cast<T*>(keys + (IN_TURN ? 1 : 2) * (ring + tokens) * STRIDE);
         scales = reinterpret_cast<float*>(queries + row_tiles * ROWS * QUERY_STRIDE);
         new_scores = scales + scales_of(ring, tokens);
         unfinished = new_scores + row_tiles * ROWS * score_stride_of(tokens);
+        tile_scores = reinterpret_cast<float2*>(unfinished) + warp / TILE_WARPS * (ROWS * KEY_TILE / 2);
         const bool has_unfinished = WINDOW ? window_bits > 0 : kv_rows > KEY_TILE << span_bits;
-        own_states = unfinished + (has_unfinished ? warps * ROWS * state_stride_of(size) : 0);
+        if constexpr (TILE_WARPS > 1) own_states = unfinished + warps / TILE_WARPS * (ROWS * KEY_TILE);
+        else own_states = unfinished + (has_unfinished ? warps * ROWS * state_stride_of(size) : 0);
+    }
+
+    // Waits for the warps that share the warp's tile.
+    __device__ __forceinline__ void wait_for_tile() const {
+        if constexpr (TILE_WARPS == 1) __syncwarp();
+        else wait_for_threads(1 + warp / TILE_WARPS, 32 * TILE_WARPS);
     }
 
     // Reads the sequence's length.
@@ -184,6 +210,10 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
         }
         return (span << division.tile_bits) + (round & ((1 << division.tile_bits) - 1));
     }
+
+    // Of the rows from `keys` on, the first of the ring's values, and of the new ones.
+    __device__ __forceinline__ int values_row() const { return IN_TURN ? 0 : ring; }
+    __device__ __forceinline__ int new_values_row() const { return IN_TURN ? ring : 2 * ring + tokens; }
 
     static __device__ __forceinline__ constexpr int bytes(int row) { return row * STRIDE * sizeof(Element); }
 

@@ -25,14 +25,15 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
         copy_async_16(target, keys + 512 * i, exists);
         copy_async_16(target + block.bytes(block.ring), values + 512 * i, exists);
     };
-    if (block.row_tiles == 1) {
+    const int part = block.row_tile * TILE_WARPS + block.member, parts = block.row_tiles * TILE_WARPS;
+    if (TILE_WARPS == 1 && parts == 1) {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) copy(i);
     } else {
 #pragma unroll 1
-        for (int i = block.row_tile; i < COPIES; i += block.row_tiles) copy(i);
+        for (int i = part; i < COPIES; i += parts) copy(i);
     }
-    if (block.row_tile != 0) return;
+    if (part != 0) return;
     const unsigned scales = shared_address(block.scales + place + lane);
 #pragma unroll
     for (int i = 0; i < KEY_TILE / 32; ++i) {
@@ -43,10 +44,10 @@ __device__ __forceinline__ void load_integers(const Block<T, STEPS>& block, int 
     }
 }
 
-// Begins to copy the tiles of a round to the ring. Rows before `start` were written in earlier steps, so they may be read
-// before the previous kernel is done. Behind them, and before the window, stand zeros: a weight of 0 must meet the same value
-// wherever a token stands, and no value of another sequence.
-template <typename T, int STEPS>
+// Begins to copy the tiles of a round to the ring; IN_TURN, its keys or its values. Rows before `start` were written in earlier
+// steps, so they may be read before the previous kernel is done. Behind them, and before the window, stand zeros: a weight of 0
+// must meet the same value wherever a token stands, and no value of another sequence.
+template <bool KEYS = true, bool VALUES = !IN_TURN, typename T, int STEPS>
 __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const Division& division, int round, int stage) {
     constexpr int LANES_OF_ROW = STEPS <= 4 ? 8 : STEPS <= 8 ? 16 : 32;
     const int first = threadIdx.x / LANES_OF_ROW, rows_at_once = blockDim.x / LANES_OF_ROW;
@@ -68,8 +69,9 @@ __device__ __forceinline__ void load_tiles(const Block<T, STEPS>& block, const D
 #pragma unroll 4
         for (int row = first; row < KEY_TILE; row += rows_at_once) {
             const bool exists = row < exist && row >= before;
-            copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
-            copy_async_16(target + block.bytes(block.ring), block.cached_values + (exists ? source : 0), exists);
+            if (KEYS) copy_async_16(target, block.cached_keys + (exists ? source : 0), exists);
+            if (VALUES)
+                copy_async_16(target + block.bytes(block.values_row()), block.cached_values + (exists ? source : 0), exists);
             source += rows_at_once * block.size, target += block.bytes(rows_at_once);
         }
     }
@@ -304,7 +306,8 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     block.cached_key_scales[head[i].cached] = scales[0], block.cached_value_scales[head[i].cached] = scales[1];
             }
             T* query = block.queries + row * block.QUERY_STRIDE;
-            CacheElement<T>*key = block.new_keys + row * block.STRIDE, *its_value = key + block.tokens * block.STRIDE;
+            CacheElement<T>* key = block.new_keys + row * block.STRIDE;
+            CacheElement<T>* its_value = key + (IN_TURN ? block.ring : block.tokens) * block.STRIDE;
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
                 const int quad = lane + 32 * q;

@@ -106,11 +106,17 @@ __device__ __forceinline__ void multiply_queries(float (&score)[2 * COUNT][4], c
     }
 }
 
+// Where the scores of the new tokens and a lane's first row are.
+template <typename T, int STEPS> __device__ __forceinline__ float* new_scores_of(const Block<T, STEPS>& block) {
+    return block.new_scores + (block.row_tile * ROWS + threadIdx.x % 32 / 4) * score_stride_of(block.tokens);
+}
+
 // Scores of the new tokens, which are the same wherever a token stands among a row's keys.
-template <typename T, int STEPS>
-__device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block, float* of_rows, int stride) {
+template <typename T, int STEPS> __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block) {
+    const int stride = score_stride_of(block.tokens);
+    float* of_rows = new_scores_of(block);
 #pragma unroll 1
-    for (int first = 0; first < block.tokens; first += BLOCK) {
+    for (int first = BLOCK * block.member; first < block.tokens; first += BLOCK * TILE_WARPS) {
         float score[2][4];
         multiply_queries<1>(score, block, block.new_keys + first * block.STRIDE);
 #pragma unroll
@@ -121,7 +127,7 @@ __device__ __forceinline__ void compute_new_scores(const Block<T, STEPS>& block,
             *reinterpret_cast<float2*>(target + 8 * stride) = make_float2(score[n][2], score[n][3]);
         }
     }
-    __syncwarp();
+    block.wait_for_tile();
 }
 
 // Of a lane's two rows, whether the keys of a tile are seen in a step whose mask speaks of all rows: bit 8 n + i for key
@@ -146,22 +152,21 @@ __device__ __forceinline__ void read_mask(unsigned long long (&sees)[2], const B
     }
 }
 
-// Scores of a tile whose first key is at `begin`; ring_row: of that key in the ring.
-template <typename T, int STEPS>
-__device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
-                                               const Rows& rows, int begin, int ring_row) {
+// Scores of COUNT blocks of a tile's keys, the first of them at `begin`, in the ring at `ring_row`.
+template <int COUNT, typename T, int STEPS>
+__device__ __forceinline__ void compute_scores_of(float (&score)[2 * COUNT][4], const Block<T, STEPS>& block,
+                                                  const Rows& rows, int begin, int ring_row) {
     const int lane = threadIdx.x % 32, stride = score_stride_of(block.tokens);
-    const bool has_new = begin + KEY_TILE > block.start;
-    float* of_rows = block.new_scores + (block.row_tile * ROWS + lane / 4) * stride;
-    if (has_new && begin <= block.start) compute_new_scores(block, of_rows, stride);
-    multiply_queries<BLOCKS>(score, block, block.keys + ring_row * block.STRIDE);
+    const bool has_new = begin + COUNT * BLOCK > block.start;
+    const float* of_rows = new_scores_of(block);
+    multiply_queries<COUNT>(score, block, block.keys + ring_row * block.STRIDE);
     if constexpr (INT8) {
 #pragma unroll
-        for (int n = 0; n < 2 * BLOCKS; ++n) scale_scores(score[n], block, ring_row + 8 * n);
+        for (int n = 0; n < 2 * COUNT; ++n) scale_scores(score[n], block, ring_row + 8 * n);
     }
     if (has_new) {
 #pragma unroll
-        for (int n = 0; n < 2 * BLOCKS; ++n) {
+        for (int n = 0; n < 2 * COUNT; ++n) {
             if (begin + 8 * n + 8 <= block.start) continue;
             if (begin + 8 * n >= rows.longest) {
                 score[n][0] = score[n][1] = score[n][2] = score[n][3] = no_score();
@@ -180,7 +185,7 @@ __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], co
     }
     if (WINDOW && begin < rows.longest - block.window) {
 #pragma unroll
-        for (int n = 0; n < 2 * BLOCKS; ++n) {
+        for (int n = 0; n < 2 * COUNT; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int position = begin + 8 * n + 2 * (lane % 4) + i % 2;
@@ -192,10 +197,45 @@ __device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], co
         unsigned long long sees[2] = {};
         read_mask(sees, block, rows, begin);
 #pragma unroll
-        for (int n = 0; n < 2 * BLOCKS; ++n) {
+        for (int n = 0; n < 2 * COUNT; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if ((sees[i / 2] >> (8 * n + i % 2) & 1) == 0) score[n][i] = no_score();
+        }
+    }
+}
+
+// Scores of a tile whose first key is at `begin`; ring_row: of that key in the ring. Of warps that share it each computes some
+// and leaves them for the others, see `read_scores`; these have read the last tile's by then.
+template <typename T, int STEPS>
+__device__ __forceinline__ void compute_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
+                                               const Rows& rows, int begin, int ring_row) {
+    if (!IN_TURN && begin + KEY_TILE > block.start && begin <= block.start) compute_new_scores(block);
+    if constexpr (TILE_WARPS == 1) {
+        compute_scores_of<BLOCKS>(score, block, rows, begin, ring_row);
+    } else {
+        constexpr int COUNT = BLOCKS / TILE_WARPS;
+        const int first = block.member * COUNT * BLOCK;
+        float own[2 * COUNT][4];
+        compute_scores_of<COUNT>(own, block, rows, begin + first, ring_row + first);
+#pragma unroll
+        for (int n = 0; n < 2 * COUNT; ++n) {
+            float2* of_rows = block.tile_scores + 32 * (2 * COUNT * block.member + n) + threadIdx.x % 32;
+            of_rows[0] = make_float2(own[n][0], own[n][1]);
+            of_rows[32 * 2 * BLOCKS] = make_float2(own[n][2], own[n][3]);
+        }
+        block.wait_for_tile();
+    }
+}
+
+// Those of a lane's row number HALF, where warps share the tile.
+template <int HALF, typename T, int STEPS>
+__device__ __forceinline__ void read_scores(float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block) {
+    if constexpr (TILE_WARPS > 1) {
+#pragma unroll
+        for (int n = 0; n < 2 * BLOCKS; ++n) {
+            const float2 two = block.tile_scores[32 * (2 * BLOCKS * HALF + n) + threadIdx.x % 32];
+            score[n][2 * HALF] = two.x, score[n][2 * HALF + 1] = two.y;
         }
     }
 }

@@ -20,6 +20,8 @@ template <int STEPS> struct Whole {
     float maximum[2], total[2], sum[2 * STEPS][4];
 };
 template <> struct Whole<0> {};  // of warps that share a row's spans
+// The steps of 16 columns that a warp has sums of.
+template <int STEPS> constexpr int OWN_STEPS = TILE_WARPS == 1 ? STEPS : 4;
 
 // Raises the largest score; what is multiplied by its powers before and in the part that is added.
 __device__ __forceinline__ float2 next_maximum(float& maximum, float of_part) {
@@ -43,12 +45,14 @@ template <int STEPS> __device__ __forceinline__ void clear(Whole<STEPS>& whole) 
 
 // The context of one of a lane's two rows.
 template <typename T, int STEPS>
-__device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<STEPS>& whole, int row, int half) {
-    T* context = block.context + block.result_of(row) * block.size;
+__device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Whole<OWN_STEPS<STEPS>>& whole, int row,
+                                          int half) {
+    T* context = block.context + block.result_of(row) * block.size + 64 * block.member;
     const float inverse = 1.f / whole.total[half];
 #pragma unroll
-    for (int i = 0; i < 2 * STEPS; ++i) {
-        if (!block.has_eight(i)) continue;
+    for (int i = 0; i < 2 * OWN_STEPS<STEPS>; ++i) {
+        const int eight = 8 * block.member + i;
+        if ((TILE_WARPS > 1 && eight >= 2 * STEPS) || !block.has_eight(eight)) continue;
         *reinterpret_cast<unsigned*>(context + column_of(i)) =
             pack<T>(neighbour<0>(whole.sum, i, half) * inverse, neighbour<1>(whole.sum, i, half) * inverse);
     }

@@ -1,5 +1,7 @@
-// Attention of 16 rows over tiles of keys, on tensor cores, by a warp of its own: softmax of the scores, weighted values.
+// Attention of 16 rows over tiles of keys, on tensor cores, by a warp of its own or by warps that share the tile: softmax
+// of the scores, weighted values.
 #pragma once
+#include "decode/attention_heads.cuh"
 #include "decode/attention_scores.cuh"
 
 namespace decode {
@@ -74,6 +76,9 @@ __device__ __forceinline__ void compute_weights(Tile& tile, float (&total)[4], S
     }
 }
 
+// Whether the weights are added by who adds the values of columns from 64 * CHUNK on. (Of int8 they are not those of values.)
+template <int CHUNK> constexpr bool ADDS_WEIGHTS = !INT8 && (CHUNK == 0 || TILE_WARPS > 1);
+
 // Adds to `sum` the values of a tile, so weighted, and to `total` the weights: columns from 64 * CHUNK on. The keys are the
 // same for all rows.
 template <int CHUNK, typename T, int STEPS>
@@ -86,7 +91,7 @@ __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4]
     auto load = [&](int n) {
         const int key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
         const bool is_new = node >= 0 && node < block.tokens;
-        const int row = is_new ? 2 * block.ring + block.tokens + node : block.ring + ring_row + key;
+        const int row = is_new ? block.new_values_row() + node : block.values_row() + ring_row + key;
 #pragma unroll
         for (int d = 0; d < LOADS; ++d) load_transposed_matrices(value[n % 2][d], values + block.bytes(row) + block_place<COLUMNS>(d));
     };
@@ -94,7 +99,7 @@ __device__ __forceinline__ void add_values(float (&sum)[8][4], float (&total)[4]
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
         if (n + 1 < BLOCKS) load(n + 1);
-        if (CHUNK == 0 && !INT8) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+        if (ADDS_WEIGHTS<CHUNK>) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
 #pragma unroll
         for (int d = 0; d < COLUMNS; ++d) {
             unsigned its[4];
@@ -116,11 +121,11 @@ __device__ __forceinline__ void add_own_values(float (&sum)[8][4], float (&total
     for (int n = 0; n < BLOCKS; ++n) {
         const int first = begin + BLOCK * n, key = BLOCK * n + threadIdx.x % 16, node = begin + key - block.start;
         const bool is_shared = first + BLOCK <= block.start || first >= rows.longest;
-        if (CHUNK == 0 && !INT8) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
+        if (ADDS_WEIGHTS<CHUNK>) multiply<T>(total, weight[n], Ones<T>::PAIR, Ones<T>::PAIR);
         auto row_of = [&](int t) {
             const int place = min(max(node, 0), block.tokens - 1), own = block.tables->nodes[t][place];
             const bool is_new = node >= 0 && begin + key < block.tables->lengths[t];
-            return is_new ? 2 * block.ring + block.tokens + own : block.ring + ring_row + key;
+            return is_new ? block.new_values_row() + own : block.values_row() + ring_row + key;
         };
         const int last = is_shared ? rows.first_token : rows.end_token - 1;
         int next = row_of(rows.first_token);
@@ -148,13 +153,21 @@ template <typename T, int STEPS> __device__ __forceinline__ float* unfinished_of
     return block.unfinished + (block.warp * ROWS + threadIdx.x % 32 / 4 + 8 * half) * state_stride_of(block.size);
 }
 
-// The sums of a span with a tile: columns from 64 * CHUNK on.
+// The sums of a span with a tile: columns from 64 * CHUNK on. A warp that has no others still has those of the tiles before.
 template <int CHUNK, typename T, int STEPS>
 __device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[4], const Block<T, STEPS>& block,
                                              const Rows& rows, const Softmax& softmax, const Tile& tile) {
+    if (TILE_WARPS == 1 || tile.is_first) {
 #pragma unroll
-    for (int d = 0; d < 8; ++d) sum[d][0] = sum[d][1] = sum[d][2] = sum[d][3] = 0.f;
-    if (!tile.is_first) {
+        for (int d = 0; d < 8; ++d) sum[d][0] = sum[d][1] = sum[d][2] = sum[d][3] = 0.f;
+    } else {
+#pragma unroll
+        for (int d = 0; d < 8; ++d) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[d][i] *= softmax.correction[i / 2];
+        }
+    }
+    if (TILE_WARPS == 1 && !tile.is_first) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float* before = unfinished_of(block, half) + 64 * CHUNK;
@@ -175,10 +188,11 @@ __device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[
 // Adds the sums of a span that is complete to the row's, where the warp has all spans of its rows.
 template <int CHUNK, int STEPS>
 __device__ __forceinline__ void add_sums(Whole<STEPS>& whole, const float (&sum)[8][4], const float2 (&factors)[2]) {
+    constexpr int FIRST = TILE_WARPS == 1 ? 8 * CHUNK : 0;
 #pragma unroll
-    for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d) {
+    for (int d = 0; d < 8 && FIRST + d < 2 * STEPS; ++d) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) add_part(whole.sum[8 * CHUNK + d][i], sum[d][i], factors[i / 2]);
+        for (int i = 0; i < 4; ++i) add_part(whole.sum[FIRST + d][i], sum[d][i], factors[i / 2]);
     }
 }
 
@@ -198,30 +212,44 @@ __device__ __forceinline__ void write_sums(float* const (&targets)[2], const flo
     }
 }
 
-// The sums of all columns from 64 * CHUNK on: to `whole` (of a span that is complete, where the warp has all of them) or to
-// the targets.
+// The sums of 64 columns from 64 * CHUNK on: to `whole` (of a span that is complete, where the warp has all of them) or to the
+// targets.
 template <int CHUNK, typename T, int STEPS, typename Sums>
-__device__ __forceinline__ void compute_chunks(Sums& whole, float (&total)[4], float* const (&targets)[2],
-                                               const float2 (&factors)[2], const Block<T, STEPS>& block, const Rows& rows,
-                                               const Softmax& softmax, const Tile& tile) {
-    float sum[8][4];
+__device__ __forceinline__ void compute_chunk(Sums& whole, float (&sum)[8][4], float (&total)[4], float* const (&targets)[2],
+                                              const float2 (&factors)[2], const Block<T, STEPS>& block, const Rows& rows,
+                                              const Softmax& softmax, const Tile& tile) {
     compute_sums<CHUNK>(sum, total, block, rows, softmax, tile);
-    if constexpr (sizeof(Sums) == sizeof(Whole<STEPS>)) {
+    if constexpr (sizeof(Sums) == sizeof(Whole<OWN_STEPS<STEPS>>)) {
         if (tile.is_last) add_sums<CHUNK>(whole, sum, factors);
         else write_sums<CHUNK>(targets, sum, block);
     } else {
         write_sums<CHUNK>(targets, sum, block);
     }
+}
+
+// The sums of all columns from 64 * CHUNK on, of warps that share a tile each one's: `kept` from one tile to the next.
+template <int CHUNK, typename T, int STEPS, typename Sums>
+__device__ __forceinline__ void compute_chunks(Sums& whole, float (&kept)[8][4], float (&total)[4],
+                                               float* const (&targets)[2], const float2 (&factors)[2],
+                                               const Block<T, STEPS>& block, const Rows& rows, const Softmax& softmax,
+                                               const Tile& tile) {
+    if constexpr (TILE_WARPS == 1) {
+        float sum[8][4];
+        compute_chunk<CHUNK>(whole, sum, total, targets, factors, block, rows, softmax, tile);
+    } else if (block.member == CHUNK) {
+        compute_chunk<CHUNK>(whole, kept, total, targets, factors, block, rows, softmax, tile);
+    }
     if constexpr (4 * (CHUNK + 1) < STEPS)
-        compute_chunks<CHUNK + 1>(whole, total, targets, factors, block, rows, softmax, tile);
+        compute_chunks<CHUNK + 1>(whole, kept, total, targets, factors, block, rows, softmax, tile);
 }
 
 // The warp's tile of a round: scores, weights, weighted values. The state of a span that ends with it is added to `whole`
 // where the warp has all spans of its rows, else it is left where they are merged.
 template <typename T, int STEPS, typename Sums>
-__device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, const Block<T, STEPS>& block,
-                                             const Rows& rows, const Division& division, int round, int stage) {
-    constexpr bool SHARES = sizeof(Sums) < sizeof(Whole<STEPS>);
+__device__ __forceinline__ void compute_tile(Sums& whole, float (&kept)[8][4], Softmax& softmax,
+                                             const Block<T, STEPS>& block, const Rows& rows, const Division& division,
+                                             int round, int stage) {
+    constexpr bool SHARES = sizeof(Sums) < sizeof(Whole<OWN_STEPS<STEPS>>);
     const int number = block.tile_of(division, block.slot, round);
     const int of_span = number & ((1 << division.tile_bits) - 1), span = number >> division.tile_bits;
     Tile tile{number * KEY_TILE, (stage * block.slots + block.slot) * KEY_TILE};
@@ -232,27 +260,36 @@ __device__ __forceinline__ void compute_tile(Sums& whole, Softmax& softmax, cons
     {
         float score[2 * BLOCKS][4];
         compute_scores(score, block, rows, tile.begin, tile.ring_row);
+        if constexpr (IN_TURN) load_tiles<false, true>(block, division, round, stage);  // all warps have read the keys
 #pragma unroll
         for (int n = 0; n < BLOCKS; ++n) tile.weight[n][1] = tile.weight[n][3] = 0u;
+        read_scores<0>(score, block);
         compute_weights<0>(tile, total, softmax, score, block, rows);
-        if (rows.has_more) compute_weights<1>(tile, total, softmax, score, block, rows);
+        if (rows.has_more) {
+            read_scores<1>(score, block);
+            compute_weights<1>(tile, total, softmax, score, block, rows);
+        }
     }
     float* targets[2] = {};
     float2 factors[2] = {};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        if (!tile.is_last) targets[half] = unfinished_of(block, half);
+        if (!tile.is_last) targets[half] = TILE_WARPS == 1 ? unfinished_of(block, half) : nullptr;
         else if constexpr (!SHARES) factors[half] = next_maximum(whole.maximum[half], softmax.maximum[half]);
         else if (rows.length[half] > (span << division.tile_bits) * KEY_TILE)
             targets[half] = block.state_of(rows.row[half], span) + 4;
     }
-    compute_chunks<0>(whole, total, targets, factors, block, rows, softmax, tile);
+    if constexpr (IN_TURN) {
+        wait_for_copies<0>();
+        block.wait_for_tile();
+    }
+    compute_chunks<0>(whole, kept, total, targets, factors, block, rows, softmax, tile);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         softmax.total[half] = total[2 * half];
         if (!tile.is_last) continue;
         if constexpr (!SHARES) add_part(whole.total[half], total[2 * half], factors[half]);
-        else if (targets[half] != nullptr && threadIdx.x % 4 == 0)
+        else if (targets[half] != nullptr && threadIdx.x % 4 == 0 && block.member == 0)
             *reinterpret_cast<float2*>(targets[half] - 4) = make_float2(softmax.maximum[half], total[2 * half]);
     }
 }

@@ -104,6 +104,7 @@ CASES = {
     "tree": WindowCase((130, 1279), 300, 640, 40, 2, 3, 80, 80),
     "tree_wider_than_the_window": WindowCase((40, 500), 7, 128, 64, 1, 2, 64, 32, norm=True),
     "several_tiles_a_span": WindowCase((5000,), 2500, 2816, 12, 16, 1, 64, 64),
+    "tree_of_heads_of_256": WindowCase((40, 700), 512, 1280, 64, 1, 4, 256, 256, before=256, norm=True),
     "int8": WindowCase((60, 700), 100, 320, 6, int8=True),
     "int8_of_256": WindowCase((900,), 129, 256, 3, 1, 2, 256, 256, before=256, int8=True),
 }

@@ -67,6 +67,8 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
     kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual")]
     kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
+    kernels += [attention_kernel(dtype, 256, shares, in_turn=True, window=not shares) for shares in (False, True)]
+    kernels.append(attention_kernel(dtype, 256, False, tile_warps=1))
     kernels += [attention_kernel(dtype, size, shares, True) for size, shares in ((64, False), (128, True))]
     kernels += [
         attention_kernel(dtype, size, shares, int8, window=True)

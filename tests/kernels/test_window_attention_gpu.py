@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -102,10 +103,11 @@ def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str)
     arrays = rounded(case, case.arrays(), dtype)
     usual = Step(gpu, case, arrays, dtype)
     module, tried = gpu.kernel_module, 0
+    kinds = ((1, False), (4, False), (4, True)) if case.size > 128 else ((1, False),)
     for splits, in_cluster in ((1, False), (2, True), (8, True), (4, False), (32, False)):
-        for slots, row_tiles, stages in ((1, 1, 1), (1, 2, 3), (2, 1, 2), (4, 2, 1), (8, 1, 1)):
+        for (slots, row_tiles, stages), kind in product(((1, 1, 1), (1, 2, 3), (2, 1, 2), (4, 2, 1), (8, 1, 1)), kinds):
             most = -(-case.tokens // (16 // case.group))
-            geometry = AttentionGeometry(splits, slots, min(row_tiles, most), stages, in_cluster)
+            geometry = AttentionGeometry(splits, slots, min(row_tiles, most), stages, in_cluster, *kind)
             if geometry.fits(usual.shape, module.shared_limit) and (module.has_clusters or not in_cluster):
                 found = Step(gpu, case, arrays, dtype, geometry).found()
                 np.testing.assert_array_equal(found, usual.found(), err_msg=str(geometry))

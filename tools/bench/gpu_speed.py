@@ -6,8 +6,9 @@
 `step`: build, decode step, loop and start of a process with Llama-3.2-1B's shapes. `loops`: decode loops from 128
 tokens on of all `--shapes` and `--weights`, beside the time of the bytes that a step cannot do without (weights, the KV
 rows in reach, recurrent states read and written) at the read bandwidth that the same run finds (`device_limits.py`).
-`windows`: loops behind few tokens and many of one model, and the memory that its states are planned with at that
-context, with windows and as if every layer attended to all. `prefill`: prompts of `--prompts` tokens of all `--shapes`.
+`windows`: loops behind few tokens and many of one model, the GPU's time of a step's engine there and of its attentions
+alone, to windows and to all rows, and the memory that its states are planned with at that context, with windows and as
+if every layer attended to all. `prefill`: prompts of `--prompts` tokens of all `--shapes`.
 Needs TensorRT, pycuda and, for the yardstick, PyTorch with CUDA (which takes the whole GPU: it is left out where a part
 is measured) and, for hybrid models, transformers. Times of steps are the GPU's (CUDA events),
 medians of five; times of processes are wall time with a warm file cache. Peak memory is the resident set of the build
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +77,8 @@ MOST_OVER_TORCH = 1.5
 TORCH_SECONDS = 240
 #: What can be asked for.
 SECTIONS = ("step", "loops", "windows", "prefill")
-#: Tokens behind which loops of a model with windows are compared, its context, and how much longer the second may take.
-WINDOW_TOKENS, WINDOW_CONTEXT, MOST_LONGER = (1000, 30000), 32768, 1.3
+#: Tokens behind which loops of a model with windows are compared, its context, and how much longer the last may take.
+WINDOW_TOKENS, WINDOW_CONTEXT, MOST_LONGER = (1000, 8000, 30000), 32768, 1.3
 
 
 def run_build(checkpoint: Path, engine_directory: Path) -> dict[str, float]:
@@ -219,7 +221,9 @@ def measure_windows(work: Path, shape: str, kv_cache: str, weights: str) -> dict
             runner.stop(0)  # so that all rows of the prompt are computed
             found[str(tokens)] = loop_behind(runner, directory, tokens)
             print_loop(f"{shape} behind {tokens} tokens", found[str(tokens)])
-    few, many = (found[str(tokens)]["loop_ms"] for tokens in WINDOW_TOKENS)
+            times = found[str(tokens)]["gpu_us"] = step_microseconds(runner, tokens)
+            print(f"{shape} behind {tokens} tokens, us of the GPU: {json.dumps(times)}", flush=True)
+    few, many = (found[str(tokens)]["loop_ms"] for tokens in (WINDOW_TOKENS[0], WINDOW_TOKENS[-1]))
     found["longer"] = many / few
     reached = "reached" if found["longer"] <= MOST_LONGER else "MISSED"
     print(f"{shape}: {found['longer']:.3f} times as long (at most {MOST_LONGER}: {reached})")
@@ -227,6 +231,30 @@ def measure_windows(work: Path, shape: str, kv_cache: str, weights: str) -> dict
     for name, items in found["planned_mib"].items():
         print(f"{shape}, context {WINDOW_CONTEXT}, {name}: {json.dumps(items)} MiB", flush=True)
     return found
+
+
+def step_microseconds(runner: BaseEngineRunner, tokens: int) -> dict[str, float]:
+    """Of the GPU, for a decode step's engine behind so many tokens: the whole, the whole without its attentions, and of
+    one layer's attention to all rows and of one to a window, where all of a kind follow each other."""
+    backend, start = runner.backend, runner._state.kvcache_start_index[:1]
+    decode = next(shape for shape in runner.engines.loaded if shape.phase == "decode")
+    engine = runner._engine(decode, slice(0, 1))
+    engine.enqueue()  # which prepares its launches
+    attends = ["keys_by_position::attention" in launch.name for launch in engine._launches]
+    attentions = list(compress(engine._launches, attends))
+    kinds: dict[str, list[Any]] = {"attention to all rows": [], "attention to a window": []}
+    for step, launch in zip(engine._program.attentions, attentions, strict=True):
+        kinds["attention to all rows" if step.window is None else "attention to a window"].append(launch)
+    others = [launch for launch, is_attention in zip(engine._launches, attends, strict=True) if not is_attention]
+
+    def microseconds(launches: list[Any]) -> float:
+        graph = backend.capture(lambda: [launch() for launch in launches], "launches")
+        backend.upload(start, np.asarray([tokens], np.int32))
+        return 1000 * gpu_milliseconds(backend.stream, graph, 20, before=graph)
+
+    found = {"step": microseconds(engine._launches), "without attention": microseconds(others)}
+    found |= {kind: microseconds(launches) / len(launches) for kind, launches in kinds.items() if launches}
+    return {name: round(value, 2) for name, value in found.items()}
 
 
 def planned_memory(directory: RandomDirectory) -> dict[str, dict[str, float]]:

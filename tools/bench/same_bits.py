@@ -56,6 +56,7 @@ MODELS: dict[str, tuple[tuple[int, int, int, int, int], dict[str, bool]]] = {
     "1B": ((2048, 8192, 32, 8, 64), {}),
     "1.7B": ((2048, 6144, 16, 8, 128), {"qk_norm": True}),
     "8B": ((4096, 14336, 32, 8, 128), {}),
+    "heads of 256": ((1152, 6912, 4, 1, 256), {"qk_norm": True}),
 }
 DTYPES = ("float16", "bfloat16")
 LAYERS, VOCABULARY, DRAFT_VOCABULARY = 4, 4099, 1021

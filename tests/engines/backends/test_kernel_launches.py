@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,11 +120,26 @@ def test_no_step_of_usual_widths_is_left_to_tensorrt(hidden_size: int, shared_li
     """It rounds otherwise: what a draft is accepted for would depend on how many tokens are verified."""
     head_size = 64 if hidden_size == 2048 else 128
     config = replace(WIDE, hidden_size=hidden_size, head_dim=head_size, rotary_dim=head_size)
-    most = 32 if head_size == 128 and shared_limit == RTX else 64  # attention of more needs more shared memory
     for shape in base_shapes():
-        if shape.tokens <= most and (shape.phase != "prefill" or shared_limit != RTX):
+        if shape.phase != "prefill" or shared_limit != RTX:
             executor, reason = kernel_executor(config, shape, "float16", shared_limit)
             assert executor is not None, (shape, reason)
+
+
+@GPUS
+@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
+def test_no_step_of_heads_of_256_is_left_to_tensorrt(
+    launches: list, kv_cache: str, shared_limit: int, has_clusters: bool
+) -> None:
+    """Which has no rings for windows and no recurrent layers: such models have these heads and no other executor."""
+    config = replace(WIDE, num_heads=8, num_kv_heads=2, head_dim=256, rotary_dim=256)
+    for rows, tokens in product((1088, 70_000), (1, 8, 33, 64)):
+        kind = "decode" if tokens == 1 else "verify"
+        shape = EngineShape(kind, 1, tokens, rows, rows, tokens, kv_cache=kv_cache)
+        executor, reason = kernel_executor(config, shape, "float16", shared_limit)
+        assert executor is not None, (shape, reason)
+        prepared(config, shape, shared_limit, has_clusters, executor)
+    check(launches, shared_limit)
 
 
 def test_the_fastest_executor_that_has_the_memory_is_taken() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from edgellm.kernels.decode.attention import (
     AttentionGeometry,
     AttentionShape,
+    attention_geometries,
     attention_geometry,
     attention_partials,
     attention_shared_bytes,
@@ -47,17 +49,114 @@ def test_every_step_fits_every_device(name: str, size: int, kv_rows: int) -> Non
             assert gpu.has_clusters or not geometry.in_cluster
 
 
-@pytest.mark.parametrize(("name", "tokens"), [("h200", 64), ("orin", 32), ("rtx_3090", 3)])
-def test_so_many_tokens_of_heads_of_256_fit(name: str, tokens: int) -> None:
-    for group in (1, 4, 8, 16):
-        shape = AttentionShape(1, tokens, 4 * group, 4, 256, 4096)
-        assert attention_geometry(shape, device(name)).fits(shape, device(name).shared_limit)
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("size", [136, 192, 256])
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize(("kv_rows", "window"), [(1088, 0), (70_000, 0), (1_048_576, 0), (1280, 512), (33_280, 32_768)])
+def test_every_step_of_large_heads_fits_every_device(
+    name: str, size: int, int8: bool, kv_rows: int, window: int
+) -> None:
+    gpu = device(name)
+    for batch, kv_heads, group in ((1, 1, 4), (1, 2, 1), (4, 4, MAX_GROUP)):
+        for tokens in (1, 3, 14, 15, 33, 64):
+            shape = AttentionShape(batch, tokens, kv_heads * group, kv_heads, size, kv_rows, int8, window)
+            assert attention_shared_bytes(shape) <= gpu.shared_limit
+            geometry = attention_geometry(shape, gpu)
+            assert geometry.fits(shape, gpu.shared_limit)
+            assert geometry.row_tiles <= -(-tokens // shape.tile_tokens)
+            assert gpu.has_clusters or not geometry.in_cluster
+            in_memory = geometry.splits > 1 and not geometry.in_cluster
+            states = batch * tokens * shape.heads * shape.spans * shape.state
+            assert not in_memory or attention_partials(shape) == states
+            assert attention_partials(shape) <= max(1 << 23, states // batch // tokens * 16)
 
 
 def test_where_nothing_fits_the_smallest_blocks_tell_what_they_need() -> None:
-    shape = AttentionShape(1, 64, 16, 4, 256, 4096)
-    assert attention_geometry(shape, device("rtx_3090")) == AttentionGeometry(1, 1, 1, 1)
-    assert attention_shared_bytes(shape) > 101_376
+    shape, gpu = AttentionShape(1, 64, 16, 4, 256, 70_000), SimpleNamespace(multiprocessors=82, has_clusters=False)
+    gpu.shared_limit = attention_shared_bytes(shape) - 1
+    geometry = attention_geometry(shape, gpu)
+    assert geometry == AttentionGeometry(1, 1, 1, 1, False, 4, True) and not geometry.fits(shape, gpu.shared_limit)
+    gpu.shared_limit += 1
+    assert attention_geometry(shape, gpu) == geometry and geometry.fits(shape, gpu.shared_limit)
+
+
+def test_rows_come_in_turn_only_where_they_have_no_room_beside_each_other() -> None:
+    tree, chain = AttentionShape(1, 64, 4, 1, 256, 32_784), AttentionShape(1, 8, 4, 1, 256, 32_784)
+    for name in DEVICES:
+        assert attention_geometry(tree, device(name)).in_turn == (DEVICES[name][1] < 110_000)
+        assert not attention_geometry(chain, device(name)).in_turn
+        assert not attention_geometry(tree._replace(int8=True), device(name)).in_turn
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_long_keys_of_few_heads_of_256_are_shared_by_many_blocks(kv_heads: int) -> None:
+    """More than a cluster's eight, each with four warps, and few tiles of a span one after the other."""
+    shape = AttentionShape(1, 1, 4 * kv_heads, kv_heads, 256, 32_784)
+    for name in ("h200", "rtx_5090", "rtx_3090"):
+        geometry = attention_geometry(shape, device(name))
+        assert (geometry.splits, geometry.tile_warps, geometry.in_cluster) == (64, 4, False)
+
+
+#: What was measured: geometries of these stay as they are.
+MEASURED = {
+    ("h200", QWEN_05B, 1088, 1): (4, 4, 1, 2, True),
+    ("h200", QWEN_05B, 32_784, 1): (8, 8, 1, 1, True),
+    ("h200", LLAMA_1B, 32_784, 1): (8, 4, 1, 2, True),
+    ("orin", LLAMA_1B, 32_784, 1): (16, 2, 1, 1, False),
+    ("orin", QWEN_05B, 32_784, 1): (32, 2, 1, 1, False),
+}
+
+
+@pytest.mark.parametrize(("name", "sizes", "kv_rows", "tokens"), MEASURED, ids=str)
+def test_heads_of_up_to_128_are_shared_as_measured(
+    name: str, sizes: tuple[int, int, int], kv_rows: int, tokens: int
+) -> None:
+    expected = AttentionGeometry(*MEASURED[name, sizes, kv_rows, tokens])
+    assert attention_geometry(AttentionShape(1, tokens, *sizes, kv_rows), device(name)) == expected
+
+
+def tiles_of_rounds(
+    geometry: AttentionGeometry, shape: AttentionShape, start: int, tile_bits: int
+) -> dict[tuple[int, int], list[int]]:
+    """The tiles that each slot of each block has, in order, as `Block::division_of` and `tile_of` divide them."""
+    worker_bits = (geometry.splits * geometry.slots).bit_length() - 1
+    tiles = min(-(-(start + shape.tokens) // 64), 1 << shape.span_bits + tile_bits)
+    new_span, spans = start // 64 >> tile_bits, tiles + (1 << tile_bits) - 1 >> tile_bits
+    whole, found = new_span >> worker_bits, {}
+    for split, slot in product(range(geometry.splits), range(geometry.slots)):
+        worker = new_span - (whole << worker_bits) - split * geometry.slots
+        has_new = 0 <= worker < geometry.slots
+        own = found[split, slot] = []
+        for turn in range(whole + (worker >= 0) + (has_new and new_span + 1 < spans)):
+            span = (turn << worker_bits) + split * geometry.slots + slot
+            if span > new_span:
+                if span != new_span + (1 << worker_bits) or new_span + 1 >= spans:
+                    continue
+                span = new_span + 1
+            own += range(span << tile_bits, min(span + 1 << tile_bits, tiles))
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 512])
+@pytest.mark.parametrize("start", [0, 63, 64, 1000, 4095, 30_000, 65_500])
+@pytest.mark.parametrize("tokens", [1, 9, 64])
+def test_every_tile_has_one_warp_and_spans_have_theirs_in_order(window: int, start: int, tokens: int) -> None:
+    """Of every geometry that is chosen from: those spans are what bits depend on, see `span_bits`, `window_bits`."""
+    shape = AttentionShape(1, tokens, 4, 1, 256, 65_600, window=window)
+    if window:
+        first = max(start + 1 - window, 0)
+        start, least = start - (first & -(64 << shape.window_bits)), shape.window_bits
+        most = least
+    else:
+        least, most = ((-(-keys // 64) - 1 >> shape.span_bits).bit_length() for keys in (start + 1, start + tokens))
+    for geometry in {each for name in DEVICES for each in attention_geometries(shape, *DEVICES[name][1:])}:
+        for tile_bits in range(least, most + 1):
+            found = tiles_of_rounds(geometry, shape, start, tile_bits)
+            tiles = min(-(-(start + tokens) // 64), 1 << shape.span_bits + tile_bits)
+            assert sorted(tile for own in found.values() for tile in own) == list(range(tiles))
+            assert all(own == sorted(own) for own in found.values())
+            spans = {(tile >> tile_bits, worker) for worker, own in found.items() for tile in own}
+            assert len(spans) == len({span for span, _ in spans}), "a span is one slot's"
 
 
 @pytest.mark.parametrize("sizes", [LLAMA_1B, LLAMA_8B, QWEN_05B, QWEN_17B], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -128,6 +129,12 @@ CASES = {
     "trees": Case((0, 60, 1023, 250), 16, 2),
     "long": Case((9_000,), 32, 8, rows=9_100),
     "long_decode": Case((31_000,), 1, 8, rows=31_100),
+    "tree_of_heads_of_256": Case((100,), 64, 1, 4, 256, 300, rotary=256, norm=True),
+    "long_tree_of_heads_of_256": Case((4_090,), 64, 1, 4, 256, 8_192, rotary=256, norm=True, offset=1.0),
+    "long_chain_of_heads_of_256": Case((65_000,), 8, 2, 4, 256, 65_600, rotary=64, norm=True),
+    "long_decode_of_heads_of_256": Case((30_000, 7), 1, 1, 4, 256, 32_784, rotary=256, norm=True),
+    "draft_of_heads_of_256": Case((4_200, 5), 10, 1, 2, 256, 4_400, rotary=256, masks_all=True),
+    "heads_of_200": Case((70, 200), 20, 1, 3, 200, 300, rotary=64),
     "gemma": Case((190, 3), 1, 1, 8, 256, 300, rotary=256, scale=0.05),
     "tree_of_gemma": Case((190,), 9, 1, 8, 256, 300, rotary=256, norm=True, offset=1.0),
     "no_rotation": Case((100, 7), 6, 2, 4, 64, rotary=64, norm=True, rotates=False),
@@ -165,21 +172,21 @@ def test_equals_its_twin(gpu, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str) -> None:
-    case = CASES[name]
+    case, has_clusters = CASES[name], gpu.kernel_module.has_clusters
     arrays = case.arrays(dtype)
     expected = Attention(gpu, case, arrays).bits("context")
-    limit, clusters, tried = gpu.kernel_module.shared_limit, gpu.kernel_module.has_clusters, 0
-    most_tiles = -(-case.tokens // (16 // case.group))
+    most_tiles, tried = -(-case.tokens // (16 // case.group)), set()
     shapes = {(min(tiles, most_tiles), stages) for tiles, stages in ((1, 1), (2, 3), (3, 1), (5, 2))}
-    for splits, in_cluster in ((1, False), (2, True), (8, True), (4, False), (32, False)):
-        for slots in (1, 2, 4, 8):
-            for row_tiles, stages in shapes:
-                geometry = AttentionGeometry(splits, slots, row_tiles, stages, in_cluster)
-                if geometry.fits(case.shape, limit) and (clusters or not in_cluster):
-                    found = Attention(gpu, case, arrays, geometry).bits("context")
-                    np.testing.assert_array_equal(found, expected, err_msg=str(geometry))
-                    tried += 1
-    assert tried >= 2
+    kinds = ((1, False), (4, False), (4, True)) if case.size > 128 else ((1, False),)
+    for splits, in_cluster in ((1, False), (2, True), (8, True), (4, False), (32, False), (64, False)):
+        for slots, (row_tiles, stages), kind in product((1, 2, 4, 8), shapes, kinds):
+            geometry = AttentionGeometry(splits, slots, row_tiles, stages, in_cluster, *kind)
+            if geometry.fits(case.shape, gpu.kernel_module.shared_limit) and (has_clusters or not in_cluster):
+                found = Attention(gpu, case, arrays, geometry).bits("context")
+                np.testing.assert_array_equal(found, expected, err_msg=str(geometry))
+                tried.add((kind, splits > 1))
+    assert len(tried) >= 2
+    assert case.size <= 128 or ((4, True), False) in tried, "rows in turn fit everywhere"
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -193,6 +200,8 @@ def test_no_bit_depends_on_how_blocks_share_the_work(gpu, name: str, dtype: str)
         Case((61,), 20, 1, 7, 80, norm=True),
         Case((125,), 12, 2, 2, 128),
         Case((60,), 6, 1, 2, 256, 200),
+        Case((4_090,), 64, 1, 4, 256, 8_192, norm=True),
+        Case((30_010,), 9, 2, 4, 256, 30_100),
         Case((60,), 12, 1, 8, 256, 200, norm=True, offset=1.0, scale=0.1),
         Case((60,), 12, 2, 4, 64, 200, rotates=False),
         Case((126,), 9, 1, 16, 24),

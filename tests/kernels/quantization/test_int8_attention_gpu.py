@@ -139,7 +139,7 @@ def test_a_verified_token_has_the_bits_of_the_decode_step_that_computes_it_alone
 
 
 @DTYPES
-@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (6, 80), (13, 128)])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 64), (6, 80), (13, 128), (1, 256), (30, 256)])
 def test_bits_are_the_same_however_warps_share_the_work(gpu, dtype: str, tokens: int, size: int) -> None:
     start = 290
     qkv, cos_sin = new_tokens(tokens, size, dtype)
@@ -154,6 +154,8 @@ def test_bits_are_the_same_however_warps_share_the_work(gpu, dtype: str, tokens:
         (1, 4, 1, 1),
         (1, 2, 4, 2),
     ]
+    if size > 128:
+        shapes += [(*numbers, False, 4) for numbers in ((1, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1), (1, 1, 2, 1))]
     shape = AttentionShape(1, tokens, HEADS, KV_HEADS, size, ROWS, True)
     each = [AttentionGeometry(*numbers) for numbers in shapes]
     fitting = [geometry for geometry in each if geometry.fits(shape, gpu.kernel_module.shared_limit)]
