@@ -123,6 +123,9 @@ class NumpyOperations(Operations[np.ndarray]):
             result += bias
         return result.reshape(*x.shape[:-1], rows)
 
+    def product(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return np.asarray(np.matmul(x, weight))
+
     def adapt(self, y: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray, scales: np.ndarray) -> np.ndarray:
         size = a.shape[0] // scales.shape[1]
         for sequence, adapter, scale in self._adapted_sequences(scales):

@@ -37,6 +37,10 @@ class Operations(ABC, Generic[Tensor]):
         """[..., K] times the transpose of [N, K], plus [N]: [..., N]."""
 
     @abstractmethod
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[..., K] times [K, N], a weight that is published so: [..., N] float32."""
+
+    @abstractmethod
     def adapt(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor) -> Tensor:
         """y + (x a^T * scales) b: what LoRA adapters (Hu et al. 2021) add to `y` [B, T, N], the projection of x.
 

@@ -306,6 +306,26 @@ class Reshape(Step):
 
 
 @dataclass(frozen=True)
+class AveragePool(Step):
+    """output = the means of value's rows [1, side * side, width], a square in reading order, over squares of `size` by
+    `size` of them, in reading order; summed in float32."""
+
+    value: str
+    width: int
+    side: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Product(Step):
+    """output = scale * value times a weight [K, N], rounded once."""
+
+    value: str
+    weight: WeightSpec
+    scale: float
+
+
+@dataclass(frozen=True)
 class SideBySide(Step):
     """output = the columns of several values, one behind the other."""
 
