@@ -136,8 +136,10 @@ def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
     """Of a shape the layers for which TensorRT has no operation; nothing where it has all."""
     if isinstance(config, DecoderConfig) and config.is_recurrent:
         return "recurrent layers"
-    has_windows = isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows
-    return "attention within a window" if has_windows else ""
+    if isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows:
+        return "attention within a window"
+    looks_ahead = isinstance(config, DecoderConfig) and config.image_tokens and shape.phase == "prefill"
+    return "attention of an image's tokens to those behind them" if looks_ahead else ""
 
 
 def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:

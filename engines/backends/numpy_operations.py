@@ -306,6 +306,35 @@ class NumpyOperations(Operations[np.ndarray]):
             context[b] = _attend(grouped[b], rows, bias, 0, tokens)
         return context.reshape(batch, heads, tokens, size)
 
+    def attention_ahead(
+        self,
+        query: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        start_index: np.ndarray,
+        last_seen: np.ndarray,
+        window: int | None,
+        scale: float,
+        key_scales: np.ndarray | None = None,
+        value_scales: np.ndarray | None = None,
+    ) -> np.ndarray:
+        batch, heads, tokens, size = query.shape
+        kv_heads, held = keys.shape[1:3]
+        scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
+        grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
+        context = np.empty_like(grouped)
+        for b, start in enumerate(start_index.tolist()):
+            own = np.arange(start, start + tokens)[:, None]
+            positions = np.arange(0 if window is None else max(0, start + 1 - window), last_seen[b].max() + 1)
+            hidden = positions > last_seen[b][:, None]
+            if window is not None:
+                hidden |= positions <= own - window
+            bias = np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
+            for h in range(kv_heads):  # one at a time: its scores stay in the processor's cache
+                rows = [each[b, h].take(positions % held, axis=0) for each in (keys, values, *scales)]
+                context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens)
+        return context.reshape(batch, heads, tokens, size)
+
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2
         result = ACTIVATIONS[kind](gate_up[..., :half])

@@ -222,6 +222,9 @@ class TensorRTOperations(Operations[Any]):
     def window_attention(self, query: Any, *others: Any) -> Any:
         raise EngineError("TensorRT has no attention within a window of a ring: kernels compute it")
 
+    def attention_ahead(self, query: Any, *others: Any) -> Any:
+        raise EngineError("TensorRT has no attention of tokens to those behind them: kernels compute it")
+
     def short_convolution(self, step: ShortConvolution, *tensors: Any) -> Any:
         raise _without_layer("a short convolution", step.index)
 

@@ -14,6 +14,7 @@ from edgellm.engines.lora.config import SCALES
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.operations import Operations, Tensor
 from edgellm.engines.model.program import (
+    LAST_SEEN,
     Add,
     Attention,
     AveragePool,
@@ -186,7 +187,10 @@ class ProgramGraph(Generic[Tensor]):
         values = operations.kv_cache_update(values, value, start, value_scales, step.window is not None)
         for name, tensor in zip(names, (keys, values, *scales), strict=True):
             operations.output(PRESENT + name, tensor)
-        if step.window is None:
+        if step.looks_ahead:
+            seen = given[LAST_SEEN]
+            context = operations.attention_ahead(query, keys, values, start, seen, step.window, step.scale, *scales)
+        elif step.window is None:
             context = operations.attention(query, keys, values, mask, step.scale, *scales)
         else:
             context = operations.window_attention(query, keys, values, mask, start, step.window, step.scale, *scales)

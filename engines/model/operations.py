@@ -183,6 +183,22 @@ class Operations(ABC, Generic[Tensor]):
         """
 
     @abstractmethod
+    def attention_ahead(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start_index: Tensor,
+        last_seen: Tensor,
+        window: int | None,
+        scale: float,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> Tensor:
+        """The same where the token at position p = start_index[b] + t sees the positions up to last_seen[b, t], which
+        is p or that of a later token of the step; with a `window`, where rows are a ring, those behind p - window."""
+
+    @abstractmethod
     def gated(self, gate_up: Tensor, kind: str) -> Tensor:
         """activation(first half, kind) * second half over the last axis: [B, T, 2F] to [B, T, F]."""
 
