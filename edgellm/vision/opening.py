@@ -114,8 +114,8 @@ def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[
     before, image, behind = (None if each is None else tokenizer.id_to_token(each) for each in ids)
     if before is None or image is None or behind is None:
         raise EngineDirectoryError(
-            f"{directory.path}: the tokenizer has no tokens {', '.join(map(str, ids))}, which stand for the beginning of "
-            "an image, for a part of it and for its end: take tokenizer.json as it was published with the model"
+            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for the "
+            "beginning of an image, for a part of it and for its end: take tokenizer.json as it was published"
         )
     marker = re.compile(f"{re.escape(before)}(?!{re.escape(image)})")
     written = f"\n\n{before}{image}{behind}\n\n"

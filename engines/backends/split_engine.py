@@ -1,11 +1,11 @@
 """Engines of steps of many tokens: TensorRT's between attention and recurrent layers, which kernels compute, attention
 without scores in memory.
 
-A token sees the rows before its own, and itself, or those up to one that is given for it, as an image's tokens see all of
-the image: there is no mask to read. A program is cut there
-(`segments.py`); equal segments share an engine, whose weights are bound anew for each layer. TensorRT multiplies dense
-weights alone: packed ones of a segment are dequantized in front of it, into scratch that all segments share. Kernels
-take packed ones as they are: theirs is what stands behind the last attention, where few rows are selected.
+A token sees the rows before its own, and itself, or those up to one that is given for it, as an image's tokens see all
+of the image: there is no mask to read. A program is cut there (`segments.py`); equal segments share an engine, whose
+weights are bound anew for each layer. TensorRT multiplies dense weights alone: packed ones of a segment are dequantized
+in front of it, into scratch that all segments share. Kernels take packed ones as they are: theirs is what stands behind
+the last attention, where few rows are selected.
 """
 
 from __future__ import annotations

@@ -40,9 +40,8 @@ class DecoderConfig:
     A model that takes images has an `image_token_id`, which stands for each token of an image; `spatial_merge_size`
     patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
     follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
-    of the first `deepstack_layers` layers features of the images are added. With `image_tokens` every image has so many,
-    and each of them sees all of them, those behind it too, whatever a layer looks back on (Gemma 3); 0: a token of an
-    image sees those before it alone.
+    of the first `deepstack_layers` layers features of the images are added. With `image_tokens` every image has so
+    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone.
 
     `hidden_act` is the gate's activation, one of `GATE_ACTIVATIONS`. `norm_offset` is added to the weights of all norms
     (Gemma: 1). Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by

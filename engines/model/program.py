@@ -30,7 +30,6 @@ from edgellm.engines.model.states import (
 )
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
-
 #: The input that names for each token the last row that it sees, [B, T] int32; only tokens of images see behind their
 #: own. Of the same step, and never before that of the token before.
 LAST_SEEN = "last_seen"

@@ -6,8 +6,9 @@ Needs torch and transformers 5. Each folder is a multimodal checkpoint with rand
 `token_ids` [T] int64 with images among them, their `pixel_values` as the vision part takes them, what it gives for
 image i (`image{i}.rows` [M, H] and `image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T]
 (with M-RoPE), the float32 `logits` [T, V] that transformers computes in float32 from the stored weights, and after the
-prompt the tokens `continued` [n] with their `continued_logits` [n, V]; of Gemma 3, whose images see themselves, also the
-tokens `greedy` [n] that follow. `positions.safetensors` holds, for random prompts, what `get_rope_index` gives, as int16.
+prompt the tokens `continued` [n] with their `continued_logits` [n, V]; of Gemma 3, whose images see themselves, also
+the tokens `greedy` [n] that follow. `positions.safetensors` holds, for random prompts, what `get_rope_index` gives, as
+int16.
 """
 
 from __future__ import annotations
