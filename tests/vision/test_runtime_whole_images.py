@@ -63,7 +63,7 @@ def chat(runtime: SpecDecodeRuntime, *messages: dict[str, Any]) -> list[int]:
 
 
 def test_a_prompt_has_the_text_that_the_processor_writes(engines: Path) -> None:
-    """Two line feeds, the token before an image, its tokens, the one behind it, two line feeds; once for each marker."""
+    """For each marker two line feeds, the token before an image, its tokens, the one behind it, two line feeds."""
     with SpecDecodeRuntime(engines, backend="numpy") as runtime:
         tokenizer, shown = runtime.tokenizer, message("See ", PIXELS, "\n and", OTHER, PIXELS)
         start, image, end = MARKERS
@@ -83,7 +83,7 @@ def test_text_cannot_smuggle_markers(engines: Path) -> None:
     with SpecDecodeRuntime(engines, backend="numpy") as runtime:
         said = runtime.prepare(Request(messages=[message(f"{MARKERS[0]} and {MARKERS[1]}")], params=PARAMS))
         assert not {VISION_START, IMAGE_TOKEN} & set(said.prompt_ids)
-        with pytest.raises(ImageError, match="has 1 image markers .token 259., but there are 0 images"):
+        with pytest.raises(ImageError, match=r"has 1 image markers .token 259., but there are 0 images"):
             runtime.prepare(Request(f"Look: {MARKERS[0]}", params=PARAMS))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from published_families import GEMMA_3_4B
@@ -90,8 +92,6 @@ def test_a_chunk_holds_an_image_or_the_build_says_so() -> None:
 
 
 def test_an_image_whose_padding_does_not_fit_behind_the_context_is_refused() -> None:
-    from dataclasses import replace
-
     config = replace(CONFIG, image_tokens=1024)
     assert EngineLimits(1, 1024, 4096).image_problem(config) is None
     problem = EngineLimits(1, 2048, 4096).image_problem(config)
