@@ -10,6 +10,7 @@ from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRow
 from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal, title
 from edgellm.engines.backends.recurrent_steps import recurrent_refusal
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes
@@ -138,8 +139,8 @@ def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
         return "recurrent layers"
     if isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows:
         return "attention within a window"
-    looks_ahead = isinstance(config, DecoderConfig) and config.image_tokens and shape.phase == "prefill"
-    return "attention of an image's tokens to those behind them" if looks_ahead else ""
+    is_ahead = isinstance(config, DecoderConfig) and looks_ahead(config, shape)
+    return "attention of an image's tokens to those behind them" if is_ahead else ""
 
 
 def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:

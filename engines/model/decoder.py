@@ -208,7 +208,7 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     inputs = token_inputs(shape, hidden, config.rotary_columns)
     if config.is_recurrent:
         inputs |= state_inputs(shape)
-    ahead = config.image_tokens > 0 and shape.phase == "prefill"
+    ahead = looks_ahead(config, shape)
     if ahead:
         inputs[LAST_SEEN] = ((shape.batch, shape.tokens), "int32")
     steps: list[Step] = []
@@ -236,6 +236,12 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
         outputs["hidden_states"] = ((shape.batch, shape.tokens, len(taps) * hidden), "compute")
     outputs |= kept_states(steps, shape)
     return Program(shape, inputs, tuple(steps), outputs, wide_residual=True)
+
+
+def looks_ahead(config: DecoderConfig, shape: EngineShape) -> bool:
+    """Whether tokens of a step may see others behind them: those of an image, which is in a chunk of a prompt as a
+    whole, so in none that is shorter."""
+    return shape.phase == "prefill" and 0 < config.image_tokens <= shape.tokens
 
 
 def decoder_layer(

@@ -21,7 +21,13 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdapterSlots, require_adapters
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name
+from edgellm.engines.model.decoder import (
+    EMBEDDING,
+    decoder_weights,
+    embedding_name,
+    head_weight_name,
+    looks_ahead,
+)
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
 from edgellm.engines.model.program import LAST_SEEN
@@ -357,7 +363,7 @@ class BaseEngineRunner(PrefillingRunner):
             bound = self.engine_weights() | inputs | self._image_inputs.engine_inputs(shape)
             if shape.phase == "prefill" and self.states.is_recurrent:
                 bound["state_tokens"] = self._buffers.state_tokens
-            if shape.phase == "prefill" and self.config.image_tokens:
+            if looks_ahead(self.config, shape):
                 bound[LAST_SEEN] = leading(self._buffers.last_seen, (1, shape.tokens))
             return bound | ({"last_token_ids": self._buffers.last_token_ids} if shape.selected < shape.tokens else {})
 

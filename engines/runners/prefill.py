@@ -12,6 +12,7 @@ from edgellm.engines.backends.base import Backend, Engine, Transfer
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.slots import AdaptedRunner
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.image_inputs import ImageInputs
@@ -144,13 +145,13 @@ class PrefillingRunner(AdaptedRunner):
         self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
         if self.states.is_recurrent:
             self.backend.upload(self._buffers.state_tokens, np.asarray([len(ids)], np.int32))
-        if self.config.image_tokens:
+        one = slice(slot, slot + 1)
+        plain = self.limits.base_shape("prefill", 1, chunk, self.limits.key_ranges[-1])
+        if looks_ahead(self.config, plain):
             seen = np.arange(start, start + chunk, dtype=np.int32)
             if images is not None:
                 seen[: len(ids)] = images.last_seen(start, start + len(ids))
             self.backend.upload(leading(self._buffers.last_seen, (1, chunk)), seen[np.newaxis])
-        one = slice(slot, slot + 1)
-        plain = self.limits.base_shape("prefill", 1, chunk, self.limits.key_ranges[-1])
         widest = self.engine_shape(plain, one)
         shape = replace(widest, key_range=self.engines.key_range(widest, start + len(ids)))
         engine, inputs = self._engine(shape, one), self._step_inputs(shape)
