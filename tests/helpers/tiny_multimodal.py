@@ -143,7 +143,7 @@ def tiny_image(backend: Backend, config: DecoderConfig, grid: tuple[int, int], s
     """An image of (height, width) patches with random features, in the backend's memory."""
     random = np.random.default_rng(seed)
     height, width = grid
-    tokens = config.image_tokens or height * width // config.spatial_merge_size**2
+    tokens = height * width // config.spatial_merge_size**2
 
     def features() -> Array:
         array = backend.empty((tokens, config.hidden_size), "compute")

@@ -144,14 +144,14 @@ def test_answers_are_the_same_drafted_or_not_reused_or_not(engines: Path, drafti
 
 
 def sequence_of(runner: DecodingRunner, ids: list[int], seeds: tuple[int, ...], count: int = 14) -> DecodingSequence:
-    images = [tiny_image(runner.backend, runner.base.config, (8, 8), seed) for seed in seeds]
+    images = [tiny_image(runner.backend, runner.base.config, (4, 4), seed) for seed in seeds]
     placed = place_images(ids, images, IMAGE_TOKEN, runner.base.config)
     answer = OutputText(runner.tokenizer.detokenizer(), max_tokens=count)
     return DecodingSequence(ids, SAMPLED, answer, max_tokens=count, images=placed)
 
 
 def prompt_ids(runner: DecodingRunner, count: int) -> list[int]:
-    images = [tiny_image(runner.backend, runner.base.config, (8, 8), seed) for seed in range(count)]
+    images = [tiny_image(runner.backend, runner.base.config, (4, 4), seed) for seed in range(count)]
     return prompt_with_images(runner.base.config, images, 4)[0]
 
 
