@@ -133,7 +133,8 @@ def place_images(
             f"the prompt has {len(found)} image tokens (id {image_token_id}), but there are {needed}: put one image "
             "marker into the prompt for each image, where it belongs"
         )
-    spans, place = [], 0
+    spans: list[tuple[int, int]] = []
+    place = 0
     for index, (image, count) in enumerate(zip(images, counts, strict=True)):
         start = int(found[place])
         if found[place + count - 1] != start + count - 1:
