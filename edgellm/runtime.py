@@ -54,7 +54,7 @@ from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import OngoingConversation
-from edgellm.vision.opening import LazyVisionEncoder, open_vision_encoder, vision_directory
+from edgellm.vision.opening import LazyVisionEncoder, image_writer, open_vision_encoder, vision_directory
 
 if TYPE_CHECKING:
     from edgellm.vision.encoder import VisionEncoder
@@ -110,6 +110,8 @@ class SpecDecodeRuntime:
         self._defaults = ModelDefaults(self.directory.path)
         self.metrics = metrics or Metrics()
         self.tokenizer.takes_images = self.has_vision_model
+        if self._multimodal_directory is not None:
+            self.tokenizer.write_images = image_writer(self._multimodal_directory, self.tokenizer)
         #: What `capture_decoding_cuda_graph` could not capture, by name.
         self.uncaptured_stages: tuple[str, ...] = ()
         self._busy = threading.Lock()
@@ -465,7 +467,8 @@ class SpecDecodeRuntime:
     def _empty_contents(self) -> KVContents:
         """Of a slot of which nothing is of use."""
         states = None if self._runner is None else self._runner.base.states
-        return KVContents(self._states, None if states is None or not states.window_reach else states.cut_windows)
+        cut = None if states is None or not states.window_reach else states.cut_windows
+        return KVContents(self._states, cut, self.directory.config.image_tokens > 0)
 
     def _open_snapshots(self) -> SlotSnapshots:
         if self._snapshots is None:

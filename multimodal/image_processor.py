@@ -184,7 +184,11 @@ class FixedSizeProcessor:
                 "crop_size" if crop else "size",
                 f"images of {side} x {side} pixels, as config.json has it of the vision encoder",
             )
-        tokens = (side // vision.patch_size) ** 2 + vision.class_token - vision.drops_first_row
+        tokens = vision.token_count((1, vision.image_side, vision.image_side))
+        if config.values.get("do_pan_and_scan"):
+            config.unsupported("do_pan_and_scan", "false: an image is shown as a whole, without crops of it")
+        if config.values.get("image_seq_length", tokens) != tokens:
+            config.refuse("image_seq_length", f"{tokens}, as config.json has it")
         return cls(
             resized=resized,
             crop=crop,

@@ -18,7 +18,7 @@ PROCESSOR_FILE = "processor_config.json"
 _CLIP_MEAN = [0.48145466, 0.4578275, 0.40821073]
 _CLIP_STD = [0.26862954, 0.26130258, 0.27577711]
 _HALF = [0.5, 0.5, 0.5]
-_BICUBIC = 3
+_BILINEAR, _BICUBIC = 2, 3
 _SWITCHES = {"do_resize": True, "do_rescale": True, "do_normalize": True}
 _NUMBERS = {"resample": _BICUBIC, "rescale_factor": 1 / 255}
 _CLIP = {
@@ -30,6 +30,13 @@ _CLIP = {
     "crop_size": {"height": 224, "width": 224},
     "image_mean": _CLIP_MEAN,
     "image_std": _CLIP_STD,
+}
+_SIGLIP = {
+    **_CLIP,
+    "do_center_crop": False,
+    "size": {"height": 224, "width": 224},
+    "image_mean": _HALF,
+    "image_std": _HALF,
 }
 #: What the published processors do where the file does not say, by their name without a suffix.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -45,13 +52,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "CLIPImageProcessor": _CLIP,
     "LlavaImageProcessor": _CLIP,
-    "SiglipImageProcessor": {
-        **_CLIP,
-        "do_center_crop": False,
-        "size": {"height": 224, "width": 224},
-        "image_mean": _HALF,
-        "image_std": _HALF,
-    },
+    "SiglipImageProcessor": _SIGLIP,
+    "Gemma3ImageProcessor": {**_SIGLIP, "resample": _BILINEAR, "do_pan_and_scan": False},
 }
 _SAME_KIND = {"Qwen2_5_VLImageProcessor": "Qwen2VLImageProcessor", "CLIPFeatureExtractor": "CLIPImageProcessor"}
 _RESAMPLING_FILTERS = range(6)  # Pillow's numbers

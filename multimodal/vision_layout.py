@@ -52,7 +52,7 @@ def vision_layout(config: VisionConfig, grid: Grid, position_table: np.ndarray |
     """
     _check(config, grid)
     count = grid[1] * grid[2]
-    if config.family == "llava":
+    if config.image_side:
         return VisionLayout(count, config.token_count(grid), {})
     rotary = rotary_rows(grid, config.spatial_merge_size, config.head_dim, config.rope_theta)
     if config.family == "qwen2_5_vl":

@@ -31,6 +31,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.checkpoints.tensors import vision_prefix
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
@@ -220,7 +221,7 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> P
     if "vision_config" in config:
         vision = read_vision_config(config)
         specs += [*vision_weights(vision), *host_weights(vision)]
-        template = tiny_multimodal.TEMPLATE
+        template = tiny_multimodal.TEMPLATES.get(vision.family, tiny_multimodal.TEMPLATE)
         tokenizer.add_special_tokens(list(tiny_multimodal.MARKERS))
         processor = tiny_multimodal.PREPROCESSORS[vision.family]
         (directory / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -231,7 +232,8 @@ def write_tiny_checkpoint(directory: Path, seed: int = 0, **overrides: Any) -> P
     for spec in specs:
         for name, shape in spec.parts:
             values = random.standard_normal(shape) * (0.3 if len(shape) > 1 else 0.1)
-            values += (1 - decoder.norm_offset) * (len(shape) == 1)  # norms are by about 1
+            is_tower = vision_prefix(name) is not None and not name.endswith("mm_soft_emb_norm.weight")
+            values += (1 - (0 if is_tower else decoder.norm_offset)) * (len(shape) == 1)  # norms are by about 1
             tensors[name] = values.astype(np.float16)
     save_file(tensors, directory / "model.safetensors")
     return directory

@@ -151,7 +151,11 @@ class Preparation:
                 raise RequestError("a conversation has its images in its messages: leave `images` out")
             return self._ready(self._chat_ids(request), images_of_messages(request.messages))
         prompt = () if request.prompt is None else request.prompt
-        prompt_ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
+        tokenizer = self._tokenizer
+        if isinstance(prompt, str):
+            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt))
+        else:
+            prompt_ids = list(map(int, prompt))
         return self._ready(prompt_ids, images_of_prompt(request.images))
 
     def _system_tokens(self, request: Request, prompt: _Prompt) -> int:

@@ -18,7 +18,7 @@ from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.base import Transfer
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.model.states import Edge, is_recurrent
-from edgellm.engines.runners.prompt_images import PromptImages
+from edgellm.engines.runners.prompt_images import PromptImages, before_image
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
@@ -62,6 +62,7 @@ class SlotSnapshots:
         unadapted = snapshot_binding(directory, backend.name, backend.compute_dtype, self._has_draft)
         self._bindings: dict[str | None, SnapshotBinding] = {None: unadapted}
         self._encoder = encoder_digest(directory, vision_directory)
+        self._whole_images = config.image_tokens > 0
         self._sees = config.image_token_id is not None or bool(directory.vision or vision_directory)
 
     def binding(self, adapter: str | None = None, images: str = NONE) -> SnapshotBinding:
@@ -91,7 +92,8 @@ class SlotSnapshots:
         while (match := self._best_match(prompt_ids, adapter, images)) is not None:
             held, states = match.stored.facts.tokens, self._states["base"]
             common = states.cut(held, match.common)
-            rows = states.cut_windows(held, reusable_rows(common, len(prompt_ids), self._draft_rows(common)))
+            rows = reusable_rows(common, len(prompt_ids), self._draft_rows(common))
+            rows = states.cut_windows(held, before_image(tokens, rows) if self._whole_images else rows)
             place = common - 1 if match.stored.has_states else common
             rows = min(rows, place)
             if rows <= contents.reusable(tokens):

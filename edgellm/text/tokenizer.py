@@ -54,6 +54,8 @@ class Tokenizer:
         self.chat_template = chat_template
         #: Whether messages may show images: one marker for each, where the template puts it.
         self.takes_images = False
+        #: Writes out the marker that the chat template has for an image, where that is not the image's token.
+        self.write_images: Callable[[str], str] = str
         #: Writes calls of earlier answers where the chat template does not; None leaves them out.
         self.write_calls: WriteCalls | None = None
         self._declare_special([*self.special_tokens.values(), *additional_special_tokens])
@@ -178,6 +180,7 @@ class Tokenizer:
         )
         if final is not None:
             rendered = final.cut(rendered, given["messages"][-1])
+        rendered = self.write_images(rendered)
         if disguise.is_needed or self._matched_after_normalizing:
             return self._anchored.encode(rendered, disguise)
         return encoded(self._tokenizer, rendered)

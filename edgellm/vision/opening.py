@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from edgellm.text.messages import ImageReference
 if TYPE_CHECKING:
     from edgellm.engines.runners.prompt_images import PromptImages
     from edgellm.multimodal.image_processor import PreparedImage
+    from edgellm.text.tokenizer import Tokenizer
     from edgellm.vision.encoder import VisionEncoder
 
 
@@ -95,6 +97,29 @@ def open_vision_encoder(
         return VisionEncoder(backend, directory, vision_engines, metrics)
 
     return LazyVisionEncoder(opened, backend, vision.config.image_token_id) if backend.computes_at_once else opened()
+
+
+def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[str], str]:
+    """What makes of a text, a rendered chat template or a raw prompt, one that has an image's token for each image.
+
+    Templates of Gemma 3 write the token before an image alone, for which the published processor writes two line feeds,
+    that token, those of the image, the one behind it, and two line feeds: they become tokens together with the text
+    around them. One that is followed by the image's token is left as it is. Raises EngineDirectoryError where the
+    tokenizer lacks these tokens.
+    """
+    vision = directory.vision
+    if vision is None or vision.config.family != "gemma3":
+        return str
+    ids = (vision.config.vision_start_token_id, vision.config.image_token_id, vision.config.vision_end_token_id)
+    before, image, behind = (None if each is None else tokenizer.id_to_token(each) for each in ids)
+    if before is None or image is None or behind is None:
+        raise EngineDirectoryError(
+            f"{directory.path}: the tokenizer has not the tokens {', '.join(map(str, ids))}, which stand for the "
+            "beginning of an image, for a part of it and for its end: take tokenizer.json as it was published"
+        )
+    marker = re.compile(f"{re.escape(before)}(?!{re.escape(image)})")
+    written = f"\n\n{before}{image}{behind}\n\n"
+    return lambda text: marker.sub(lambda match: written, text)
 
 
 def vision_directory(directory: EngineDirectory, path: str | Path | None) -> EngineDirectory | None:

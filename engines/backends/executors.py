@@ -10,6 +10,7 @@ from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRow
 from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal, title
 from edgellm.engines.backends.recurrent_steps import recurrent_refusal
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes
@@ -136,8 +137,10 @@ def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
     """Of a shape the layers for which TensorRT has no operation; nothing where it has all."""
     if isinstance(config, DecoderConfig) and config.is_recurrent:
         return "recurrent layers"
-    has_windows = isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows
-    return "attention within a window" if has_windows else ""
+    if isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows:
+        return "attention within a window"
+    is_ahead = isinstance(config, DecoderConfig) and looks_ahead(config, shape)
+    return "attention of an image's tokens to those behind them" if is_ahead else ""
 
 
 def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> bool:

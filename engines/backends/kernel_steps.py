@@ -62,6 +62,8 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if isinstance(step, Attention):
         if shape.tokens > MAX_TOKENS:
             return f"it takes up to {MAX_TOKENS} tokens of a sequence, not {shape.tokens}"
+        if step.looks_ahead:
+            return "a token of an image sees those behind it, which the kernels of long prompts do"
         return attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
     if isinstance(step, Scale | SideBySide):
         return None

@@ -123,6 +123,9 @@ class NumpyOperations(Operations[np.ndarray]):
             result += bias
         return result.reshape(*x.shape[:-1], rows)
 
+    def product(self, x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return np.asarray(np.matmul(x, weight))
+
     def adapt(self, y: np.ndarray, x: np.ndarray, a: np.ndarray, b: np.ndarray, scales: np.ndarray) -> np.ndarray:
         size = a.shape[0] // scales.shape[1]
         for sequence, adapter, scale in self._adapted_sequences(scales):
@@ -301,6 +304,35 @@ class NumpyOperations(Operations[np.ndarray]):
             rows = [each[b].take(places, axis=1) for each in (keys, values, *scales)]
             bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
             context[b] = _attend(grouped[b], rows, bias, 0, tokens)
+        return context.reshape(batch, heads, tokens, size)
+
+    def attention_ahead(
+        self,
+        query: np.ndarray,
+        keys: np.ndarray,
+        values: np.ndarray,
+        start_index: np.ndarray,
+        last_seen: np.ndarray,
+        window: int | None,
+        scale: float,
+        key_scales: np.ndarray | None = None,
+        value_scales: np.ndarray | None = None,
+    ) -> np.ndarray:
+        batch, heads, tokens, size = query.shape
+        kv_heads, held = keys.shape[1:3]
+        scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
+        grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
+        context = np.empty_like(grouped)
+        for b, start in enumerate(start_index.tolist()):
+            own = np.arange(start, start + tokens)[:, None]
+            positions = np.arange(0 if window is None else max(0, start + 1 - window), last_seen[b].max() + 1)
+            hidden = positions > last_seen[b][:, None]
+            if window is not None:
+                hidden |= positions <= own - window
+            bias = np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
+            for h in range(kv_heads):  # one at a time: its scores stay in the processor's cache
+                rows = [each[b, h].take(positions % held, axis=0) for each in (keys, values, *scales)]
+                context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens)
         return context.reshape(batch, heads, tokens, size)
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:

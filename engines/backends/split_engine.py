@@ -1,10 +1,11 @@
 """Engines of steps of many tokens: TensorRT's between attention and recurrent layers, which kernels compute, attention
 without scores in memory.
 
-A token sees the rows before its own, and itself: there is no mask to read. A program is cut there
-(`segments.py`); equal segments share an engine, whose weights are bound anew for each layer. TensorRT multiplies dense
-weights alone: packed ones of a segment are dequantized in front of it, into scratch that all segments share. Kernels
-take packed ones as they are: theirs is what stands behind the last attention, where few rows are selected.
+A token sees the rows before its own, and itself, or those up to one that is given for it, as an image's tokens see all
+of the image: there is no mask to read. A program is cut there (`segments.py`); equal segments share an engine, whose
+weights are bound anew for each layer. TensorRT multiplies dense weights alone: packed ones of a segment are dequantized
+in front of it, into scratch that all segments share. Kernels take packed ones as they are: theirs is what stands behind
+the last attention, where few rows are selected.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
 from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, gated_heads, recurrent_launches
-from edgellm.engines.model.program import Attention, Program, Stateful
+from edgellm.engines.model.program import LAST_SEEN, Attention, Program, Stateful
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.engines.model.states import without_layer
 from edgellm.kernels.arrays import ITEM_SIZES, Array
@@ -262,7 +263,9 @@ class SplitEngine:
         qkv = array(UNGATED) if step.gated else value
         launches = [
             self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales, part),
-            self._kernels.causal_attention(qkv, rows, step.scale, context, row_scales),
+            self._kernels.attention_ahead(qkv, rows, step.scale, context, row_scales, array(LAST_SEEN))
+            if step.looks_ahead
+            else self._kernels.causal_attention(qkv, rows, step.scale, context, row_scales),
         ]
         if not step.gated:
             return launches

@@ -229,8 +229,9 @@ class TensorRTBackend(CudaDevice):
             return None
         program, kernels = model_program(config, shape), CudaPrefill(self._module)
         # Before a step waits for them.
-        for (heads, _, size), window in {(step.heads, step.window is not None) for step in program.attentions}:
-            kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8", window)
+        kinds = {(step.heads, step.window is not None, step.looks_ahead) for step in program.attentions}
+        for (heads, _, size), window, ahead in kinds:
+            kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8", window, ahead)
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
         packed = set(self._packed_of(shape.model, program))

@@ -69,6 +69,12 @@ class TensorRTOperations(Operations[Any]):
             product = self.add(product, self._reshape(bias, (1, bias.shape[0])))
         return self._reshape(product, (*leading, weight.shape[0]))
 
+    def product(self, x: Any, weight: Any) -> Any:
+        leading, columns = tuple(x.shape)[:-1], weight.shape[1]
+        rows = self._reshape(self.to_float32(x), (int(np.prod(leading)), x.shape[-1]))
+        product = self._product(rows, self.to_float32(weight), self.trt.MatrixOperation.NONE, False)
+        return self._reshape(product, (*leading, columns))
+
     def adapt(self, y: Any, x: Any, a: Any, b: Any, scales: Any) -> Any:
         """All adapters as one of rank S * P, of which the scales leave each sequence its own: no matrix is gathered."""
         operation = self.trt.MatrixOperation
@@ -215,6 +221,9 @@ class TensorRTOperations(Operations[Any]):
 
     def window_attention(self, query: Any, *others: Any) -> Any:
         raise EngineError("TensorRT has no attention within a window of a ring: kernels compute it")
+
+    def attention_ahead(self, query: Any, *others: Any) -> Any:
+        raise EngineError("TensorRT has no attention of tokens to those behind them: kernels compute it")
 
     def short_convolution(self, step: ShortConvolution, *tensors: Any) -> Any:
         raise _without_layer("a short convolution", step.index)

@@ -199,6 +199,8 @@ def check_limits(
             )
     if (problem := limits.window_problem(config)) is not None:
         raise BuildError(f"the limits' window_rows: {problem}")
+    if limits.image_rows and (problem := limits.image_problem(config)) is not None:
+        raise BuildError(problem)
     if limits.kv_cache not in KV_CACHES:
         raise BuildError(f"--kv-cache is {limits.kv_cache!r}: expected one of {', '.join(KV_CACHES)}")
     for name, (smallest, largest) in DRAFT_RANGES.items():

@@ -43,6 +43,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 #: What a vision encoder of a family always has.
 _FAMILY_FIELDS = {
     "llava": ("image_size", "feature_layers"),
+    "gemma3": ("image_size", "feature_layers"),
     "qwen2_5_vl": ("window_size",),
     "qwen3_vl": ("num_position_embeddings",),
     "qwen3_5": ("num_position_embeddings",),
@@ -231,6 +232,16 @@ def _check_vision(values: JSONObject, vision: VisionConfig, config: DecoderConfi
     if vision.image_size is not None and not 1 <= vision.image_side <= LARGEST_IMAGE_SIDE:
         raise values.error(
             f"'image_size' is {vision.image_size}, expected 1 to {LARGEST_IMAGE_SIDE} patches of {vision.patch_size}"
+        )
+    if vision.image_side % vision.spatial_merge_size:
+        raise values.error(
+            f"'spatial_merge_size' is {vision.spatial_merge_size}, expected a divisor of the image's side, "
+            f"{vision.image_side} patches"
+        )
+    if config.image_tokens not in (0, vision.token_count((1, vision.image_side, vision.image_side))):
+        raise values.error(
+            f"an image has {vision.token_count((1, vision.image_side, vision.image_side))} tokens, but 'image_tokens' "
+            f"of the model is {config.image_tokens}"
         )
     if vision.position_side**2 != (vision.num_position_embeddings or 0):
         raise values.error(f"'num_position_embeddings' is {vision.num_position_embeddings}, expected a square")

@@ -9,7 +9,7 @@ from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.cwm import CWM
 from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.gemma import GEMMA, GEMMA3
+from edgellm.engines.families.gemma import GEMMA, GEMMA3, GEMMA3_WITH_IMAGES
 from edgellm.engines.families.granite import GRANITE
 from edgellm.engines.families.lfm2 import LFM2
 from edgellm.engines.families.llama import LLAMA
@@ -35,7 +35,7 @@ FAMILIES = {
     for family in (
         *(LLAMA, QWEN2, QWEN3, MISTRAL, MINISTRAL3, SEED_OSS, CWM, PHI3, GRANITE, SMOLLM3, GEMMA, GEMMA3),
         *(LFM2, QWEN3_5_TEXT),
-        *(QWEN2_5_VL, QWEN3_VL, LLAVA, MISTRAL3, QWEN3_5),
+        *(QWEN2_5_VL, QWEN3_VL, LLAVA, GEMMA3_WITH_IMAGES, MISTRAL3, QWEN3_5),
     )
 }
 _ARCHITECTURES = {family.architecture: family for family in FAMILIES.values()}

@@ -1,5 +1,6 @@
 """Gemma 1: norms by 1 + weight, a gate with the tanh-GELU, scaled embeddings, heads of 256. Gemma 3's language model:
-windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too."""
+windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too; with
+images, whose tokens see each other."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ from dataclasses import replace
 from edgellm.engines.directories.strict_formats import as_json, is_number
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
+from edgellm.engines.families.vision_language import inner_family, text_fields, with_image_tokens
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.rotary import LARGEST_THETA
 
@@ -74,6 +77,13 @@ def read_gemma3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     )
 
 
+def read_gemma3_with_images(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+    """Each image has `mm_tokens_per_image` tokens, each of which sees all of them."""
+    config = inner_family(fields, GEMMA3).read(text_fields(fields, GEMMA3.defaults), dtype)
+    config = with_image_tokens(config, fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
+    return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
+
+
 def _take_local_theta(fields: ConfigFields) -> float:
     """The base of the layers with a window; `rope_parameters` is then that of the others, as `read_rope` wants it."""
     parameters = fields.values.get("rope_parameters")
@@ -115,3 +125,5 @@ GEMMA3 = Family(
         "bos_token_id": 2,
     },
 )
+
+GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", read_gemma3_with_images)

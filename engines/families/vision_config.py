@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -73,7 +74,11 @@ _ACTIVATIONS = {
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
 _QWEN_EPSILON = 1e-6
-_LLAMA_HIDDEN_SIZE = 4096
+#: What the language model has where LLaVA's and Gemma 3's files do not say.
+_TEXT_HIDDEN_SIZES = {"llava": 4096, "gemma3": 2304}
+#: Gemma 3's, where the file does not say.
+GEMMA3_TOKENS, GEMMA3_IMAGE_TOKEN = 256, 262144
+_GEMMA3_START, _GEMMA3_END = 255999, 256000
 
 
 def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> VisionConfig | None:
@@ -166,13 +171,7 @@ def _read_qwen(
 
 
 def _read_llava(top: ConfigFields, dtype: str | None) -> VisionConfig:
-    raw = dict(top.values["vision_config"])
-    tower = raw.get("model_type", "clip_vision_model")
-    if not isinstance(tower, str) or tower not in _TOWERS:
-        top.unsupported.append(f"vision_config.model_type is {as_json(tower)}, supported are {', '.join(_TOWERS)}")
-        tower = "clip_vision_model"
-    fields = _with_defaults(raw, _TOWERS[tower], f"{top.family}: vision_config")
-    dimensions = _dimensions(fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
+    fields, common = _read_tower(top, dtype, "clip_vision_model", tuple(_TOWERS))
     strategy = top.values.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         top.wrong.append(f"vision_feature_select_strategy is {as_json(strategy)}, expected default or full")
@@ -180,33 +179,72 @@ def _read_llava(top: ConfigFields, dtype: str | None) -> VisionConfig:
     if not isinstance(bias, bool):
         top.wrong.append(f"multimodal_projector_bias is {as_json(bias)}, expected true or false")
     key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
+    config = VisionConfig(
+        **common,
+        spatial_merge_size=1,
+        image_token_id=_token_id(top, key, 1),
+        class_token=top.values["vision_config"].get("model_type") != "siglip_vision_model",
+        feature_layers=_feature_layers(top, common["num_layers"]),
+        drops_first_row=strategy == "default",
+        projector_activation=_activation(top, "projector_hidden_act", default="gelu"),
+        projector_bias=bool(bias),
+    )
+    return _checked(top, fields, config)
+
+
+def _read_gemma3(top: ConfigFields, dtype: str | None) -> VisionConfig:
+    """A token is the mean of a square of patches: `mm_tokens_per_image` of them divide the image's square."""
+    fields, common = _read_tower(top, dtype, "siglip_vision_model", ("siglip_vision_model",))
+    tokens = top.size("mm_tokens_per_image", GEMMA3_TOKENS)
+    patches = common["image_size"] // max(1, common["patch_size"])
+    side = math.isqrt(tokens)
+    if side**2 != tokens or not side or patches % side:
+        top.wrong.append(
+            f"mm_tokens_per_image is {tokens}, expected the square of a whole number that divides {patches}, the "
+            "patches along a side of the image"
+        )
+    config = VisionConfig(
+        **common,
+        spatial_merge_size=max(1, patches // max(1, side)),
+        image_token_id=_token_id(top, "image_token_index", usual=GEMMA3_IMAGE_TOKEN),
+        vision_start_token_id=_token_id(top, "boi_token_index", usual=_GEMMA3_START),
+        vision_end_token_id=_token_id(top, "eoi_token_index", usual=_GEMMA3_END),
+        feature_layers=(common["num_layers"],),
+    )
+    return _checked(top, fields, config)
+
+
+def _read_tower(
+    top: ConfigFields, dtype: str | None, usual: str, supported: tuple[str, ...]
+) -> tuple[ConfigFields, dict[str, Any]]:
+    """The fields of `vision_config`, and what CLIP and SigLIP have in common as arguments of `VisionConfig`."""
+    raw = dict(top.values["vision_config"])
+    tower = raw.get("model_type", usual)
+    if not isinstance(tower, str) or tower not in supported:
+        top.unsupported.append(f"vision_config.model_type is {as_json(tower)}, supported are {', '.join(supported)}")
+        tower = usual
+    fields = _with_defaults(raw, _TOWERS[tower], f"{top.family}: vision_config")
+    dimensions = _dimensions(fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
     image_size = fields.size("image_size")
     if dimensions["patch_size"] and image_size < dimensions["patch_size"]:
         fields.wrong.append(f"image_size is {image_size}, smaller than patch_size {dimensions['patch_size']}")
     elif dimensions["patch_size"] and image_size // dimensions["patch_size"] > LARGEST_IMAGE_SIDE:
         fields.wrong.append(f"image_size is {image_size}: expected at most {LARGEST_IMAGE_SIDE} patches a side")
-    config = VisionConfig(
+    common: dict[str, Any] = {
         **dimensions,
-        family=top.family,
-        dtype=_dtype(top, dtype),
-        temporal_patch_size=1,
-        spatial_merge_size=1,
-        out_hidden_size=_text_hidden_size(top),
-        activation=_activation(fields, "hidden_act"),
-        norm_eps=fields.positive("layer_norm_eps"),
-        image_token_id=_token_id(top, key, 1),
-        tensor_prefix="model.vision_tower.",
-        projector_prefix="model.multi_modal_projector.",
-        image_size=image_size,
-        class_token=tower == "clip_vision_model",
-        feature_layers=_feature_layers(top, dimensions["num_layers"]),
-        drops_first_row=strategy == "default",
-        projector_activation=_activation(top, "projector_hidden_act", default="gelu"),
-        projector_bias=bool(bias),
-    )
-    if not config.out_hidden_size:
+        "family": top.family,
+        "dtype": _dtype(top, dtype),
+        "temporal_patch_size": 1,
+        "out_hidden_size": _text_hidden_size(top),
+        "activation": _activation(fields, "hidden_act"),
+        "norm_eps": fields.positive("layer_norm_eps"),
+        "tensor_prefix": "model.vision_tower.",
+        "projector_prefix": "model.multi_modal_projector.",
+        "image_size": image_size,
+    }
+    if not common["out_hidden_size"]:
         top.wrong.append("text_config.hidden_size is missing, expected that of the language model")
-    return _checked(top, fields, config)
+    return fields, common
 
 
 _READERS = {
@@ -214,6 +252,7 @@ _READERS = {
     "qwen3_vl": _read_qwen3,
     "qwen3_5": _read_qwen3_5,
     "llava": _read_llava,
+    "gemma3": _read_gemma3,
 }
 
 
@@ -279,18 +318,19 @@ def _feature_layers(top: ConfigFields, depth: int) -> tuple[int, ...]:
 def _text_hidden_size(top: ConfigFields) -> int:
     """Of the language model: newer files have it in `text_config`, older ones of Qwen's at the top; 0 if neither.
 
-    LLaVA's leave it out where it is the 4096 of Llama 7B.
+    LLaVA's and Gemma 3's leave it out where it is that of their classes.
     """
     text = top.values.get("text_config")
     value = text.get("hidden_size") if isinstance(text, dict) else None
     value = top.values.get("hidden_size") if value is None else value
-    if value is None and top.family == "llava" and isinstance(text, dict):
-        return _LLAMA_HIDDEN_SIZE
+    if value is None and isinstance(text, dict):
+        value = _TEXT_HIDDEN_SIZES.get(top.family)
     return value if is_integer(value) and value > 0 else 0
 
 
-def _token_id(top: ConfigFields, key: str, smallest: int = 0) -> int:
+def _token_id(top: ConfigFields, key: str, smallest: int = 0, usual: int | None = None) -> int:
     value = top.values.get(key)
+    value = usual if value is None else value
     if not is_integer(value) or not smallest <= value <= LARGEST_SIZE:
         found = f"is {as_json(value)}" if key in top.values else "is missing"
         top.wrong.append(f"{key} {found}, expected a token id from {smallest} to {LARGEST_SIZE}")
@@ -334,12 +374,12 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
     if config is None:
         return None
     names = checkpoint.tensors
-    if config.family == "llava":
+    if config.image_side:
         tower, projector = _first(_TOWER_PREFIXES, names), _first(_PROJECTOR_PREFIXES, names)
     else:
         tower = projector = _first(_QWEN_PREFIXES, names)
     config = replace(config, tensor_prefix=tower, projector_prefix=projector)
-    unread = unused_tensors(config) if config.family == "llava" else ()
+    unread = unused_tensors(config) if config.image_side else ()
     problems = checkpoint.problems([*vision_weights(config), *host_weights(config)], vision=True, unread=unread)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)

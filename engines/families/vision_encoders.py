@@ -1,8 +1,8 @@
-"""The programs of the vision encoders: LLaVA's, Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's.
+"""The programs of the vision encoders: LLaVA's, Gemma 3's, Qwen2.5-VL's, Qwen3-VL's and Qwen3.5's.
 
-LLaVA's is a plain transformer over the patches of a square image (CLIP or SigLIP) and a projector. Qwen2.5-VL's attends
-within windows in most layers; Qwen3-VL's adds interpolated positions, and gives out features of several layers, which
-Qwen3.5's, otherwise the same, does not.
+LLaVA's is a plain transformer over the patches of a square image (CLIP or SigLIP) and a projector; Gemma 3's is SigLIP,
+whose outputs are averaged before they are projected. Qwen2.5-VL's attends within windows in most layers; Qwen3-VL's
+adds interpolated positions, and gives out features of several layers, which Qwen3.5's, otherwise the same, does not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Add,
+    AveragePool,
     DropFirst,
     EncoderAttention,
     Gather,
@@ -24,6 +25,7 @@ from edgellm.engines.model.program import (
     Normed,
     NormLinear,
     Prepend,
+    Product,
     Program,
     Reshape,
     Step,
@@ -33,6 +35,8 @@ from edgellm.engines.model.states import Edge
 from edgellm.engines.model.vision import VisionConfig, deepstack_name, embedding_rows, vision_inputs, vision_outputs
 
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+#: Gemma 3's projection, published as [columns of the tower, hidden size of the language model].
+_PROJECTION = "mm_input_projection_weight"
 
 
 class TowerWeights:
@@ -45,9 +49,9 @@ class TowerWeights:
         """One tensor as it is."""
         return single_weight(f"{self._prefix}{name}", *shape, source=f"{self._source}{name}")
 
-    def rms_norm(self, name: str, size: int) -> Norm:
-        """By a weight [H]."""
-        return Norm(self.single(f"{name}.weight", size), self._epsilon)
+    def rms_norm(self, name: str, size: int, offset: float = 0.0) -> Norm:
+        """By a weight [H] and an offset."""
+        return Norm(self.single(f"{name}.weight", size), self._epsilon, offset=offset)
 
     def layer_norm(self, name: str, size: int) -> Norm:
         """By a weight and a bias [H]."""
@@ -81,17 +85,17 @@ def used_layers(config: VisionConfig) -> int:
 
 def unused_tensors(config: VisionConfig) -> tuple[str, ...]:
     """Beginnings of the names of tensors that a tower has and that nothing which reaches the language model needs."""
-    behind = (f"encoder.layers.{index}." for index in range(used_layers(config), config.num_layers))
-    return tuple(
-        f"{config.tensor_prefix}{name}" for name in (*behind, "post_layernorm.", "head.", "embeddings.position_ids")
-    )
+    behind = [f"encoder.layers.{index}." for index in range(used_layers(config), config.num_layers)]
+    behind += ["post_layernorm."] if config.family == "llava" else []
+    return tuple(f"{config.tensor_prefix}{name}" for name in (*behind, "head.", "embeddings.position_ids"))
 
 
-def _llava_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
-    """Every image has the same number of patches, in reading order: nothing is padded."""
-    tower = TowerWeights(_TOWER, config.tensor_prefix, config.norm_eps)
-    projector = TowerWeights(_PROJECTOR, config.projector_prefix)
-    hidden, inner, out, rows = config.hidden_size, config.intermediate_size, config.out_hidden_size, config.tower_rows
+def _tower_steps(config: VisionConfig, tower: TowerWeights) -> list[Step]:
+    """CLIP or SigLIP, from "patches" to "hidden_0" and the outputs of layers, "hidden_1" and on.
+
+    Every image has the same number of patches, in reading order: nothing is padded.
+    """
+    hidden, inner, rows = config.hidden_size, config.intermediate_size, config.tower_rows
     patch = (config.in_channels, config.patch_size, config.patch_size)
     embedding = tower.convolution("embeddings.patch_embedding", hidden, patch, bias=not config.class_token)
     steps: list[Step] = [NormLinear("hidden_0", (Input("patches"),), embedding)]
@@ -113,6 +117,13 @@ def _llava_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
             *_mlp(config, result, second, tower.linear(f"{layer}mlp.fc1", inner, hidden)),
             LinearResidual(result, "activation", tower.linear(f"{layer}mlp.fc2", hidden, inner), result),
         ]
+    return steps
+
+
+def _llava_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    projector = TowerWeights(_PROJECTOR, config.projector_prefix)
+    hidden, out, rows = config.hidden_size, config.out_hidden_size, config.tower_rows
+    steps = _tower_steps(config, TowerWeights(_TOWER, config.tensor_prefix, config.norm_eps))
     features = [f"hidden_{index}" for index in config.feature_layers]
     if config.drops_first_row:
         steps += [DropFirst(f"{value}_patches", value, rows - 1) for value in features]
@@ -122,6 +133,24 @@ def _llava_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         projector.linear("linear_2", out, out, config.projector_bias),
     )
     return [*steps, *_projection("image_embeddings", features, linears, config.projector_activation)]
+
+
+def _gemma3_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
+    """The tower's normed outputs become tokens by squares of patches, whose mean is normed and projected.
+
+    The language model multiplies all that it takes by the square root of its width, but is made for images as they are
+    projected: they are divided by it before they are rounded.
+    """
+    tower = TowerWeights(_TOWER, config.tensor_prefix, config.norm_eps)
+    projector = TowerWeights(_PROJECTOR, config.projector_prefix, config.norm_eps)
+    hidden, out, merge = config.hidden_size, config.out_hidden_size, config.spatial_merge_size
+    return [
+        *_tower_steps(config, tower),
+        Normed("normed", f"hidden_{config.num_layers}", tower.layer_norm("post_layernorm", hidden)),
+        AveragePool("pooled", "normed", hidden, config.image_side, merge),
+        Normed("pooled", "pooled", projector.rms_norm("mm_soft_emb_norm", hidden, offset=1.0)),
+        Product("image_embeddings", "pooled", projector.single(_PROJECTION, hidden, out), out**-0.5),
+    ]
 
 
 def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
@@ -230,6 +259,7 @@ _STEPS = {
     "qwen3_vl": _qwen3_vl_steps,
     "qwen3_5": _qwen3_vl_steps,
     "llava": _llava_steps,
+    "gemma3": _gemma3_steps,
 }
 
 

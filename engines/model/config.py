@@ -11,6 +11,8 @@ from edgellm.engines.directories.strict_formats import ADDED_LATER, bounded
 LARGEST_DEPTH = 1024
 #: Patches in height and in width that become one token; published models have 2.
 LARGEST_MERGE = 64
+#: Tokens of an image that has a fixed number of them; published models have 256.
+LARGEST_IMAGE_TOKENS = 1 << 16
 
 #: What a model's head may be: as it was published, or packed when the engine directory was built.
 HEADS = ("as-published", "int8", "int4")
@@ -40,7 +42,8 @@ class DecoderConfig:
     A model that takes images has an `image_token_id`, which stands for each token of an image; `spatial_merge_size`
     patches in height and width make one. With M-RoPE `mrope_section` says how many of the rotary_dim / 2 frequencies
     follow the position in time, height and width: one section after the other, or `mrope_interleaved`. To the outputs
-    of the first `deepstack_layers` layers features of the images are added.
+    of the first `deepstack_layers` layers features of the images are added. With `image_tokens` every image has so
+    many, and each of them sees those behind it, too (Gemma 3); 0: a token of an image sees those before it alone.
 
     `hidden_act` is the gate's activation, one of `GATE_ACTIVATIONS`. `norm_offset` is added to the weights of all norms
     (Gemma: 1). Embeddings are multiplied by `embedding_scale`, what attention and MLP add to the residual stream by
@@ -107,6 +110,7 @@ class DecoderConfig:
     local_rope_theta: float | None = field(default=None, metadata=ADDED_LATER)
     post_norms: bool = field(default=False, metadata=ADDED_LATER)
     delta_products: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
+    image_tokens: int = field(default=0, metadata=bounded(LARGEST_IMAGE_TOKENS, True))
 
     @property
     def window(self) -> int | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from edgellm.engines.model.config import DELTA_PROJECTIONS, HEADS, RECURRENT_KINDS, DecoderConfig, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
+    LAST_SEEN,
     Add,
     Attention,
     GatedDelta,
@@ -95,9 +96,10 @@ class LayerWeights:
         masks_all: bool = False,
         keep: Keep | None = None,
         windows: bool = False,
+        ahead: bool = False,
     ) -> list[Step]:
         """From the `inputs` of the q, k and v projections to the value "context"; see `Attention`, `NormLinear`.
-        `windows`: the context is longer than those that layers look back on."""
+        `windows`: the context is longer than those that layers look back on; `ahead`: tokens look ahead."""
         config, in_window = self._config, self._config.layer_kind(index) == "window"
         queries = config.query_size * (2 if config.attention_gate else 1)
         parts = {"q_proj": queries, "k_proj": config.kv_size, "v_proj": config.kv_size}
@@ -118,6 +120,7 @@ class LayerWeights:
             config.attention_gate,
             config.sliding_window if in_window and windows else None,
             config.rotary_dim if in_window and config.local_rope_theta is not None else 0,
+            ahead,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), attention]
 
@@ -223,6 +226,9 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     inputs = token_inputs(shape, hidden, config.rotary_columns)
     if config.is_recurrent:
         inputs |= state_inputs(shape)
+    ahead = looks_ahead(config, shape)
+    if ahead:
+        inputs[LAST_SEEN] = ((shape.batch, shape.tokens), "int32")
     steps: list[Step] = []
     value = "inputs_embeds"
     if config.embedding_scale != 1.0:
@@ -231,7 +237,7 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     for index in range(layers):
         selecting = selects and not selects_late and index == layers - 1
         keep, windows = _tap(taps, index, raw=True), shape.window_rows > 0
-        steps += decoder_layer(config, index, value, selecting, keep, windows)
+        steps += decoder_layer(config, index, value, selecting, keep, windows, ahead)
         value = steps[-1].output
         if shape.phase == "prefill" and index < config.deepstack_layers:
             name = f"deepstack_features_{index}"
@@ -250,6 +256,12 @@ def decoder_program(config: DecoderConfig, shape: EngineShape) -> Program:
     return Program(shape, inputs, tuple(steps), outputs, wide_residual=True)
 
 
+def looks_ahead(config: DecoderConfig, shape: EngineShape) -> bool:
+    """Whether tokens of a step may see others behind them: those of an image, which is in a chunk of a prompt as a
+    whole, so in none that is shorter."""
+    return shape.phase == "prefill" and 0 < config.image_tokens <= shape.tokens
+
+
 def decoder_layer(
     config: DecoderConfig,
     index: int,
@@ -257,9 +269,10 @@ def decoder_layer(
     selects: bool = False,
     keep: Keep | None = None,
     windows: bool = False,
+    ahead: bool = False,
 ) -> list[Step]:
     """The steps of one layer, from the residual stream `value` to "hidden", or with `selects` to "selected"; `windows`
-    as in `LayerWeights.attention`."""
+    and `ahead` as in `LayerWeights.attention`."""
     layer, kind = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}."), config.layer_kind(index)
     normed = Input(value, (layer.norm("input_layernorm"),))
     if kind in RECURRENT_KINDS:
@@ -268,7 +281,7 @@ def decoder_layer(
     rotary = 0 if index in config.nope_layers else config.rotary_dim
     # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
     early, late = (keep, None) if config.post_norms else (None, keep)
-    steps = layer.attention(index, (normed,), rotary, keep=early, windows=windows)
+    steps = layer.attention(index, (normed,), rotary, keep=early, windows=windows, ahead=ahead)
     return steps + layer.residual(value, selects, late)
 
 

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from typing import Any, Generic
 
 from edgellm.engines.lora.config import SCALES
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.operations import Operations, Tensor
 from edgellm.engines.model.program import (
+    LAST_SEEN,
     Add,
     Attention,
+    AveragePool,
     DropFirst,
     EncoderAttention,
     GatedDelta,
@@ -28,6 +31,7 @@ from edgellm.engines.model.program import (
     Normed,
     NormLinear,
     Prepend,
+    Product,
     Program,
     Reshape,
     Scale,
@@ -67,6 +71,8 @@ class ProgramGraph(Generic[Tensor]):
             Prepend: cls._prepend,
             DropFirst: cls._drop_first,
             Reshape: cls._reshape,
+            AveragePool: cls._average_pool,
+            Product: cls._product,
             SideBySide: cls._side_by_side,
         }
         self._steps = [(kinds[type(step)], step) for step in program.steps]
@@ -181,7 +187,10 @@ class ProgramGraph(Generic[Tensor]):
         values = operations.kv_cache_update(values, value, start, value_scales, step.window is not None)
         for name, tensor in zip(names, (keys, values, *scales), strict=True):
             operations.output(PRESENT + name, tensor)
-        if step.window is None:
+        if step.looks_ahead:
+            seen = given[LAST_SEEN]
+            context = operations.attention_ahead(query, keys, values, start, seen, step.window, step.scale, *scales)
+        elif step.window is None:
             context = operations.attention(query, keys, values, mask, step.scale, *scales)
         else:
             context = operations.window_attention(query, keys, values, mask, start, step.window, step.scale, *scales)
@@ -287,6 +296,24 @@ class ProgramGraph(Generic[Tensor]):
 
     def _reshape(self, step: Reshape) -> None:
         self._values[step.output] = self._operations.reshape(self._values[step.value], step.shape)
+
+    def _average_pool(self, step: AveragePool) -> None:
+        operations, size, width = self._operations, step.size, step.width
+        squares = step.side // size
+
+        def total(x: Tensor) -> Tensor:
+            first, *others = operations.split(x, (1,) * size, axis=1)
+            return reduce(operations.add, others, first)
+
+        rows = operations.reshape(operations.to_float32(self._values[step.value]), (squares, size, step.side * width))
+        columns = total(operations.reshape(total(rows), (squares**2, size, width)))
+        mean = operations.scale(operations.reshape(columns, (1, squares**2, width)), 1 / size**2)
+        self._values[step.output] = operations.to_compute(mean)
+
+    def _product(self, step: Product) -> None:
+        operations = self._operations
+        product = operations.product(self._values[step.value], self._weights[step.weight.name])
+        self._values[step.output] = operations.to_compute(operations.scale(product, step.scale))
 
     def _side_by_side(self, step: SideBySide) -> None:
         parts = [self._values[value] for value in step.values]

@@ -166,6 +166,27 @@ class EngineLimits:
             return None
         return f"it is {self.window_rows}, expected at least {least}: a window of {window} and what a step writes"
 
+    def image_problem(self, config: DecoderConfig) -> str | None:
+        """What is wrong with `prefill_chunk` for a model each of whose images must be in one chunk, if anything."""
+        tokens, chunk = config.image_tokens, self.prefill_chunk
+        if tokens > chunk:
+            return (
+                f"--prefill-chunk is {chunk}, expected at least {tokens}: an image has so many tokens, each of which "
+                "sees all of them, so one chunk has them all"
+            )
+        padding = self.chunk_for(tokens) - tokens
+        if tokens and padding > self.kv_rows - self.kv_capacity:
+            least = _rounded_up(tokens, self.prefill_chunks[0])
+            return (
+                f"--prefill-chunk is {chunk}, expected {least}: an image of {tokens} tokens would be padded by "
+                f"{padding} rows, which do not fit behind the context"
+            )
+        return None
+
+    def chunk_for(self, count: int) -> int:
+        """The smallest chunk that holds so many tokens, at most `prefill_chunk`."""
+        return next(size for size in self.prefill_chunks if size >= count)
+
     @property
     def _whole_rows(self) -> int:
         """A window's rows that hold all that `kv_rows` do."""

@@ -69,6 +69,8 @@ def plan_memory(
     windows = window_bytes(layers, limits.max_batch, dtype)
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_columns) * item + ITEM_SIZES["int32"])
+    if config.image_tokens:  # the last row that each token sees
+        step += limits.prefill_chunk * ITEM_SIZES["int32"]
     if config.deepstack_layers:  # and their zeros
         step += (1 + config.deepstack_layers) * limits.prefill_chunk * config.hidden_size * item
     sampling = limits.max_batch * config.vocab_size * 3 * ITEM_SIZES["float32"]

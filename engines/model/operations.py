@@ -37,6 +37,10 @@ class Operations(ABC, Generic[Tensor]):
         """[..., K] times the transpose of [N, K], plus [N]: [..., N]."""
 
     @abstractmethod
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[..., K] times [K, N], a weight that is published so: [..., N] float32."""
+
+    @abstractmethod
     def adapt(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor) -> Tensor:
         """y + (x a^T * scales) b: what LoRA adapters (Hu et al. 2021) add to `y` [B, T, N], the projection of x.
 
@@ -177,6 +181,22 @@ class Operations(ABC, Generic[Tensor]):
         A token has the positions before start_index[b] and those of the new ones that the mask shows it, and sees the
         latest `window` of these.
         """
+
+    @abstractmethod
+    def attention_ahead(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start_index: Tensor,
+        last_seen: Tensor,
+        window: int | None,
+        scale: float,
+        key_scales: Tensor | None = None,
+        value_scales: Tensor | None = None,
+    ) -> Tensor:
+        """The same where the token at position p = start_index[b] + t sees the positions up to last_seen[b, t], which
+        is p or that of a later token of the step; with a `window`, where rows are a ring, those behind p - window."""
 
     @abstractmethod
     def gated(self, gate_up: Tensor, kind: str) -> Tensor:

@@ -30,6 +30,10 @@ from edgellm.engines.model.states import (
 )
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
+#: The input that names for each token the last row that it sees, [B, T] int32; only tokens of images see behind their
+#: own. Of the same step, and never before that of the token before.
+LAST_SEEN = "last_seen"
+
 
 @dataclass(frozen=True)
 class Norm:
@@ -171,7 +175,9 @@ class Attention(Step):
     `masks_all`: the mask decides about the rows before the new ones too (trees of a draft). `gated`: in `value`
     [.., (2 n + 2 n_kv) D] a gate stands behind each query head, and what the head attends to is multiplied by its
     sigmoid. With a `window` each token sees the latest so many of the rows that it would see, its own included, and the
-    layer's rows are a ring; the rotary embedding has the columns of the rotary rows from `rotary_first` on.
+    layer's rows are a ring; the rotary embedding has the columns of the rotary rows from `rotary_first` on. With
+    `looks_ahead` a token sees the rows up to the one that the input `last_seen` [B, T] names, its own or a later one of
+    the step, and with a window those of them that its own position reaches back to.
     """
 
     value: str
@@ -185,6 +191,7 @@ class Attention(Step):
     gated: bool = field(default=False, metadata=ADDED_LATER)
     window: int | None = field(default=None, metadata=ADDED_LATER)
     rotary_first: int = field(default=0, metadata=ADDED_LATER)
+    looks_ahead: bool = field(default=False, metadata=ADDED_LATER)
 
     def state(self, shape: EngineShape) -> KVRows:
         """The layer's state in an engine of a shape, which need not know what of it is saved."""
@@ -303,6 +310,26 @@ class Reshape(Step):
 
     value: str
     shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AveragePool(Step):
+    """output = the means of value's rows [1, side * side, width], a square in reading order, over squares of `size` by
+    `size` of them, in reading order; summed in float32."""
+
+    value: str
+    width: int
+    side: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Product(Step):
+    """output = scale * value times a weight [K, N], rounded once."""
+
+    value: str
+    weight: WeightSpec
+    scale: float
 
 
 @dataclass(frozen=True)

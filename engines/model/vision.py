@@ -10,7 +10,7 @@ from edgellm.engines.directories.strict_formats import bounded
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.limits import EngineShape
 
-VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava")
+VISION_FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "llava", "gemma3")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu")
 #: Pixels in height and width of a patch; published encoders have up to 32.
 LARGEST_PATCH = 256
@@ -35,9 +35,9 @@ class VisionConfig:
 
     Qwen's alone: `rope_theta`. Qwen2.5-VL's: `window_size`, and the `full_attention_layers` that have no windows.
     Qwen3-VL's and Qwen3.5's: `num_position_embeddings`, a square table that is interpolated; `deepstack_layers` are
-    Qwen3-VL's alone. LLaVA's: `image_size`, of the square image; `class_token` (CLIP: class token, norm before the
-    layers, no bias of the patches; else SigLIP: bias alone); `feature_layers`, whose hidden states are concatenated;
-    `drops_first_row`, of each of them; `projector_bias`.
+    Qwen3-VL's alone. LLaVA's and Gemma 3's: `image_size`, of the square image. LLaVA's: `class_token` (CLIP: class
+    token, norm before the layers, no bias of the patches; else SigLIP: bias alone); `feature_layers`, whose hidden
+    states are concatenated; `drops_first_row`, of each of them; `projector_bias`.
     """
 
     family: str
@@ -119,17 +119,17 @@ class VisionConfig:
 
     @property
     def image_side(self) -> int:
-        """Side in patches of LLaVA's square image; 0 where images are of any size."""
+        """Side in patches of the square image; 0 where images are of any size."""
         return (self.image_size or 0) // self.patch_size
 
     @property
     def tower_rows(self) -> int:
-        """Rows of LLaVA's tower: the patches, and the class token before them."""
+        """Rows of the tower of a square image: the patches, and the class token before them."""
         return self.image_side**2 + self.class_token
 
     def token_count(self, grid: tuple[int, int, int]) -> int:
         """How many language tokens an image of (frames, height, width) in patches becomes."""
-        if self.image_side:
+        if self.family == "llava":
             return self.tower_rows - self.drops_first_row
         return grid[0] * grid[1] * grid[2] // self.merge_patches
 
@@ -149,7 +149,7 @@ def vision_inputs(config: VisionConfig, shape: EngineShape) -> dict[str, tuple[t
     """
     rows = shape.tokens
     inputs: dict[str, tuple[tuple[int, ...], str]] = {"patches": ((1, rows, config.patch_elements), "compute")}
-    if config.family == "llava":
+    if config.image_side:
         return inputs
     inputs["rotary_cos_sin"] = ((1, rows, config.head_dim), "float32")
     full = len(config.full_attention_layers) if config.window_size else config.num_layers

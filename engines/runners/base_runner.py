@@ -21,9 +21,16 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.lora.slots import AdapterSlots, require_adapters
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name
+from edgellm.engines.model.decoder import (
+    EMBEDDING,
+    decoder_weights,
+    embedding_name,
+    head_weight_name,
+    looks_ahead,
+)
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
+from edgellm.engines.model.program import LAST_SEEN
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
@@ -33,7 +40,7 @@ from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import StepBuffers, bound_inputs
 from edgellm.engines.runners.sampling_state import EmittedRings, SamplingState, SamplingValues, StepRules
 from edgellm.engines.runners.states import ModelStates
-from edgellm.kernels.arrays import Array
+from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.contracts import rows_of
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState
 
@@ -153,6 +160,7 @@ class BaseEngineRunner(PrefillingRunner):
         if not 0 <= reused < count:
             raise EngineError(f"{reused} of {count} prompt tokens to reuse: at least the last one is recomputed")
         ids = self.checked_ids(ids, images)
+        self._check_images(count, reused, images)
         one = slice(slot, slot + 1)
         self._set_offset(slot, images)
         for position, tokens, chunk in self._prompt(slot, ids, reused, images, stops or {}):
@@ -355,6 +363,8 @@ class BaseEngineRunner(PrefillingRunner):
             bound = self.engine_weights() | inputs | self._image_inputs.engine_inputs(shape)
             if shape.phase == "prefill" and self.states.is_recurrent:
                 bound["state_tokens"] = self._buffers.state_tokens
+            if looks_ahead(self.config, shape):
+                bound[LAST_SEEN] = leading(self._buffers.last_seen, (1, shape.tokens))
             return bound | ({"last_token_ids": self._buffers.last_token_ids} if shape.selected < shape.tokens else {})
 
         keep = shape.phase == "decode"  # prompts come in any length: not worth keeping

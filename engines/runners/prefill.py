@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -12,6 +12,7 @@ from edgellm.engines.backends.base import Backend, Engine, Transfer
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.slots import AdaptedRunner
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.image_inputs import ImageInputs
@@ -26,17 +27,47 @@ Stops = Mapping[int, Callable[[], object]]
 
 
 def prompt_chunks(
-    limits: EngineLimits, fixed_shapes: bool, first: int, count: int, stops: Iterable[int] = ()
+    limits: EngineLimits,
+    fixed_shapes: bool,
+    first: int,
+    count: int,
+    stops: Iterable[int] = (),
+    whole: Sequence[tuple[int, int]] = (),
 ) -> Iterator[tuple[int, int]]:
     """Cut the tokens of a prompt from `first` to `count` into (tokens, engine's T); chunks end at the `stops`. The last
-    chunk before each of them, and the very last, may be padded."""
+    chunk before each of them, and the very last, may be padded.
+
+    Of each of the `whole` spans (first token, tokens), images whose tokens see all of them, no chunk has a part: one
+    that would end in the middle ends before it, and may be padded, too. None is longer than `prefill_chunk`, and no
+    stop is inside one.
+    """
     largest = limits.prefill_chunk
     for start, end in pairwise([first, *sorted(place for place in stops if first < place < count), count]):
+        if whole:
+            yield from _around_images(limits, fixed_shapes, start, end, whole)
+            continue
         sizes, rest = [largest] * ((end - start) // largest), (end - start) % largest
         if rest:
             sizes += limits.cheapest_chunks(rest) if fixed_shapes else [rest]
         ends = accumulate(sizes, initial=start)
         yield from ((min(size, end - place), size) for place, size in zip(ends, sizes, strict=False))
+
+
+def _around_images(
+    limits: EngineLimits, fixed_shapes: bool, place: int, end: int, whole: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """See `prompt_chunks`: the largest of the chunks that are cheapest for the rest, or what is in front of the image
+    that it would cut, or that image."""
+    while place < end:
+        tokens = min(end - place, limits.prefill_chunk)
+        size = limits.cheapest_chunks(tokens)[0] if fixed_shapes else tokens
+        stop = min(place + size, end)
+        cut = next((span for span in whole if span[0] < stop < sum(span)), None)
+        if cut is not None:
+            stop = cut[0] if cut[0] > place else sum(cut)
+            size = limits.chunk_for(stop - place) if fixed_shapes else stop - place
+        yield stop - place, size
+        place = stop
 
 
 class PrefillingRunner(AdaptedRunner):
@@ -96,7 +127,8 @@ class PrefillingRunner(AdaptedRunner):
         position = reused
         if reused == 0:  # a recurrent state would go on from whatever the slot had before
             self.states.clear_slot(slot)
-        for tokens, chunk in prompt_chunks(self.limits, self.backend.fixed_shapes, reused, len(ids), stops):
+        whole = () if images is None or not self.config.image_tokens else images.spans
+        for tokens, chunk in prompt_chunks(self.limits, self.backend.fixed_shapes, reused, len(ids), stops, whole):
             self._prefill(slot, ids[position : position + tokens], position, chunk, images)
             yield position, tokens, chunk
             position += tokens
@@ -115,6 +147,11 @@ class PrefillingRunner(AdaptedRunner):
             self.backend.upload(self._buffers.state_tokens, np.asarray([len(ids)], np.int32))
         one = slice(slot, slot + 1)
         plain = self.limits.base_shape("prefill", 1, chunk, self.limits.key_ranges[-1])
+        if looks_ahead(self.config, plain):
+            seen = np.arange(start, start + chunk, dtype=np.int32)
+            if images is not None:
+                seen[: len(ids)] = images.last_seen(start, start + len(ids))
+            self.backend.upload(leading(self._buffers.last_seen, (1, chunk)), seen[np.newaxis])
         widest = self.engine_shape(plain, one)
         shape = replace(widest, key_range=self.engines.key_range(widest, start + len(ids)))
         engine, inputs = self._engine(shape, one), self._step_inputs(shape)
@@ -128,6 +165,21 @@ class PrefillingRunner(AdaptedRunner):
         else:
             self.await_rows()
             engine.enqueue()
+
+    def _check_images(self, count: int, reused: int, images: PromptImages | None) -> None:
+        """Raise EngineError where images whose tokens see each other are larger than a chunk, or the first `reused` of
+        a prompt's `count` tokens end in one."""
+        if images is None or not self.config.image_tokens:
+            return
+        if (problem := self.limits.image_problem(self.config)) is not None:
+            raise EngineError(problem)
+        inside = images.inside(reused)
+        if inside is not None:
+            start, tokens = images.spans[inside]
+            raise EngineError(
+                f"{reused} of {count} prompt tokens to reuse end in image {inside + 1}, tokens {start} to "
+                f"{start + tokens - 1}, each of which sees all of it: reuse the {start} before it"
+            )
 
     def _set_offset(self, slot: int, images: PromptImages | None) -> None:
         delta = images.position_delta if images else 0

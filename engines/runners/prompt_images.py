@@ -71,6 +71,21 @@ class PromptImages:
                 parts.append((index, begin - start, end - begin))
         return parts
 
+    def last_seen(self, first: int, stop: int) -> np.ndarray:
+        """Which token is the last that each of first..stop - 1 sees, where a token of an image sees all of it: [n]
+        int32, in the prompt's numbers."""
+        seen = np.arange(first, stop, dtype=np.int32)
+        for index, row, count in self.within(first, stop):
+            start, tokens = self.spans[index]
+            begin = start + row - first
+            seen[begin : begin + count] = start + tokens - 1
+        return seen
+
+    def inside(self, place: int) -> int | None:
+        """Which image the place lies in, so that a token of it is before and one behind; None for no image."""
+        found = (index for index, (start, count) in enumerate(self.spans) if start < place < start + count)
+        return next(found, None)
+
     def check(self, prompt_ids: np.ndarray) -> None:
         """Raise EngineError unless `prompt_ids` [N] have image tokens where the images are, and nowhere else."""
         found = np.flatnonzero(prompt_ids == self.image_token_id)
@@ -118,7 +133,8 @@ def place_images(
             f"the prompt has {len(found)} image tokens (id {image_token_id}), but there are {needed}: put one image "
             "marker into the prompt for each image, where it belongs"
         )
-    spans, place = [], 0
+    spans: list[tuple[int, int]] = []
+    place = 0
     for index, (image, count) in enumerate(zip(images, counts, strict=True)):
         start = int(found[place])
         if found[place + count - 1] != start + count - 1:
@@ -126,6 +142,16 @@ def place_images(
                 f"the {count} tokens of image {index + 1} are interrupted: the prompt has another token among them"
             )
         _check_image(image, index, config)
+        if config.image_tokens and count != config.image_tokens:
+            raise EngineError(
+                f"image {index + 1} has {count} tokens, this language model takes images of {config.image_tokens}: the "
+                "vision part must be that of the same model"
+            )
+        if config.image_tokens and spans and sum(spans[-1]) == start:
+            raise EngineError(
+                f"the images {index} and {index + 1} follow each other without a token between them: the model would "
+                "take them for one. Put the tokens around them that the model's processor writes"
+            )
         spans.append((start, count))
         place += count
     positions = None
@@ -140,6 +166,13 @@ def place_images(
         tuple(image.digest for image in images),
         positions,
     )
+
+
+def before_image(tokens: Sequence[TokenIdentity], place: int) -> int:
+    """The `place` in a text, or the beginning of the image that it lies in, so that a token of it is before and one
+    behind."""
+    token = tokens[place] if place < len(tokens) else 0
+    return place - token[1] if isinstance(token, tuple) else place
 
 
 def mrope_positions(

@@ -58,8 +58,8 @@ class StepBuffers:
     """Buffers for steps of up to `limits.max_batch` sequences and prefills of up to `limits.prefill_chunk` tokens.
 
     `mask` [n] bool is the memory of all masks. A prefill's own inputs are `prefill_ids` [C] int32, the row of its first
-    token `prefill_start` [1] int32, the place of its last one `last_token_ids` [1, 1] int32, and `state_tokens` [1]
-    int32, how many there are.
+    token `prefill_start` [1] int32, the place of its last one `last_token_ids` [1, 1] int32, `state_tokens` [1] int32,
+    how many there are, and where tokens of images look ahead `last_seen` [C] int32.
     """
 
     def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits, engines: LoadedEngines) -> None:
@@ -75,6 +75,7 @@ class StepBuffers:
         self.prefill_start = backend.zeros((1,), "int32")
         self.last_token_ids = backend.zeros((1, 1), "int32")
         self.state_tokens = backend.zeros((1,), "int32")
+        self.last_seen = backend.zeros((limits.prefill_chunk if config.image_tokens else 1,), "int32")
 
     def inputs(self, shape: EngineShape, start: Array) -> StepInputs:
         """The inputs that `prepare_step` fills; the new rows begin at `start` [B] int32. A mask that the shape's engine

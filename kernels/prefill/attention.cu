@@ -1,7 +1,7 @@
 // Causal attention of many new tokens over a KV cache, with an online softmax (Dao et al. 2022; Dao 2023): tiles of keys
 // pass by a block's queries, whose sums stay in registers. Tiles begin at multiples of KEYS rows and are taken in order;
 // one of whose keys a query sees none leaves its maximum, total and sums as they are. So a query's bits depend on the rows
-// up to its own alone.
+// that it sees alone.
 #include "decode/common.cuh"
 #include "prefill/arguments.cuh"
 #include "shared/quantized_rows.cuh"
@@ -20,6 +20,21 @@ constexpr bool INT8 = HOST_INT8;  // the caches' rows are
 // Whether queries see the latest `window` rows up to their own alone, and the caches are rings of whole tiles: position p is
 // in row p % C. What a query sees nothing of still changes nothing, before its window as behind its own row.
 constexpr bool WINDOW = HOST_WINDOW;
+// Whether each query sees the rows up to one that is given for it, its own or that of a later one of the same step, as the
+// tokens of an image see all of it; they never become fewer from query to query. A window ends before the query's own row.
+constexpr bool AHEAD = HOST_AHEAD;
+#if HOST_AHEAD
+using Arguments = AttentionAheadArguments;
+#else
+using Arguments = CausalAttentionArguments;
+#endif
+
+// The last position that a query sees: the query `token` of a sequence, whose own position is start + token.
+template <typename Its>
+__device__ __forceinline__ int last_seen(const Its& arguments, int sequence, int token, int start) {
+    if constexpr (AHEAD) return arguments.last_seen[static_cast<size_t>(sequence) * arguments.T + token];
+    return start + token;
+}
 // The largest score of none; with a window a tile may come before the first that a query sees, and its difference to this
 // one must be a number.
 __device__ __forceinline__ float no_largest() { return WINDOW ? -1e30f : __int_as_float(0xff800000); }
@@ -269,7 +284,7 @@ __device__ __forceinline__ void write_results(Sums<Its>& sums, char* queries, T*
 
 // Grid: query heads, sequences, blocks of queries, of which the last, which see most keys, begin first.
 template <typename T, int SIZE, int TILES>
-__global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_attention(CausalAttentionArguments arguments) {
+__global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_attention(Arguments arguments) {
     using Its = Shape<SIZE, TILES>;
     constexpr int SCALES = Its::BYTES * (Its::ROWS + 2 * STAGES * Its::KEYS);  // where scales of keys, then of values stand
     static_assert(SCALES + (INT8 ? 8 * STAGES * Its::KEYS : 0) == HOST_BYTES, "shared memory as the host counts it");
@@ -278,7 +293,8 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     const int head = blockIdx.x, sequence = blockIdx.y, kv_head = head / (heads / kv_heads);
     const int first_token = (gridDim.z - 1 - blockIdx.z) * Its::ROWS, lane = threadIdx.x % 32;
     const int start = arguments.rows.start[sequence], rows = static_cast<int>(arguments.C);
-    const int last = start + min(first_token + Its::ROWS, tokens);
+    const int last = AHEAD ? last_seen(arguments, sequence, min(first_token + Its::ROWS, tokens) - 1, start) + 1
+                           : start + min(first_token + Its::ROWS, tokens);
     const int end = WINDOW ? last : min(last, rows);  // of the rows that a query of the block sees
     const int tiles = (end + Its::KEYS - 1) / Its::KEYS, window = arguments.rows.window;
     const int first_tile = WINDOW ? max(start + first_token + 1 - window, 0) / Its::KEYS : 0;
@@ -321,6 +337,18 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
     const int warp_row = threadIdx.x / 32 * 16 * Its::TILES;  // its first query's, in the block
     const int first_row = start + first_token + warp_row;      // and in the cache
     const bool exists = first_token + warp_row < tokens;
+    // Where the rows end that queries of the warp see, and of each row of a lane the last that it sees.
+    int warp_end = first_row + 16 * Its::TILES, first_end = first_row, seen[Its::TILES][2];
+    if constexpr (AHEAD) {
+        auto last_of = [&](int row) {  // what stands for queries that do not exist is not written
+            return last_seen(arguments, sequence, min(first_token + warp_row + row, tokens - 1), start);
+        };
+        warp_end = last_of(16 * Its::TILES - 1) + 1, first_end = last_of(0);
+#pragma unroll
+        for (int m = 0; m < Its::TILES; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) seen[m][half] = last_of(16 * m + 8 * half + lane / 4);
+    }
     const unsigned queries = shared + Its::BYTES * warp_row;
     const float scale = static_cast<float>(arguments.scale) * 1.4426950408889634f;
     unsigned kept[Its::TILES][Its::STEPS][4];
@@ -353,20 +381,21 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS)) causal_
                     for (int k = 0; k < Its::STEPS; ++k)
                         load_matrices(kept[m][k], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
         }
-        if (!exists || first_key >= first_row + 16 * Its::TILES) continue;
+        if (!exists || first_key >= warp_end) continue;
         if (WINDOW && first_key + Its::KEYS <= first_row + 1 - window) continue;
         float score[Its::TILES][Its::KEYS / 8][4];
         compute_scores<T, Its>(score, kept, queries, keys);
         const float* scales = reinterpret_cast<const float*>(memory + SCALES) + tile % STAGES * 2 * Its::KEYS;
         if constexpr (INT8) scale_keys<Its>(score, scales);
-        if (first_key + Its::KEYS - 1 > first_row) {
+        if (first_key + Its::KEYS - 1 > first_end) {
 #pragma unroll
             for (int m = 0; m < Its::TILES; ++m)
 #pragma unroll
                 for (int n = 0; n < Its::KEYS / 8; ++n)
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        if (first_key + 8 * n + 2 * (lane % 4) + i % 2 > first_row + 16 * m + lane / 4 + i / 2 * 8)
+                        if (first_key + 8 * n + 2 * (lane % 4) + i % 2 >
+                            (AHEAD ? seen[m][i / 2] : first_row + 16 * m + lane / 4 + i / 2 * 8))
                             score[m][n][i] = __int_as_float(0xff800000);
         }
         if (WINDOW && first_key <= first_row + 16 * Its::TILES - 1 - window) {

@@ -133,6 +133,23 @@ class PrefillKernels(Protocol):
         before they meet values.
         """
 
+    @limited(_check_heads)
+    def attention_ahead(
+        self,
+        qkv: Annotated[OwnArray, "BTW compute"],
+        rows: KeyValueRows,
+        scale: float,
+        context: Annotated[OwnArray, "BTE compute"],
+        row_scales: RowScales | None,
+        last_seen: Annotated[OwnArray, "BT int32"],
+    ) -> Launchable:
+        """The same where token t sees the rows up to `last_seen` [b, t], as the tokens of an image see all of it.
+
+        That is its own row, start[b] + t, or that of a later of the new tokens, and never less than for the token
+        before; a window still begins so many rows before the token's own. A token that sees no further than its own
+        row has the bits of `causal_attention`.
+        """
+
 
 class PromptKernels(PrefillKernels, Protocol):
     """What steps of many tokens need between dense linear layers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
@@ -58,12 +59,15 @@ def heads_kernel(dtype: str, int8: bool = False) -> Kernel:
 
 
 @lru_cache
-def attention_kernel(dtype: str, size: int, tiles: int, int8: bool = False, window: bool = False) -> Kernel:
-    """`causal_attention` for heads of `size` elements; `int8`: KV rows are; `window`: tokens see a part of a ring."""
+def attention_kernel(
+    dtype: str, size: int, tiles: int, int8: bool = False, window: bool = False, ahead: bool = False
+) -> Kernel:
+    """`causal_attention` for heads of `size` elements; `int8`: KV rows are; `window`: tokens see a part of a ring;
+    `ahead`: `attention_ahead`."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
     sizes = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
-    host = (*sizes, ("HOST_INT8", int(int8)), ("HOST_WINDOW", int(window)))
-    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{'_int8' * int8}{'_window' * window}"
+    host = (*sizes, ("HOST_INT8", int(int8)), ("HOST_WINDOW", int(window)), ("HOST_AHEAD", int(ahead)))
+    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{'_int8' * int8}{'_window' * window}{'_ahead' * ahead}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
 
@@ -106,17 +110,33 @@ class CudaPrefill:
         tiles: int | None = None,
     ) -> Launch:
         """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
+        return self._attention("causal_attention", (qkv, rows, scale, context, row_scales), tiles)
+
+    def attention_ahead(
+        self,
+        qkv: DeviceArray,
+        rows: KeyValueRows,
+        scale: float,
+        context: DeviceArray,
+        row_scales: RowScales | None,
+        last_seen: DeviceArray,
+        tiles: int | None = None,
+    ) -> Launch:
+        """Attention over the rows up to one that is given for each token; see the contract. `tiles` as above."""
+        return self._attention("attention_ahead", (qkv, rows, scale, context, row_scales, last_seen), tiles)
+
+    def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None) -> Launch:
+        qkv, rows, _, _, row_scales, *_ = arguments
         check_scales(rows, row_scales)
-        arguments = (qkv, rows, scale, context, row_scales)
-        sizes = self._check("causal_attention", *arguments)
-        packed = self._check.pack("causal_attention", sizes, *arguments)
+        sizes = self._check(name, *arguments)
+        packed = self._check.pack(name, sizes, *arguments)
         size, tokens, batch = sizes["D"], sizes["T"], sizes["B"]
         heads = sizes["E"] // size
         if tiles is None:
             tiles = attention_tiles(size, tokens, heads * batch, self._module.multiprocessors)
         int8 = row_scales is not None
         grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
-        kernel = attention_kernel(qkv.dtype, size, tiles, int8, rows.window > 0)
+        kernel = attention_kernel(qkv.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead")
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
 
     def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
@@ -126,9 +146,18 @@ class CudaPrefill:
             launch.overlap_previous()
         return launch
 
-    def load(self, dtype: str, size: int, tokens: int, heads: int, int8: bool = False, window: bool = False) -> None:
+    def load(
+        self,
+        dtype: str,
+        size: int,
+        tokens: int,
+        heads: int,
+        int8: bool = False,
+        window: bool = False,
+        ahead: bool = False,
+    ) -> None:
         """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need; `int8`: KV rows are;
-        `window`: tokens see a part of a ring."""
+        `window`: tokens see a part of a ring; `ahead`: some see rows behind their own."""
         tiles = attention_tiles(size, tokens, heads, self._module.multiprocessors)
-        for kernel in (heads_kernel(dtype, int8), attention_kernel(dtype, size, tiles, int8, window)):
+        for kernel in (heads_kernel(dtype, int8), attention_kernel(dtype, size, tiles, int8, window, ahead)):
             self._module.load(kernel.source)

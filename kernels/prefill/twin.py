@@ -53,6 +53,20 @@ class NumpyPrefill:
         _check("causal_attention", qkv, rows, scale, context, row_scales)
         return lambda: _causal_attention(qkv, rows, scale, context, row_scales)
 
+    def attention_ahead(
+        self,
+        qkv: np.ndarray,
+        rows: KeyValueRows,
+        scale: float,
+        context: np.ndarray,
+        row_scales: RowScales | None,
+        last_seen: np.ndarray,
+    ) -> Launchable:
+        """Attention over the rows up to one that is given for each token; see the contract."""
+        check_scales(rows, row_scales)
+        _check("attention_ahead", qkv, rows, scale, context, row_scales, last_seen)
+        return lambda: _causal_attention(qkv, rows, scale, context, row_scales, last_seen)
+
     def dequantize(self, weight: PackedWeight, values: np.ndarray, beside: bool = False) -> Launchable:
         """Dense weights; see the contract."""
         scales = np.float32(1) if weight.input_scales is None else weight.input_scales
@@ -91,7 +105,12 @@ def _prepare_heads(
 
 
 def _causal_attention(
-    qkv: np.ndarray, rows: KeyValueRows, scale: float, context: np.ndarray, row_scales: RowScales | None
+    qkv: np.ndarray,
+    rows: KeyValueRows,
+    scale: float,
+    context: np.ndarray,
+    row_scales: RowScales | None,
+    last_seen: np.ndarray | None = None,
 ) -> None:
     batch, kv_heads, _, size = rows.k_cache.shape
     tokens, width = context.shape[1:]
@@ -100,13 +119,14 @@ def _causal_attention(
     for b, start in enumerate(rows.start.tolist()):
         for first in range(0, tokens, _QUERY_ROWS):
             chosen = slice(first, min(first + _QUERY_ROWS, tokens))
-            end = start + chosen.stop
+            own = np.arange(start + chosen.start, start + chosen.stop)[:, None]
+            last = own if last_seen is None else last_seen[b, chosen][:, None]
             begin = max(0, start + chosen.start + 1 - rows.window) if rows.window else 0
-            positions, own = np.arange(begin, end), np.arange(start + chosen.start, end)[:, None]
+            positions = np.arange(begin, last.max() + 1)
             seen = positions % rows.k_cache.shape[2]
             keys, values = (cache[b][:, None, seen] for cache in (rows.k_cache, rows.v_cache))
             scales = [None, None] if row_scales is None else [each[b][:, None, seen] for each in row_scales]
-            hidden = positions > own
+            hidden = positions > last
             if rows.window:
                 hidden |= positions <= own - rows.window
             attended = attend(

@@ -17,7 +17,9 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 
 FOLDER = Path(__file__).parents[1] / "goldens" / "image_prompts"
-NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir())
+#: Those whose images see themselves, and the others.
+WHOLE_IMAGES = sorted(path.name for path in FOLDER.iterdir() if path.name.startswith("gemma3"))
+NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name not in WHOLE_IMAGES)
 TOLERANCE = 1e-4
 
 
@@ -47,7 +49,10 @@ class GoldenModel:
 
     def _image(self, index: int, grid: tuple[int, int, int]) -> GoldenImage:
         features = [self.expected[f"image{index}.deepstack{layer}"] for layer in range(self.config.deepstack_layers)]
-        return GoldenImage(self.expected[f"image{index}.rows"], tuple(features), f"image {index}", grid)
+        rows = self.expected[f"image{index}.rows"]
+        if self.config.image_tokens:  # what the language model multiplies is divided before
+            rows = rows / np.float32(self.config.embedding_scale)
+        return GoldenImage(rows, tuple(features), f"image {index}", grid)
 
     def placed(self) -> PromptImages:
         """The images in the prompt."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_multimodal import FAMILIES
+from tiny_multimodal import FAMILIES, WHOLE_IMAGES
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
@@ -26,10 +26,11 @@ def multimodal_engines(
     def build(family: str) -> Path:
         if family not in built:
             folder = tmp_path_factory.mktemp(family)
-            checkpoint = make_checkpoint(folder / "checkpoint", 3, **FAMILIES[family])
+            checkpoint = make_checkpoint(folder / "checkpoint", 3, **(FAMILIES | WHOLE_IMAGES)[family])
             draft = make_draft(folder / "draft")
             limits = replace(LIMITS, image_rows=IMAGE_ROWS.get(family, (64,)))
-            build_engine_directory(checkpoint, folder / "engines", limits, [], draft=draft)
+            dtype = "bfloat16" if family in WHOLE_IMAGES else None
+            build_engine_directory(checkpoint, folder / "engines", limits, [], draft=draft, dtype=dtype)
             built[family] = folder / "engines"
         return built[family]
 

@@ -97,6 +97,48 @@ PREPROCESSORS: dict[str, dict[str, Any]] = {
     },
     "llava": {"image_processor_type": "SiglipImageProcessor", "size": {"height": 12, "width": 12}},
 }
+#: Those whose images see themselves, which need bfloat16.
+WHOLE_IMAGES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "image_token_index": IMAGE_TOKEN,
+        "boi_token_index": VISION_START,
+        "eoi_token_index": VISION_END,
+        "mm_tokens_per_image": 16,
+        "eos_token_id": 257,
+        "tie_word_embeddings": False,
+        "text_config": {
+            "architectures": ["Gemma3ForCausalLM"],
+            "model_type": "gemma3_text",
+            "hidden_act": None,
+            "head_dim": 256,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "sliding_window": 11,
+            "sliding_window_pattern": 2,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "max_position_embeddings": 1024,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model",
+            "vision_use_head": False,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 4,
+        },
+    }
+}
+PREPROCESSORS["gemma3"] = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": 32, "width": 32},
+    "image_seq_length": 16,
+}
+#: Gemma 3's template writes the token before an image alone.
+TEMPLATES = {"gemma3": TEMPLATE.replace("".join(MARKERS), MARKERS[0])}
 PREPROCESSORS["qwen3_vl"] = PREPROCESSORS["qwen3_5"] = PREPROCESSORS["qwen2_5_vl"]
 
 

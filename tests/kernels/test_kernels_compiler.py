@@ -112,6 +112,8 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     prefill += [heads_kernel(dtype, True).source, prefill_attention(dtype, 128, 2, True).source]
     shapes = ((64, 2, False), (128, 1, True), (256, 1, False))
     prefill += [prefill_attention(dtype, *shape, window=True).source for shape in shapes]
+    shapes = ((64, 1, False, False), (128, 2, True, False), (256, 1, False, True), (256, 1, True, True))
+    prefill += [prefill_attention(dtype, *shape, ahead=True).source for shape in shapes]
     packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
     every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
     return drawing + prefill + packed + every

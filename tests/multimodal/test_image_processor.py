@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import PIL
 import pytest
+from published_families import GEMMA_3_4B
 from safetensors.numpy import load_file
 from synthetic_images import synthetic_image
 from vision_configs import llava_vision, qwen_vision
 
 from edgellm.engines.errors import CheckpointError, ImageError, UnsupportedModelError
+from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_processor import ImageProcessor, open_image_processor
 
@@ -39,6 +41,8 @@ def _vision_of(name: str) -> VisionConfig:
     patch, (_, rows, _) = EXPECTED[name]["patch_size"], EXPECTED[name]["images"][0]["grid"]
     if name.startswith("qwen"):
         return qwen_vision(patch)
+    if name == "gemma3":
+        return read_vision_config(GEMMA_3_4B)
     image_size = {"siglip_remainder": 50}.get(name, rows * patch)
     return llava_vision(image_size, patch)
 

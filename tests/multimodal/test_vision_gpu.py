@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
-from tiny_multimodal import FAMILIES
+from tiny_multimodal import FAMILIES, WHOLE_IMAGES
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
@@ -41,7 +41,7 @@ def values_of(backend: Backend, array: DeviceArray) -> np.ndarray:
     return values
 
 
-CASES = [(name, "float16", "composed") for name in NAMES]
+CASES = [(name, "float16" if name != "gemma3" else "bfloat16", "composed") for name in NAMES]
 CASES += [
     (name, dtype, attention)
     for name in ("qwen2_5_vl", "qwen3_vl", "llava_clip")
@@ -69,15 +69,15 @@ def test_embeddings_are_those_of_transformers(name: str, dtype: str, attention: 
     assert max(differences) <= TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WHOLE_IMAGES])
 def test_pixels_to_embeddings_beside_a_language_model(
     family: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     """Resized, cut and encoded on the GPU, with weights and scratch of a language model about; NumPy does the same."""
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", 3, **FAMILIES[family])
-    rows = (9,) if family == "llava" else (64, 128)
-    limits = EngineLimits(1, 16, 64, image_rows=rows)
-    build_engine_directory(checkpoint, tmp_path / "engines", limits, [])
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 3, **(FAMILIES | WHOLE_IMAGES)[family])
+    rows = {"llava": (9,), "gemma3": (64,)}.get(family, (64, 128))
+    limits, dtype = EngineLimits(1, 16, 64, image_rows=rows), "bfloat16" if family in WHOLE_IMAGES else None
+    build_engine_directory(checkpoint, tmp_path / "engines", limits, [], dtype=dtype)
     directory = EngineDirectory.open(tmp_path / "engines")
     vision = directory.vision
     assert vision is not None
@@ -99,7 +99,8 @@ def test_pixels_to_embeddings_beside_a_language_model(
     runner.close()
     base.close()
     print(f"\n{family}: {', '.join(f'{difference:.3%}' for difference in differences)}")
-    assert max(differences) <= 0.02  # weights of another kind than the goldens', and pixels in the dtype, too
+    # Weights of another kind than the goldens', and pixels in the dtype, too.
+    assert max(differences) <= (0.02 if dtype is None else TOLERANCES[dtype])
 
 
 def test_a_vision_encoder_of_another_directory(tmp_path: Path, make_checkpoint: Callable[..., Path]) -> None:

@@ -6,8 +6,9 @@ Needs torch and transformers 5. Each folder is a multimodal checkpoint with rand
 `token_ids` [T] int64 with images among them, their `pixel_values` as the vision part takes them, what it gives for
 image i (`image{i}.rows` [M, H] and `image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T]
 (with M-RoPE), the float32 `logits` [T, V] that transformers computes in float32 from the stored weights, and after the
-prompt the tokens `continued` [n] with their `continued_logits` [n, V]. `positions.safetensors` holds, for random
-prompts, what `get_rope_index` gives, as int16.
+prompt the tokens `continued` [n] with their `continued_logits` [n, V]; of Gemma 3, whose images see themselves, also
+the tokens `greedy` [n] that follow. `positions.safetensors` holds, for random prompts, what `get_rope_index` gives, as
+int16.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ _TOWER = {
     "patch_size": 4,
     "initializer_range": 0.3,
 }
+_EIGHT_BY_EIGHT = {"image_size": 24, "patch_size": 3, "intermediate_size": 16}
 _QWEN_TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
@@ -82,6 +84,7 @@ class Model:
     grids: list[tuple[int, int, int]] = field(default_factory=lambda: [(1, 6, 4), (1, 2, 10)])
     old: bool = False
     wrapped: bool = False
+    dtype: str = "float16"
 
 
 def _qwen2_5(tied: bool = False) -> dict[str, Any]:
@@ -131,8 +134,40 @@ def _llava(text: dict[str, Any], tower: str) -> dict[str, Any]:
     }
 
 
+def _gemma3(window: int) -> dict[str, Any]:
+    """Layers with a window, with one, and without."""
+    text = {
+        **_TEXT,
+        "model_type": "gemma3_text",
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    }
+    return {
+        "text_config": text,
+        "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False, **_EIGHT_BY_EIGHT},
+        "initializer_range": 0.3,
+        "image_token_index": IMAGE,
+        "boi_token_index": VISION_START,
+        "eoi_token_index": VISION_END,
+        "mm_tokens_per_image": 16,
+        "tie_word_embeddings": False,
+    }
+
+
 _SQUARE = [(1, 3, 3), (1, 3, 3)]
 _QWEN2_5 = (transformers.Qwen2_5_VLConfig, transformers.Qwen2_5_VLForConditionalGeneration)
+_POOLED = [(1, 8, 8), (1, 8, 8)]
+_GEMMA3 = (transformers.Gemma3Config, transformers.Gemma3ForConditionalGeneration)
 _LLAVA = (transformers.LlavaConfig, transformers.LlavaForConditionalGeneration)
 MODELS = {
     "qwen2_5_vl": Model(*_QWEN2_5, _qwen2_5(), wrapped=True),
@@ -154,6 +189,8 @@ MODELS = {
         _qwen3_5(),
         [(1, 6, 4), (1, 2, 2), (1, 2, 6)],
     ),
+    "gemma3_window_6": Model(*_GEMMA3, _gemma3(6), _POOLED, dtype="bfloat16"),
+    "gemma3_window_24": Model(*_GEMMA3, _gemma3(24), _POOLED, dtype="bfloat16", wrapped=True),
 }
 
 
@@ -163,7 +200,10 @@ def make_model(name: str, directory: Path) -> None:
     torch.manual_seed(list(MODELS).index(name))
     model = golden.model_class(golden.config_class(**golden.config))
     randomize_vectors(model.named_parameters())
-    model.half().save_pretrained(directory)
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith("mm_input_projection_weight"):  # it starts at 0
+            torch.nn.init.normal_(parameter, 0, 0.3)
+    model.to(getattr(torch, golden.dtype)).save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
     again = golden.model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -178,22 +218,24 @@ def make_model(name: str, directory: Path) -> None:
 
 def compute(model: torch.nn.Module, golden: Model) -> dict[str, torch.Tensor]:
     """What `expected.safetensors` holds."""
-    is_llava = golden.config_class is transformers.LlavaConfig
+    is_llava, is_gemma = (golden.config_class is each for each in (transformers.LlavaConfig, transformers.Gemma3Config))
     vision = golden.config["vision_config"]
     grids = torch.tensor(golden.grids)
-    if is_llava:
+    if is_llava or is_gemma:
         side = vision["image_size"]
-        inputs: dict[str, Any] = {"pixel_values": torch.randn(len(grids), 3, side, side)}
+        pixels = torch.randn(len(grids), 3, side, side)
+        inputs: dict[str, Any] = {"pixel_values": pixels.half().float() if is_gemma else pixels}
         features = model.get_image_features(**inputs, **_strategy(golden), return_dict=True)
-        counts = [int(grid.prod()) for grid in grids]
+        counts = [len(rows) for rows in features.pooler_output]
     else:
         patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
         inputs = {"pixel_values": torch.randn(int(grids.prod(1).sum()), patch), "image_grid_thw": grids}
         features = model.get_image_features(**inputs, return_dict=True)
         counts = [int(grid.prod()) // vision["spatial_merge_size"] ** 2 for grid in grids]
     token_ids, kinds = prompt_of(counts, bare=is_llava)
+    kinds_name = "token_type_ids" if is_gemma else "mm_token_type_ids"
     if not is_llava:
-        inputs["mm_token_type_ids"] = kinds[None]
+        inputs[kinds_name] = kinds[None]
     continued = torch.randint(3, 90, (5,))
     expected = {"token_ids": token_ids, "grids": grids, "continued": continued, "pixel_values": inputs["pixel_values"]}
     for index, rows in enumerate(features.pooler_output):
@@ -201,19 +243,28 @@ def compute(model: torch.nn.Module, golden: Model) -> dict[str, torch.Tensor]:
     for layer, rows in enumerate(getattr(features, "deepstack_features", None) or ()):
         for index, part in enumerate(rows if isinstance(rows, (tuple, list)) else rows.split(counts)):
             expected[f"image{index}.deepstack{layer}"] = part
-    if not is_llava:
+    if not (is_llava or is_gemma):
         positions, delta = model.model.get_rope_index(token_ids[None], kinds[None], grids)
         expected |= {"positions": positions[:, 0], "delta": delta[0]}
     first = model(input_ids=token_ids[None], **inputs, use_cache=True)
     expected["logits"] = first.logits[0]
     whole = torch.cat((token_ids, continued))
     if not is_llava:
-        inputs["mm_token_type_ids"] = torch.cat((kinds, torch.zeros(len(continued), dtype=kinds.dtype)))[None]
+        inputs[kinds_name] = torch.cat((kinds, torch.zeros(len(continued), dtype=kinds.dtype)))[None]
     expected["continued_logits"] = model(input_ids=whole[None], **inputs).logits[0, len(token_ids) :]
+    if is_gemma:
+        expected["pixel_values"] = expected["pixel_values"].half()
+        pixels, attended = inputs["pixel_values"], {"attention_mask": torch.ones_like(token_ids)[None]}
+        prompt = {"input_ids": token_ids[None], "pixel_values": pixels, kinds_name: kinds[None], **attended}
+        expected["greedy"] = model.generate(
+            **prompt, do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0
+        )[0, len(token_ids) :]
     return {name: value.detach().contiguous().clone() for name, value in expected.items()}
 
 
 def _strategy(golden: Model) -> dict[str, Any]:
+    if golden.config_class is transformers.Gemma3Config:
+        return {}
     return {key: golden.config[key] for key in ("vision_feature_layer", "vision_feature_select_strategy")}
 
 

@@ -22,6 +22,7 @@ import PIL
 import transformers
 from safetensors.numpy import save_file
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
@@ -77,6 +78,12 @@ CASES: dict[str, tuple[type, dict[str, Any], int, tuple[tuple[int, int], ...]]] 
     "siglip_remainder": (
         SiglipImageProcessorPil,
         {"size": {"height": 50, "width": 50}, "resample": 2, "do_normalize": False},
+        14,
+        ((480, 640), (37, 61)),
+    ),
+    "gemma3": (
+        Gemma3ImageProcessorPil,
+        {"size": {"height": 896, "width": 896}, "image_mean": _HALF, "image_std": _HALF, "image_seq_length": 256},
         14,
         ((480, 640), (37, 61)),
     ),

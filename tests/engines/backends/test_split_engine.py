@@ -19,6 +19,7 @@ from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
@@ -43,6 +44,7 @@ MODELS: dict[str, DecoderConfig] = {
     "last_feature": replace(DEEP, feature_layers=(8,)),
     "features_of_the_end": replace(DEEP, feature_layers=(3, 7, 8)),
     "deepstack": replace(DEEP, deepstack_layers=3),
+    "images": replace(DEEP, image_tokens=9),
 }
 
 
@@ -121,6 +123,8 @@ def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
     if "state_tokens" in arrays:
         arrays["state_tokens"][:] = shape.tokens - 2
     rows = start + np.arange(shape.tokens)[:, None]
+    if "last_seen" in arrays:  # the last of an image's 9 tokens; all of the step's end with one
+        arrays["last_seen"][:] = np.minimum(start + np.arange(shape.tokens) // 9 * 9 + 8, start + shape.tokens - 1)
     arrays["attention_mask"][:] = np.arange(shape.key_range) <= rows
     return arrays
 
@@ -152,6 +156,50 @@ def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_gives_what_the_whole_program_does(name: str) -> None:
     compare(MODELS[name], EngineShape("prefill", 1, 32, 96, 96))
+
+
+@pytest.mark.parametrize("window", [None, 7, 40])
+def test_tokens_of_images_see_those_behind_them(window: int | None) -> None:
+    """And would give something else if they did not; with windows in rings."""
+    kinds = () if window is None else ("window", "attention") * 4
+    config = replace(MODELS["images"], layer_kinds=kinds, sliding_window=window)
+    shape = EngineShape("prefill", 1, 32, 96, 96, window_rows=0 if window is None else 128)
+    compare(config, shape)
+    program, causal = model_program(config, shape), model_program(replace(config, image_tokens=0), shape)
+    assert all(step.looks_ahead for step in program.attentions)
+    arrays = random_arrays(program, 13)
+    found = []
+    for each in (program, causal):
+        bound = {name: array.copy() for name, array in arrays.items()}
+        ProgramGraph(NumpyOperations(bound, bound), each).run()
+        found.append(bound["logits"])
+    assert np.abs(found[0] - found[1]).max() > 1e-3
+
+
+def test_what_runs_attention_to_tokens_behind() -> None:
+    """Kernels of long prompts alone; other phases look back, as those of other models, and so do chunks that are too
+    short for an image."""
+    config, limits = MODELS["images"], EngineLimits(1, 128, 256)
+    for tokens in (16, 128):
+        shape = limits.base_shape("prefill", 1, tokens, 256)
+        refusal = refusal_on(config, shape, "bfloat16", "sm_90")
+        assert refusal is not None and ("which the kernels of long prompts do" in refusal or tokens > 64)
+        assert split_refusal(config, shape, "bfloat16", 99 << 10) is None
+        assert "attention of an image's tokens to those behind them" in str(
+            plan_refusal(config, shape, "float32", 99 << 10, False)
+        )
+        with pytest.raises(EngineError, match="TensorRT has no attention of tokens to those behind them"):
+            TensorRTOperations.attention_ahead(None, None)
+    needed = planned_shapes({"base": config}, limits, "bfloat16", "sm_90")
+    assert {shape.tokens for shape in needed} == {16, 128} and all(shape.segment is not None for shape in needed)
+    larger = planned_shapes({"base": replace(config, image_tokens=17)}, limits, "bfloat16", "sm_90")
+    assert {shape.tokens for shape in larger} == {128}
+    for phase, tokens in (("decode", 1), ("verify", 8), ("prefill", 8)):
+        shape = limits.base_shape(phase, 1, tokens, 256, tokens)
+        assert model_program(config, shape) == model_program(replace(config, image_tokens=0), shape)
+    prefill = limits.base_shape("prefill", 1, 16, 256)
+    plain = model_program(replace(config, image_tokens=0), prefill)
+    assert "looks_ahead" not in str(plain) and "last_seen" not in plain.inputs
 
 
 @pytest.mark.parametrize("name", ["deep", "features", "deepstack"])
