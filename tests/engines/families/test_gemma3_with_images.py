@@ -18,7 +18,9 @@ from published_families import GEMMA_3_4B
 from tiny_multimodal import WHOLE_IMAGES
 
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
@@ -26,7 +28,8 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision, read_vision_config
 from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.model.limits import EngineLimits, vision_shape
+from edgellm.engines.model.programs import model_program
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear
 
@@ -207,6 +210,28 @@ def test_a_directory_is_built_and_its_kernels_compile(
     assert len(ahead) == 2 and {dict(source.macros)["HOST_WINDOW"] for source in ahead} == {0, 1}
     for source in ahead:
         assert compile_module(source, TARGET).code.startswith(b"\x7fELF")
+
+
+def test_which_plans_the_published_model_needs() -> None:
+    """Steps and chunks of 16 tokens run on kernels alone; an image of 256 is in chunks of 512 and more."""
+    config, vision = decoder_config(GEMMA_3_4B), read_vision_config(GEMMA_3_4B)
+    assert vision is not None
+    limits = choose_limits(config, vision=vision, kv_capacity=8192)
+    needed = planned_shapes({"base": config, "vision": vision}, limits, "bfloat16", TARGET)
+    segments = [f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512, 2048) for number in (0, 1)]
+    assert [shape.name for shape in needed] == [*segments, "vision.encode-p4096"]
+    ahead = {
+        shape.tokens: model_program(config, shape).attentions[0].looks_ahead
+        for shape in limits.engine_shapes()
+        if shape.phase == "prefill"
+    }
+    assert ahead == {16: False, 128: False, 512: True, 2048: True}
+
+
+@pytest.mark.slow
+def test_the_published_encoder_is_built_for_a_gpu() -> None:
+    pytest.importorskip("tensorrt_rtx")
+    assert len(build_plan(read_vision_config(GEMMA_3_4B), vision_shape(4096), "bfloat16", target=TARGET)) > 1 << 20
 
 
 def test_a_golden_model_is_built_for_a_gpu(tmp_path: Path) -> None:
