@@ -1,0 +1,169 @@
+"""Golden folders whose random tensors are drawn again where they are read, from a seed that is stored in their place.
+
+A file `NAME.drawn.json` stands for tensors of `NAME.safetensors`: their names, shapes, dtypes and how they are drawn.
+Tensors that are stored in `NAME.safetensors` beside it belong to the same file. Tools that make goldens read them by
+these functions, too, so that references compute with the bits that tests get.
+
+Of expected logits [.., T, V] half are stored, `every_other`: each token and each row of the head is still among them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+DRAWN, WHOLE = ".drawn.json", ".safetensors"
+#: The names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
+LOGITS, EVERY_OTHER = "logits", "every_other_logit"
+#: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
+_MIDDLE, _DEVIATION = 131070, 37837.0
+
+#: By name safetensors' dtype, the shape, and the bytes.
+Tensors = dict[str, tuple[str, list[int], bytes]]
+#: How values are drawn: {"deviation": of a bell around 0}, or {"range": [low, high]}.
+Law = dict[str, Any]
+
+
+@cache
+def golden_folder(kind: str) -> Path:
+    """`tests/goldens/KIND` with all its tensors: a copy that lasts as long as this process."""
+    place = Path(tempfile.mkdtemp(prefix=f"edgellm-{kind}-"))
+    atexit.register(_remove, place, os.getpid())
+    return copy_with_tensors(GOLDENS / kind, place)
+
+
+def _remove(place: Path, process: int) -> None:
+    if os.getpid() == process:  # not in one that was forked from it
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def copy_with_tensors(source: Path, target: Path) -> Path:
+    """A copy of a folder and of those in it, with all tensors in safetensors files; `target` may be there."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            copy_with_tensors(path, target / path.name)
+        elif not path.name.endswith(DRAWN):
+            shutil.copy(path, target / path.name)
+    for path in source.glob(f"*{DRAWN}"):
+        whole = target / (path.name.removesuffix(DRAWN) + WHOLE)
+        stored, metadata = read_tensors(whole) if whole.exists() else ({}, {"format": "pt"})
+        write_tensors(whole, draw(json.loads(path.read_text())) | stored, metadata)
+    if (expected := target / f"expected{WHOLE}").exists():
+        tensors, metadata = read_tensors(expected)
+        if EVERY_OTHER in tensors:
+            dtype, shape, data = tensors.pop(EVERY_OTHER)
+            logits = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
+            write_tensors(expected, tensors | {LOGITS: (dtype, list(logits.shape), logits.tobytes())}, metadata)
+    return target
+
+
+def every_other(logits: np.ndarray) -> np.ndarray:
+    """Half of logits [.., T, V]: [.., T, V / 2], of even tokens those of even ids, of odd tokens those of odd ids."""
+    pairs = logits.reshape(*logits.shape[:-1], -1, 2)
+    return np.where(_are_even(logits), pairs[..., 0], pairs[..., 1])
+
+
+def with_gaps(half: np.ndarray) -> np.ndarray:
+    """float32 logits [.., T, V] of which `every_other` is `half`, the others NaN."""
+    are_even, gap = _are_even(half), np.float32(np.nan)
+    return np.stack([np.where(are_even, half, gap), np.where(are_even, gap, half)], -1).reshape(*half.shape[:-1], -1)
+
+
+def _are_even(logits: np.ndarray) -> np.ndarray:
+    return (np.arange(logits.shape[-2]) % 2 == 0)[:, None]
+
+
+def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """Of what is found, all of it numbers, to what is expected of it."""
+    assert found.shape == expected.shape and np.isfinite(found).all()
+    return float(np.nanmax(np.abs(found - expected)))
+
+
+def draw(description: Mapping[str, Any]) -> Tensors:
+    """The tensors of a description, in its order; 64 bits of PCG64 each value, whose stream NumPy keeps as it is.
+
+    What is done with them is exact but for the rounding of float64 and of the dtype: any machine has the same bits.
+    """
+    generator, tensors = np.random.PCG64(description["seed"]), {}
+    for group in description["groups"]:
+        for name, shape in group["shapes"].items():
+            bits = generator.random_raw(int(np.prod(shape)))
+            tensors[name] = group["dtype"], shape, rounded(_values(bits, group), group["dtype"]).tobytes()
+    return tensors
+
+
+def _values(bits: np.ndarray, law: Law) -> np.ndarray:
+    """float64 values of uint64 `bits` under a law."""
+    if "deviation" in law:
+        fields = bits.view(np.uint16).reshape(-1, 4).astype(np.int64)
+        return (fields.sum(axis=1) - _MIDDLE) * (law["deviation"] / _DEVIATION)
+    low, high = law["range"]
+    return low + (bits >> 11).astype(np.float64) * ((high - low) / (1 << 53))
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float64 values in a dtype of safetensors, of bfloat16 the bits; to the nearest, ties to even."""
+    if dtype != "BF16":
+        return values.astype({"F16": "<f2", "F32": "<f4"}[dtype])
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+
+
+def describe(shapes: Iterable[tuple[str, str, list[int], Law]], seed: int) -> dict[str, Any]:
+    """The description of tensors (name, dtype, shape, law), those of one dtype and law a group."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, dtype, shape, law in shapes:
+        head = {"dtype": dtype, **law}
+        groups.setdefault(json.dumps(head), head | {"shapes": {}})["shapes"][name] = list(shape)
+    return {"seed": seed, "groups": list(groups.values())}
+
+
+def write_description(path: Path, description: Mapping[str, Any]) -> None:
+    """A line for each tensor."""
+    groups = []
+    for group in description["groups"]:
+        lines = (f"   {json.dumps(name)}: {json.dumps(shape)}" for name, shape in group["shapes"].items())
+        head = json.dumps({key: value for key, value in group.items() if key != "shapes"})
+        groups.append(f'  {head[:-1]}, "shapes": {{\n' + ",\n".join(lines) + "}}")
+    joined = ",\n".join(groups)
+    path.write_text(f'{{"seed": {description["seed"]}, "groups": [\n{joined}]}}\n')
+
+
+def read_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
+    """The tensors and the metadata of a safetensors file, of any dtype."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+    metadata = header.pop("__metadata__", {})
+    tensors = {name: (one["dtype"], one["shape"], body[slice(*one["data_offsets"])]) for name, one in header.items()}
+    return tensors, metadata
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+    """A safetensors file; wide dtypes come first, so that all lie at multiples of their size."""
+    wide = sorted(tensors, key=lambda name: -_size(tensors[name][0]))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in wide:
+        dtype, shape, data = tensors[name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"".join(tensors[name][2] for name in wide))
+
+
+def _size(dtype: str) -> int:
+    return 1 if dtype == "BOOL" or dtype.startswith("F8") else int(dtype.lstrip("BFIUC")) // 8
