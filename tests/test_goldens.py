@@ -32,7 +32,7 @@ LIMITS = {
     "mtp": 60_000,
     "quantized": 3_200_000,
     "torch_files": 100_000,
-    "vision": 1_200_000,
+    "vision": 120_000,
 }
 
 
