@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 LIMITS = {
     "decoder": 600_000,
     "draft": 700_000,
-    "image_prompts": 800_000,
+    "image_prompts": 220_000,
     "images": 100_000,
     "lora": 260_000,
     "losses": 10_000,

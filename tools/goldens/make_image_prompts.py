@@ -2,12 +2,12 @@
 
     python tools/goldens/make_image_prompts.py tests/goldens/image_prompts
 
-Needs torch and transformers 5. Each folder is a multimodal checkpoint with random weights and `expected.safetensors`:
-`token_ids` [T] int64 with images among them, their `pixel_values` as the vision part takes them, what it gives for
-image i (`image{i}.rows` [M, H] and `image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T]
-(with M-RoPE), the float32 `logits` [T, V] that transformers computes in float32 from the stored weights, and after the
-prompt the tokens `continued` [n] with their `continued_logits` [n, V]. `positions.safetensors` holds, for random
-prompts, what `get_rope_index` gives, as int16.
+Needs torch and transformers 5. Each folder is a multimodal checkpoint and `expected.safetensors`: `token_ids` [T] int64
+with images among them, their `pixel_values` as the vision part takes them (weights and pixels are random and only
+described, `tests/helpers/golden_files.py`), what it gives for image i (`image{i}.rows` [M, H] and
+`image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T] (with M-RoPE), the float32 `logits`
+[T, V] that transformers computes in float32, and after the prompt the tokens `continued` [n] with their
+`continued_logits` [n, V]. `positions.safetensors` holds, for random prompts, what `get_rope_index` gives, as int16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, randomize_vectors, write_folders
+from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, write_folders
 from safetensors.torch import load_file, save_file
 
 IMAGE, VISION_START, VISION_END, VIDEO = 90, 91, 92, 93
@@ -132,42 +132,53 @@ MODELS = {
 def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
     golden = MODELS[name]
-    torch.manual_seed(list(MODELS).index(name))
-    model = golden.model_class(golden.config_class(**golden.config))
-    randomize_vectors(model.named_parameters())
-    model.half().save_pretrained(directory)
+    seed = list(MODELS).index(name)
+    torch.manual_seed(seed)
+    golden.model_class(golden.config_class(**golden.config)).half().save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
-    again = golden.model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    draw_tensors(directory / "model.safetensors", seed, 0.3)
+    save_file({"pixel_values": torch.zeros(pixel_shape(golden))}, directory / "expected.safetensors")
+    draw_tensors(directory / "expected.safetensors", 1000 + seed, 1.0)
+    with whole(directory) as complete:
+        again = golden.model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager").eval()
+        pixel_values = load_file(complete / "expected.safetensors")["pixel_values"]
     with torch.no_grad():
-        expected = compute(again, golden)
+        expected = compute(again, golden, pixel_values)
     if golden.old:
         rewrite_as_old_layout(directory / "config.json")
     if golden.wrapped:
-        wrap_names(directory / "model.safetensors")
+        rename_drawn(directory, wrapped_name)
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
     print(f"{name}: {len(expected['token_ids'])} tokens, standard deviation {expected['logits'].std():.2f}")
 
 
-def compute(model: torch.nn.Module, golden: Model) -> dict[str, torch.Tensor]:
+def pixel_shape(golden: Model) -> tuple[int, ...]:
+    """Of all images as the vision part takes them."""
+    vision = golden.config["vision_config"]
+    if golden.config_class is transformers.LlavaConfig:
+        return len(golden.grids), 3, vision["image_size"], vision["image_size"]
+    patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    return sum(height * width for _, height, width in golden.grids), patch
+
+
+def compute(model: torch.nn.Module, golden: Model, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
     """What `expected.safetensors` holds."""
     is_llava = golden.config_class is transformers.LlavaConfig
     vision = golden.config["vision_config"]
     grids = torch.tensor(golden.grids)
+    inputs: dict[str, Any] = {"pixel_values": pixel_values}
     if is_llava:
-        side = vision["image_size"]
-        inputs: dict[str, Any] = {"pixel_values": torch.randn(len(grids), 3, side, side)}
         features = model.get_image_features(**inputs, **_strategy(golden), return_dict=True)
         counts = [int(grid.prod()) for grid in grids]
     else:
-        patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-        inputs = {"pixel_values": torch.randn(int(grids.prod(1).sum()), patch), "image_grid_thw": grids}
+        inputs["image_grid_thw"] = grids
         features = model.get_image_features(**inputs, return_dict=True)
         counts = [int(grid.prod()) // vision["spatial_merge_size"] ** 2 for grid in grids]
     token_ids, kinds = prompt_of(counts, bare=is_llava)
     if not is_llava:
         inputs["mm_token_type_ids"] = kinds[None]
     continued = torch.randint(3, 90, (5,))
-    expected = {"token_ids": token_ids, "grids": grids, "continued": continued, "pixel_values": inputs["pixel_values"]}
+    expected = {"token_ids": token_ids, "grids": grids, "continued": continued}
     for index, rows in enumerate(features.pooler_output):
         expected[f"image{index}.rows"] = rows
     for layer, rows in enumerate(getattr(features, "deepstack_features", None) or ()):
@@ -220,22 +231,19 @@ def rewrite_as_old_layout(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def wrap_names(path: Path) -> None:
+def wrapped_name(name: str) -> str:
     """Everything but the head below `model.`, the language model below `model.language_model.`."""
-    renamed = {}
-    for name, tensor in load_file(path).items():
-        text = name.removeprefix("language_model.")
-        if text.startswith("lm_head."):
-            renamed[text] = tensor
-        elif text.startswith("model."):
-            renamed[f"model.language_model.{text.removeprefix('model.')}"] = tensor
-        else:
-            renamed[f"model.{name}"] = tensor
-    save_file(renamed, path, metadata={"format": "pt"})
+    text = name.removeprefix("language_model.")
+    if text.startswith("lm_head."):
+        return text
+    if text.startswith("model."):
+        return f"model.language_model.{text.removeprefix('model.')}"
+    return f"model.{name}"
 
 
 def make_positions(directory: Path) -> None:
     """Positions of random prompts: grids of any shape in merged blocks, several images, text between or hardly any."""
+    torch.manual_seed(5)
     draw = random.Random(5)
     tensors: dict[str, torch.Tensor] = {}
     for name in ("qwen2_5_vl", "qwen3_vl"):
