@@ -24,7 +24,7 @@ from safetensors.numpy import load_file
 #: The most bytes that each folder of goldens may have.
 LIMITS = {
     "decoder": 600_000,
-    "draft": 700_000,
+    "draft": 130_000,
     "image_prompts": 220_000,
     "images": 100_000,
     "lora": 260_000,
