@@ -4,9 +4,10 @@
 
 Needs torch and transformers, as `make.py`; random tensors are only described, as there. `BASE/` is a checkpoint with
 `expected.safetensors`: `token_ids` [T] int64 and `entering` [N, T, H], the hidden states that enter layers 1..N-1 and,
-last, the one after the final norm, as transformers gives them in float32. `HEAD/` is a draft checkpoint with `expected.safetensors`, for the base that its
-metadata name: what the head gives for the base's tokens (`prefill`, then `accept`), and for two levels of a tree
-(`level1` with tokens, `level2` with tokens and parents), every node run as the end of its own path.
+last, the one after the final norm, as transformers gives them in float32. `HEAD/` is a draft checkpoint with
+`expected.safetensors`, for the base that its metadata name: what the head gives for the base's tokens (`prefill`, then
+`accept`), and for two levels of a tree (`level1` with tokens, `level2` with tokens and parents), every node run as the
+end of its own path.
 """
 
 from __future__ import annotations
