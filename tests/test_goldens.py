@@ -30,7 +30,7 @@ LIMITS = {
     "lora": 260_000,
     "losses": 10_000,
     "mtp": 60_000,
-    "quantized": 3_200_000,
+    "quantized": 1_700_000,
     "torch_files": 100_000,
     "vision": 120_000,
 }
