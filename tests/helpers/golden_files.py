@@ -4,7 +4,7 @@ A file `NAME.drawn.json` stands for tensors of `NAME.safetensors`: their names, 
 Tensors that are stored in `NAME.safetensors` beside it belong to the same file. Tools that make goldens read them by
 these functions, too, so that references compute with the bits that tests get.
 
-Of expected logits [.., T, V] half are stored, `every_other`: each token and each row of the head is still among them.
+Of expected logits [.., T, V] a fourth are stored, `every_fourth`: each token and each row of the head is among them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 GOLDENS = Path(__file__).parents[1] / "goldens"
 DRAWN, WHOLE = ".drawn.json", ".safetensors"
 #: The names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
-LOGITS, EVERY_OTHER = "logits", "every_other_logit"
+LOGITS, EVERY_FOURTH = "logits", "every_fourth_logit"
 #: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
 _MIDDLE, _DEVIATION = 131070, 37837.0
 
@@ -62,27 +62,30 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
         write_tensors(whole, draw(json.loads(path.read_text())) | stored, metadata)
     if (expected := target / f"expected{WHOLE}").exists():
         tensors, metadata = read_tensors(expected)
-        if EVERY_OTHER in tensors:
-            dtype, shape, data = tensors.pop(EVERY_OTHER)
+        if EVERY_FOURTH in tensors:
+            dtype, shape, data = tensors.pop(EVERY_FOURTH)
             logits = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
             write_tensors(expected, tensors | {LOGITS: (dtype, list(logits.shape), logits.tobytes())}, metadata)
     return target
 
 
-def every_other(logits: np.ndarray) -> np.ndarray:
-    """Half of logits [.., T, V]: [.., T, V / 2], of even tokens those of even ids, of odd tokens those of odd ids."""
-    pairs = logits.reshape(*logits.shape[:-1], -1, 2)
-    return np.where(_are_even(logits), pairs[..., 0], pairs[..., 1])
+def every_fourth(logits: np.ndarray) -> np.ndarray:
+    """A fourth of logits [.., T, V]: [.., T, V / 4], of token t those of the ids that leave t % 4 when divided by 4."""
+    fours = logits.reshape(*logits.shape[:-1], -1, 4)
+    return np.take_along_axis(fours, _places(fours.shape), axis=-1)[..., 0]
 
 
-def with_gaps(half: np.ndarray) -> np.ndarray:
-    """float32 logits [.., T, V] of which `every_other` is `half`, the others NaN."""
-    are_even, gap = _are_even(half), np.float32(np.nan)
-    return np.stack([np.where(are_even, half, gap), np.where(are_even, gap, half)], -1).reshape(*half.shape[:-1], -1)
+def with_gaps(fourth: np.ndarray) -> np.ndarray:
+    """float32 logits [.., T, V] of which `every_fourth` is `fourth`, the others NaN."""
+    fours = np.full((*fourth.shape, 4), np.nan, np.float32)
+    np.put_along_axis(fours, _places(fours.shape), fourth[..., None], axis=-1)
+    return fours.reshape(*fourth.shape[:-1], -1)
 
 
-def _are_even(logits: np.ndarray) -> np.ndarray:
-    return (np.arange(logits.shape[-2]) % 2 == 0)[:, None]
+def _places(shape: tuple[int, ...]) -> np.ndarray:
+    """Which of each four ids [.., T, V / 4, 4] is stored."""
+    tokens = np.arange(shape[-3]) % 4
+    return np.broadcast_to(tokens[:, None, None], (*shape[:-1], 1))
 
 
 def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:

@@ -17,12 +17,12 @@ import transformers
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
 from golden_files import (
     DRAWN,
-    EVERY_OTHER,
+    EVERY_FOURTH,
     WHOLE,
     Law,
     copy_with_tensors,
     describe,
-    every_other,
+    every_fourth,
     read_tensors,
     write_description,
     write_tensors,
@@ -79,7 +79,7 @@ def rename_drawn(directory: Path, renamed: Callable[[str], str]) -> None:
 
 def stored_logits(logits: torch.Tensor) -> dict[str, torch.Tensor]:
     """What is stored of float32 logits [.., T, V]."""
-    return {EVERY_OTHER: torch.from_numpy(every_other(logits.float().numpy()))}
+    return {EVERY_FOURTH: torch.from_numpy(every_fourth(logits.float().numpy()))}
 
 
 @contextmanager
