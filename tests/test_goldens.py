@@ -17,6 +17,7 @@ from golden_files import (
     draw,
     every_fourth,
     largest_difference,
+    read_metadata,
     read_tensors,
     with_gaps,
     write_description,
@@ -105,7 +106,8 @@ def test_stored_and_drawn_tensors_are_one_file(tmp_path: Path) -> None:
 
     whole = copy_with_tensors(source, tmp_path / "whole") / "model"
     assert sorted(path.name for path in whole.iterdir()) == ["config.json", "expected.safetensors", "model.safetensors"]
-    assert read_tensors(whole / "model.safetensors") == (draw(DESCRIPTION) | codes, {"format": "pt"})
+    assert read_tensors(whole / "model.safetensors") == draw(DESCRIPTION) | codes
+    assert read_metadata(whole / "expected.safetensors") == {"torch": "2"}
     assert load_file(whole / "expected.safetensors")["logits"].shape == logits.shape
 
 

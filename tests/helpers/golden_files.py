@@ -58,14 +58,15 @@ def copy_with_tensors(source: Path, target: Path) -> Path:
             shutil.copy(path, target / path.name)
     for path in source.glob(f"*{DRAWN}"):
         whole = target / (path.name.removesuffix(DRAWN) + WHOLE)
-        stored, metadata = read_tensors(whole) if whole.exists() else ({}, {"format": "pt"})
+        stored, metadata = (read_tensors(whole), read_metadata(whole)) if whole.exists() else ({}, {"format": "pt"})
         write_tensors(whole, draw(json.loads(path.read_text())) | stored, metadata)
     if (expected := target / f"expected{WHOLE}").exists():
-        tensors, metadata = read_tensors(expected)
+        tensors = read_tensors(expected)
         if EVERY_FOURTH in tensors:
             dtype, shape, data = tensors.pop(EVERY_FOURTH)
             logits = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
-            write_tensors(expected, tensors | {LOGITS: (dtype, list(logits.shape), logits.tobytes())}, metadata)
+            tensors[LOGITS] = dtype, list(logits.shape), logits.tobytes()
+            write_tensors(expected, tensors, read_metadata(expected))
     return target
 
 
@@ -144,17 +145,25 @@ def write_description(path: Path, description: Mapping[str, Any]) -> None:
     path.write_text(f'{{"seed": {description["seed"]}, "groups": [\n{joined}]}}\n')
 
 
-def read_tensors(path: Path) -> tuple[Tensors, dict[str, str]]:
-    """The tensors and the metadata of a safetensors file, of any dtype."""
+def read_tensors(path: Path) -> Tensors:
+    """The tensors of a safetensors file, of any dtype, which NumPy need not have."""
+    header, body = _header_and_body(path)
+    header.pop("__metadata__", None)
+    return {name: (each["dtype"], each["shape"], body[slice(*each["data_offsets"])]) for name, each in header.items()}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file."""
+    return _header_and_body(path)[0].get("__metadata__", {})
+
+
+def _header_and_body(path: Path) -> tuple[dict[str, Any], bytes]:
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
-    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-    metadata = header.pop("__metadata__", {})
-    tensors = {name: (one["dtype"], one["shape"], body[slice(*one["data_offsets"])]) for name, one in header.items()}
-    return tensors, metadata
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
-def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
     """A safetensors file; wide dtypes come first, so that all lie at multiples of their size."""
     wide = sorted(tensors, key=lambda name: -_size(tensors[name][0]))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -23,6 +23,7 @@ from golden_files import (
     copy_with_tensors,
     describe,
     every_fourth,
+    read_metadata,
     read_tensors,
     write_description,
     write_tensors,
@@ -57,7 +58,7 @@ def law_of(name: str, deviation: float) -> Law:
 
 def draw_tensors(path: Path, seed: int, deviation: float, is_drawn: Callable[[str], bool] = lambda name: True) -> None:
     """Put a description of random tensors in the place of those of a safetensors file; those not drawn stay there."""
-    tensors, metadata = read_tensors(path)
+    tensors, metadata = read_tensors(path), read_metadata(path)
     kept = {name: tensor for name, tensor in tensors.items() if not is_drawn(name)}
     drawn = [(name, dtype, shape) for name, (dtype, shape, _) in tensors.items() if name not in kept]
     description = describe([(*each, law_of(each[0], deviation)) for each in drawn], seed)
