@@ -1,22 +1,45 @@
-"""The golden files: few and small enough for every checkout."""
+"""The golden files: few and small enough for every checkout, and drawn alike on every machine."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
+
+import numpy as np
+import pytest
+from golden_files import (
+    copy_with_tensors,
+    describe,
+    draw,
+    every_fourth,
+    largest_difference,
+    read_metadata,
+    read_tensors,
+    with_gaps,
+    write_description,
+    write_tensors,
+)
+from safetensors.numpy import load_file
 
 #: The most bytes that each folder of goldens may have.
 LIMITS = {
-    "decoder": 2_700_000,
-    "draft": 700_000,
-    "image_prompts": 1_110_000,
-    "images": 100_000,
-    "lora": 520_000,
+    "decoder": 360_000,
+    "draft": 120_000,
+    "image_prompts": 310_000,
+    "images": 60_000,
+    "lora": 210_000,
     "losses": 10_000,
-    "mtp": 150_000,
-    "quantized": 3_300_000,
-    "torch_files": 100_000,
-    "vision": 1_200_000,
+    "mtp": 30_000,
+    "quantized": 1_680_000,
+    "torch_files": 40_000,
+    "vision": 115_000,
 }
+#: The most bytes that all tracked files may have.
+CHECKOUT_LIMIT = 45 << 20
 
 
 def test_goldens_stay_small(repository: Path) -> None:
@@ -27,3 +50,77 @@ def test_goldens_stay_small(repository: Path) -> None:
     }
     assert sizes.keys() == LIMITS.keys(), "a folder of goldens without a limit, or a limit without a folder"
     assert {name: size for name, size in sizes.items() if size > LIMITS[name]} == {}
+
+
+def test_the_checkout_stays_small(repository: Path) -> None:
+    git = shutil.which("git")
+    if git is None or not (repository / ".git").exists():
+        pytest.skip("not a checkout, or no git")
+    listed = subprocess.run([git, "ls-files", "-z"], cwd=repository, capture_output=True, check=False)
+    if listed.returncode:
+        pytest.skip(f"git lists no files here: {listed.stderr.decode(errors='replace').strip()}")
+    tracked = [repository / os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    sizes = {path: path.lstat().st_size for path in tracked if path.is_symlink() or path.exists()}
+    largest = [f"{path} {sizes[path]:,}" for path in sorted(sizes, key=lambda path: -sizes[path])[:40]]
+    assert sum(sizes.values()) <= CHECKOUT_LIMIT, largest
+
+
+DESCRIPTION = describe(
+    [
+        ("wide.weight", "F32", [40, 50], {"deviation": 0.25}),
+        ("norm.weight", "BF16", [30], {"range": [0.5, 1.5]}),
+        ("narrow.weight", "F16", [7, 3], {"deviation": 0.25}),
+        ("other_norm.weight", "BF16", [5], {"range": [0.5, 1.5]}),
+    ],
+    seed=19,
+)
+
+
+def test_drawn_tensors_have_these_bits() -> None:
+    """Expected values were computed with them: where they differ, every golden is wrong."""
+    tensors = draw(DESCRIPTION)
+    digest = hashlib.sha256(b"".join(data for _, _, data in tensors.values())).hexdigest()
+    assert digest == "093512a3ea079f05ed8050e58b9c743ce8985766e0d2a0ebce77753a5e1cb4a5"
+    wide = np.frombuffer(tensors["wide.weight"][2], np.float32)
+    assert abs(wide.std() - 0.25) < 0.01 and abs(wide.mean()) < 0.01 and len(np.unique(wide)) > 1900
+    norm = np.frombuffer(tensors["norm.weight"][2], np.uint16).astype(np.uint32) << 16
+    assert 0.5 <= norm.view(np.float32).min() < 0.7 and 1.3 < norm.view(np.float32).max() <= 1.5
+
+
+def test_another_seed_draws_others() -> None:
+    other = draw(DESCRIPTION | {"seed": 20})
+    assert all(other[name][:2] == each[:2] and other[name][2] != each[2] for name, each in draw(DESCRIPTION).items())
+
+
+def test_stored_and_drawn_tensors_are_one_file(tmp_path: Path) -> None:
+    source, logits = tmp_path / "source", np.arange(24, dtype=np.float32).reshape(1, 3, 8)
+    (source / "model").mkdir(parents=True)
+    (source / "model" / "config.json").write_text("{}")
+    write_description(source / "model" / "model.drawn.json", DESCRIPTION)
+    assert json.loads((source / "model" / "model.drawn.json").read_text()) == DESCRIPTION
+    codes = {"codes": ("I8", [3], b"\1\2\3"), "sizes": ("I64", [1], bytes(8))}
+    write_tensors(source / "model" / "model.safetensors", codes, {"format": "pt"})
+    fourth = every_fourth(logits)
+    stored = {"every_fourth_logit": ("F32", list(fourth.shape), fourth.tobytes())}
+    write_tensors(source / "model" / "expected.safetensors", stored, {"torch": "2"})
+
+    whole = copy_with_tensors(source, tmp_path / "whole") / "model"
+    assert sorted(path.name for path in whole.iterdir()) == ["config.json", "expected.safetensors", "model.safetensors"]
+    assert read_tensors(whole / "model.safetensors") == draw(DESCRIPTION) | codes
+    assert read_metadata(whole / "expected.safetensors") == {"torch": "2"}
+    assert load_file(whole / "expected.safetensors")["logits"].shape == logits.shape
+
+
+def test_a_fourth_of_the_logits_has_every_token_and_every_id() -> None:
+    logits = np.random.default_rng(0).standard_normal((2, 6, 8)).astype(np.float32)
+    expected = with_gaps(every_fourth(logits))
+    known = np.isfinite(expected)
+    assert known.sum() == logits.size / 4 and known.any(axis=1).all() and known.any(axis=2).all()
+    np.testing.assert_array_equal(expected[known], logits[known])
+    assert largest_difference(logits, expected) == 0
+    wrong = logits.copy()
+    wrong[1, 3, 7] += 2
+    assert largest_difference(wrong, expected) == pytest.approx(2, rel=1e-6)
+    wrong[0, 0, 1] = np.nan  # where nothing is expected
+    with pytest.raises(AssertionError):
+        largest_difference(wrong, expected)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from tokenizers import Tokenizer, models
 
 from edgellm import LLM, AdapterError, SamplingParams
@@ -34,7 +35,7 @@ from edgellm.evaluation import (
     text_windows,
 )
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+LOSSES = golden_folder("losses")
 TEXT = [(13 * index * index + 7 * index + 5) % 256 for index in range(150)]
 WINDOWS = text_windows(TEXT, 40, 13)
 
@@ -81,10 +82,10 @@ def test_perplexity_is_that_of_brute_force(model: LLM, expected: np.ndarray) -> 
     assert seen == sorted(set(seen)) and seen[-1] == (149, 149) and len(seen) == len(WINDOWS)
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (GOLDENS / "losses").iterdir()))
+@pytest.mark.parametrize("name", sorted(path.name for path in LOSSES.iterdir()))
 def test_perplexity_is_that_of_transformers(name: str, tmp_path: Path) -> None:
-    golden = json.loads((GOLDENS / "losses" / name / "expected.json").read_text())
-    checkpoint = shutil.copytree(GOLDENS / "decoder" / golden["base"], tmp_path / "checkpoint")
+    golden = json.loads((LOSSES / name / "expected.json").read_text())
+    checkpoint = shutil.copytree(golden_folder("decoder") / golden["base"], tmp_path / "checkpoint")
     (checkpoint / "expected.safetensors").unlink()
     Tokenizer(models.WordLevel({f"t{number}": number for number in range(80)}, "t0")).save(
         str(checkpoint / "tokenizer.json")

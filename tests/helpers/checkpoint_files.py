@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from golden_files import Tensors as Tensors
+from golden_files import read_tensors as read_tensors
+from golden_files import write_tensors as write_tensors
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError
@@ -22,26 +25,6 @@ def file_bytes(header: Any, data: bytes = b"", length: int | None = None) -> byt
     """A safetensors file put together by hand; `header` is JSON to be or bytes, `length` a false header length."""
     encoded = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(encoded) if length is None else length) + encoded + data
-
-
-#: By name safetensors' dtype, the shape, and the bytes: of any dtype, which NumPy need not have.
-Tensors = dict[str, tuple[str, list[int], bytes]]
-
-
-def read_tensors(path: Path) -> Tensors:
-    data = path.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
-    header.pop("__metadata__", None)
-    return {name: (each["dtype"], each["shape"], body[slice(*each["data_offsets"])]) for name, each in header.items()}
-
-
-def write_tensors(path: Path, tensors: Tensors) -> None:
-    header, body = {}, b""
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = entry(dtype, shape, len(body), len(body) + len(data))
-        body += data
-    path.write_bytes(file_bytes(header, body))
 
 
 def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:

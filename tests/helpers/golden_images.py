@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
+from golden_files import golden_folder
 from safetensors import safe_open
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
@@ -16,7 +16,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 
-FOLDER = Path(__file__).parents[1] / "goldens" / "image_prompts"
+FOLDER = golden_folder("image_prompts")
 #: Those whose images see themselves, and the others.
 WHOLE_IMAGES = sorted(path.name for path in FOLDER.iterdir() if path.name.startswith("gemma3"))
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name not in WHOLE_IMAGES)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from golden_files import golden_folder
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer, models
 
@@ -23,7 +24,7 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.multimodal.image_layout import ImageLayout, Normalization
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 
-GOLDENS = Path(__file__).parents[1] / "goldens" / "vision"
+GOLDENS = golden_folder("vision")
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
 #: Room for the largest image of the goldens, windows padded; a smaller engine beside it.
 _ROWS = (64, 256)

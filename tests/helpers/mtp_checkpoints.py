@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from golden_files import golden_folder
 from safetensors.numpy import load_file, save_file
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+DECODERS, GOLDENS = golden_folder("decoder"), golden_folder("mtp")
 #: The golden heads, by the names of their bases.
 HEADS = ("qwen3_5_text", "qwen3_5_tied")
 #: Fields of a tiny Qwen3.5 whose head drafts.
@@ -34,9 +35,9 @@ _LAYER_WEIGHT = 0.01
 
 def golden_checkpoint(name: str, directory: Path) -> Path:
     """A golden base with its golden head, in two files as its makers publish it."""
-    shutil.copytree(GOLDENS / "decoder" / name, directory)
+    shutil.copytree(DECODERS / name, directory)
     (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
-    shutil.copy(GOLDENS / "mtp" / name / "mtp.safetensors", directory / "model-00002-of-00002.safetensors")
+    shutil.copy(GOLDENS / name / "mtp.safetensors", directory / "model-00002-of-00002.safetensors")
     config = json.loads((directory / "config.json").read_text())
     config.get("text_config", config)["mtp_num_hidden_layers"] = 1
     (directory / "config.json").write_text(json.dumps(config))

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
+
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
+from golden_files import (
+    DRAWN,
+    EVERY_FOURTH,
+    WHOLE,
+    Law,
+    copy_with_tensors,
+    describe,
+    every_fourth,
+    read_metadata,
+    read_tensors,
+    write_description,
+    write_tensors,
+)
+from golden_files import golden_folder as golden_folder  # for tools that read the goldens of others
 
 #: The metadata of every file of expected values.
 VERSIONS = {"torch": torch.__version__, "transformers": transformers.__version__}
@@ -25,6 +45,49 @@ def randomize_vectors(named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None
                 tensor.uniform_(-0.5, 0.5)
             elif "norm" in name:
                 tensor.uniform_(0.5, 1.5)
+
+
+def law_of(name: str, deviation: float) -> Law:
+    """How a tensor is drawn: norms, biases and decays as `randomize_vectors` does, the others in a bell around 0."""
+    if name.endswith("A_log"):
+        return {"range": [-5.0, -0.5]}
+    if name.endswith("bias"):
+        return {"range": [-0.5, 0.5]}
+    return {"range": [0.5, 1.5]} if "norm" in name or "ln_q" in name else {"deviation": deviation}
+
+
+def draw_tensors(path: Path, seed: int, deviation: float, is_drawn: Callable[[str], bool] = lambda name: True) -> None:
+    """Put a description of random tensors in the place of those of a safetensors file; those not drawn stay there."""
+    tensors, metadata = read_tensors(path), read_metadata(path)
+    kept = {name: tensor for name, tensor in tensors.items() if not is_drawn(name)}
+    drawn = [(name, dtype, shape) for name, (dtype, shape, _) in tensors.items() if name not in kept]
+    description = describe([(*each, law_of(each[0], deviation)) for each in drawn], seed)
+    write_description(path.with_name(path.name.removesuffix(WHOLE) + DRAWN), description)
+    if kept:
+        write_tensors(path, kept, metadata)
+    else:
+        path.unlink()
+
+
+def rename_drawn(directory: Path, renamed: Callable[[str], str]) -> None:
+    """Give the drawn tensors of a model other names."""
+    path = directory / f"model{DRAWN}"
+    description = json.loads(path.read_text())
+    for group in description["groups"]:
+        group["shapes"] = {renamed(name): shape for name, shape in group["shapes"].items()}
+    write_description(path, description)
+
+
+def stored_logits(logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What is stored of float32 logits [.., T, V]."""
+    return {EVERY_FOURTH: torch.from_numpy(every_fourth(logits.float().numpy()))}
+
+
+@contextmanager
+def whole(directory: Path) -> Iterator[Path]:
+    """A golden folder with all its tensors, as tests get it."""
+    with tempfile.TemporaryDirectory() as place:
+        yield copy_with_tensors(directory, Path(place))
 
 
 def write_folders(

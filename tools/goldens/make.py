@@ -3,9 +3,10 @@
     python tools/goldens/make.py tests/goldens/decoder
 
 Needs torch and transformers (any release with `rope_parameters`, 5.0 or later). Each folder is a checkpoint as
-`save_pretrained` writes it, with random weights, and `expected.safetensors`: `token_ids` [2, T] int64 and the float32
-`logits` [2, T, V] that transformers computes in float32 from the stored weights after it has read the folder again,
-and of some the tokens `generated` [1, N] int64 behind the first ones of the first sequence, the likeliest each.
+`save_pretrained` writes it, its random weights only described (`tests/helpers/golden_files.py`), and
+`expected.safetensors`: `token_ids` [2, T] int64 and the float32 `logits` [2, T, V] that transformers computes in
+float32 after it has read the checkpoint again, and of some the tokens `generated` [1, N] int64 behind the first ones of
+the first sequence, the likeliest each.
 `rotary.safetensors` holds, for each case of `rotary.json`, the frequencies and a few rows of cosines and sines.
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, randomize_vectors, write_folders
+from golden_folders import VERSIONS, draw_tensors, stored_logits, whole, write_folders
 from safetensors.torch import save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from variations import PROMPT_LENGTH, ROTARY_CASES, VARIATIONS, VOCABULARY
@@ -48,18 +49,20 @@ def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
     variation = VARIATIONS[name]
     config_class, model_class = _CLASSES[variation.family]
-    torch.manual_seed(list(VARIATIONS).index(name) if variation.seed is None else variation.seed)
-    model = model_class(config_class(**variation.config))
-    randomize_vectors(model.named_parameters())
-    model.to(getattr(torch, variation.dtype))
+    seed = list(VARIATIONS).index(name) if variation.seed is None else variation.seed
+    torch.manual_seed(seed)
+    model = model_class(config_class(**variation.config)).to(getattr(torch, variation.dtype))
     model.save_pretrained(directory, **({"max_shard_size": "20KB"} if variation.shards else {}))
     if variation.layout == "old":
         rewrite_as_old_layout(directory / "config.json")
+    for number, path in enumerate(sorted(directory.glob("model*.safetensors"))):
+        draw_tensors(path, 100 * seed + number, variation.deviation)
     token_ids = torch.randint(0, VOCABULARY, (2, variation.length))
-    again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    with whole(directory) as complete:
+        again = model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logits = again(token_ids).logits
-    expected = {"token_ids": token_ids, "logits": logits.float().contiguous()}
+    expected = {"token_ids": token_ids, **stored_logits(logits)}
     if variation.generated:
         expected["generated"] = generate(again, token_ids[:1, :PROMPT_LENGTH], variation.generated)
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)

@@ -2,11 +2,12 @@
 
     python tools/goldens/make_adapters.py tests/goldens/lora
 
-Needs torch, transformers and peft. Each folder is an adapter as `save_pretrained` writes it, for the model whose name
-precedes the dot, and `expected.safetensors`: the float32 logits that PEFT computes in float32 for the inputs of that
-model's own `expected.safetensors`, from the adapter's files read again. For a model of `tests/goldens/decoder` these
-are the `logits` [2, T, V] of the `token_ids`, for one of `tests/goldens/image_prompts` the `logits` [V] after the
-prompt with images and the `continued_logits` [n, V] of the tokens `continued` after it.
+Needs torch, transformers and peft. Each folder is an adapter as `save_pretrained` writes it, its random matrices only
+described (`tests/helpers/golden_files.py`), for the model whose name precedes the dot, and `expected.safetensors`: the
+float32 logits that PEFT computes in float32 for the inputs of that model's own `expected.safetensors`, from the
+adapter's files read again. For a model of `tests/goldens/decoder` these are the `logits` [2, T, V] of the `token_ids`,
+for one of `tests/goldens/image_prompts` the `logits` [V] after the prompt with images and the `continued_logits` [n, V]
+of the tokens `continued` after it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 import peft
 import torch
 import transformers
-from golden_folders import VERSIONS, write_folders
+from golden_folders import VERSIONS, draw_tensors, golden_folder, stored_logits, whole, write_folders
 from make_image_prompts import IMAGE
 from safetensors.torch import load_file, save_file
 
@@ -138,6 +139,22 @@ IMAGE_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
         {"r": 2, "lora_alpha": 5, "target_modules": _ALL, "exclude_modules": r"model\.vision_tower\..*"},
         "float32",
     ),
+    "qwen3_5.recurrent": (
+        {
+            "r": 2,
+            "lora_alpha": 4,
+            "target_modules": rf"{_LANGUAGE}\.\d+\.(linear_attn\.(in_proj_qkv|out_proj)|mlp\.up_proj)",
+        },
+        "float16",
+    ),
+    "gemma3_window_6.all": (
+        {"r": 2, "lora_alpha": 4, "target_modules": rf"{_LANGUAGE}.*\.({'|'.join(_ALL)})"},
+        "float16",
+    ),
+    "gemma3_window_24.attention": (
+        {"r": 2, "lora_alpha": 6, "target_modules": rf"{_LANGUAGE}.*\.(q_proj|v_proj)"},
+        "float16",
+    ),
 }
 #: Of the families whose projections, scales or layers differ from Llama's.
 VARIED_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
@@ -156,7 +173,6 @@ VARIED_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "lfm2.all_linear": ({"r": 2, "lora_alpha": 6, "target_modules": "all-linear"}, "float16"),
     "qwen3_5_text_narrow.all_linear": ({"r": 2, "lora_alpha": 3, "target_modules": "all-linear"}, "float16"),
 }
-_GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 
 
 class _FirstNames(torch.nn.Module):
@@ -177,36 +193,35 @@ def make_adapter(name: str, directory: Path) -> None:
     """Write one adapter with random matrices and what PEFT computes with it."""
     kinds = ADAPTERS | IMAGE_ADAPTERS | VARIED_ADAPTERS
     settings, dtype = kinds[name]
-    torch.manual_seed(list(kinds).index(name))
     _, named = _base_model(name)
     task = {"task_type": "CAUSAL_LM"} if name not in IMAGE_ADAPTERS else {}
     adapted = peft.get_peft_model(named, peft.LoraConfig(**task, **settings))
-    with torch.no_grad():  # B starts at 0, where mistakes would not show
-        for parameter_name, parameter in adapted.named_parameters():
-            if "lora_" in parameter_name:
-                parameter.normal_(std=0.3)
-    stored = {
+    published = {
         key: value.to(getattr(torch, dtype)).contiguous()
         for key, value in peft.get_peft_model_state_dict(adapted).items()
     }
     adapted.save_pretrained(directory)
-    save_file(stored, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(published, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    draw_tensors(directory / "adapter_model.safetensors", list(kinds).index(name), 0.3)  # B, too, which starts at 0
     _tidy(directory)
     model, named = _base_model(name)
     compute = _image_logits if name in IMAGE_ADAPTERS else _text_logits
     without = compute(name, model)
-    again = peft.PeftModel.from_pretrained(named, directory, autocast_adapter_dtype=True).eval()
+    with whole(directory) as complete:
+        again = peft.PeftModel.from_pretrained(named, complete, autocast_adapter_dtype=True).eval()
+        drawn = load_file(complete / "adapter_model.safetensors")
     found = peft.get_peft_model_state_dict(again)
-    if any(not torch.equal(found[key].to(value.dtype), value) for key, value in stored.items()):
+    if any(not torch.equal(found[key].to(value.dtype), value) for key, value in drawn.items()):
         raise RuntimeError(f"{name}: PEFT did not read what it wrote")
     expected = compute(name, model)
-    save_file(expected, directory / "expected.safetensors", metadata={**VERSIONS, "peft": peft.__version__})
+    stored = expected if name in IMAGE_ADAPTERS else stored_logits(expected["logits"])
+    save_file(stored, directory / "expected.safetensors", metadata={**VERSIONS, "peft": peft.__version__})
     changed = (expected["logits"] - without["logits"]).abs()
     print(f"{name}: logits changed by {changed.mean():.3f} on average, {changed.max():.2f} at most")
 
 
 def _base(name: str) -> Path:
-    return _GOLDENS / ("image_prompts" if name in IMAGE_ADAPTERS else "decoder") / name.split(".", 1)[0]
+    return golden_folder("image_prompts" if name in IMAGE_ADAPTERS else "decoder") / name.split(".", 1)[0]
 
 
 def _base_model(name: str) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -219,7 +234,7 @@ def _base_model(name: str) -> tuple[torch.nn.Module, torch.nn.Module]:
 @torch.no_grad()
 def _text_logits(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     token_ids = load_file(_base(name) / "expected.safetensors")["token_ids"]
-    return {"logits": model(token_ids).logits.float().contiguous()}
+    return {"logits": model(token_ids).logits.float()}
 
 
 @torch.no_grad()
@@ -229,6 +244,8 @@ def _image_logits(name: str, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     pixels = {"pixel_values": inputs["pixel_values"]}
     if "positions" in inputs:
         pixels |= {"image_grid_thw": inputs["grids"], "mm_token_type_ids": (token_ids == IMAGE).int()}
+    elif "greedy" in inputs:  # images that see themselves
+        pixels |= {"token_type_ids": (token_ids == IMAGE).int()}
     logits = model(input_ids=token_ids, **pixels).logits[0].float()
     prompt = len(inputs["token_ids"])
     return {"logits": logits[prompt - 1].contiguous(), "continued_logits": logits[prompt:].contiguous()}

@@ -2,11 +2,12 @@
 
     python tools/goldens/make_drafts.py tests/goldens/draft
 
-Needs torch and transformers, as `make.py`. `BASE/` is a checkpoint with `expected.safetensors`: `token_ids` [T] int64
-and `entering` [N, T, H], the hidden states that enter layers 1..N-1 and, last, the one after the final norm, as
-transformers gives them in float32. `HEAD/` is a draft checkpoint with `expected.safetensors`, for the base that its
-metadata name: what the head gives for the base's tokens (`prefill`, then `accept`), and for two levels of a tree
-(`level1` with tokens, `level2` with tokens and parents), every node run as the end of its own path.
+Needs torch and transformers, as `make.py`; random tensors are only described, as there. `BASE/` is a checkpoint with
+`expected.safetensors`: `token_ids` [T] int64 and `entering` [N, T, H], the hidden states that enter layers 1..N-1 and,
+last, the one after the final norm, as transformers gives them in float32. `HEAD/` is a draft checkpoint with
+`expected.safetensors`, for the base that its metadata name: what the head gives for the base's tokens (`prefill`, then
+`accept`), and for two levels of a tree (`level1` with tokens, `level2` with tokens and parents), every node run as the
+end of its own path.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 from eagle_reference import Head
-from golden_folders import VERSIONS, randomize_vectors, write_folders
+from golden_folders import VERSIONS, draw_tensors, whole, write_folders
 from safetensors.torch import load_file, save_file
 
 TOKENS, ACCEPTED = 15, 3
@@ -172,12 +173,14 @@ VARIATIONS = {
 def make_base(name: str, directory: Path) -> None:
     """Write a base and the hidden states that transformers gives for it."""
     config_class, model_class, settings = BASES[name]
-    torch.manual_seed(list(BASES).index(name))
+    seed = list(BASES).index(name)
+    torch.manual_seed(seed)
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     model = model_class(config_class(**{**_BASE, **settings, "rope_parameters": rope}))
-    randomize_vectors(model.named_parameters())
     model.to(torch.float16).save_pretrained(directory)
-    again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    draw_tensors(directory / "model.safetensors", seed, _BASE["initializer_range"])
+    with whole(directory) as complete:
+        again = model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager")
     token_ids = torch.randint(0, VOCABULARY, (1, TOKENS))
     with torch.no_grad():
         states = again(token_ids, output_hidden_states=True).hidden_states
@@ -187,8 +190,8 @@ def make_base(name: str, directory: Path) -> None:
     print(f"{name}: features up to {expected['entering'].abs().max():.1f}")
 
 
-def head_tensors(variation: Variation) -> dict[str, torch.Tensor]:
-    """Random tensors of a head, without its mapping, in the dtype that it is stored in."""
+def empty_tensors(variation: Variation) -> dict[str, torch.Tensor]:
+    """Tensors of a head, without its mapping, as they are stored: names, shapes and the dtype."""
     config = variation.config.get("transformer_layer_config", variation.config)
     size = config["head_dim"] or HIDDEN // config["num_attention_heads"]
     query, kv, inner = config["num_attention_heads"] * size, config["num_key_value_heads"] * size, 40
@@ -217,30 +220,35 @@ def head_tensors(variation: Variation) -> dict[str, torch.Tensor]:
         shapes[f"{name}.weight"] = (width,)
     for name in variation.biases:
         shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
-    tensors = {name: torch.randn(shape) * 0.25 for name, shape in shapes.items()}
-    randomize_vectors(tensors.items())
-    return {name: tensor.to(getattr(torch, config["torch_dtype"])) for name, tensor in tensors.items()}
+    dtype, inside = getattr(torch, config["torch_dtype"]), variation.prefix
+    return {
+        name if name == "lm_head.weight" else f"{inside}{name}": torch.zeros(shape, dtype=dtype)
+        for name, shape in shapes.items()
+    }
 
 
 @torch.no_grad()
 def make_head(name: str, directory: Path) -> None:
     """Write one head and what the reference computes of it."""
     variation, bases = VARIATIONS[name], directory.parent
-    torch.manual_seed(100 + list(VARIATIONS).index(name))
-    base = load_file(bases / variation.base / "model.safetensors")
-    states = load_file(bases / variation.base / "expected.safetensors")
-    tensors = head_tensors(variation)
+    seed = 100 + list(VARIATIONS).index(name)
+    torch.manual_seed(seed)
+    with whole(bases / variation.base) as complete:
+        base, states = (load_file(complete / f"{part}.safetensors") for part in ("model", "expected"))
     mapping = {}
     if variation.reduced:
         kept = torch.randperm(VOCABULARY)[:DRAFT_VOCABULARY].sort().values
         mapping["d2t"] = kept - torch.arange(DRAFT_VOCABULARY)
         mapping["t2d"] = torch.zeros(VOCABULARY, dtype=torch.bool).scatter_(0, kept, True)
-    outside = ("lm_head.weight",)
-    stored = {name if name in outside else f"{variation.prefix}{name}": value for name, value in tensors.items()}
-    save_file(stored | mapping, directory / "model.safetensors")
+    save_file(empty_tensors(variation) | mapping, directory / "model.safetensors")
+    draw_tensors(directory / "model.safetensors", seed, 0.25, lambda name: name not in mapping)
+    with whole(directory) as complete:
+        stored = load_file(complete / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(variation.config, indent=2) + "\n")
     config = variation.config.get("transformer_layer_config", variation.config)
-    tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    tensors = {
+        name.removeprefix(variation.prefix): tensor.float() for name, tensor in stored.items() if name not in mapping
+    }
     embedding = base["model.embed_tokens.weight"].float()
     head = Head(
         tensors,

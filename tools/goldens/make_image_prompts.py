@@ -2,13 +2,13 @@
 
     python tools/goldens/make_image_prompts.py tests/goldens/image_prompts
 
-Needs torch and transformers 5. Each folder is a multimodal checkpoint with random weights and `expected.safetensors`:
-`token_ids` [T] int64 with images among them, their `pixel_values` as the vision part takes them, what it gives for
-image i (`image{i}.rows` [M, H] and `image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T]
-(with M-RoPE), the float32 `logits` [T, V] that transformers computes in float32 from the stored weights, and after the
-prompt the tokens `continued` [n] with their `continued_logits` [n, V]; of Gemma 3, whose images see themselves, also
-the tokens `greedy` [n] that follow. `positions.safetensors` holds, for random prompts, what `get_rope_index` gives, as
-int16.
+Needs torch and transformers 5. Each folder is a multimodal checkpoint and `expected.safetensors`: `token_ids` [T] int64
+with images among them, their `pixel_values` as the vision part takes them (weights and pixels are random and only
+described, `tests/helpers/golden_files.py`), what it gives for image i (`image{i}.rows` [M, H] and
+`image{i}.deepstack{k}` [M, H]), `grids` [images, 3] in patches, `positions` [3, T] (with M-RoPE), the float32 `logits`
+[T, V] that transformers computes in float32, and after the prompt the tokens `continued` [n] with their
+`continued_logits` [n, V]; of Gemma 3, whose images see themselves, also the tokens `greedy` [n] that follow.
+`positions.safetensors` holds, for random prompts, what `get_rope_index` gives, as int16.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, randomize_vectors, write_folders
+from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, write_folders
 from safetensors.torch import load_file, save_file
 
 IMAGE, VISION_START, VISION_END, VIDEO = 90, 91, 92, 93
@@ -197,39 +197,47 @@ MODELS = {
 def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
     golden = MODELS[name]
-    torch.manual_seed(list(MODELS).index(name))
+    seed = list(MODELS).index(name)
+    torch.manual_seed(seed)
     model = golden.model_class(golden.config_class(**golden.config))
-    randomize_vectors(model.named_parameters())
-    for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith("mm_input_projection_weight"):  # it starts at 0
-            torch.nn.init.normal_(parameter, 0, 0.3)
     model.to(getattr(torch, golden.dtype)).save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
-    again = golden.model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    draw_tensors(directory / "model.safetensors", seed, 0.3)
+    save_file({"pixel_values": torch.zeros(pixel_shape(golden))}, directory / "expected.safetensors")
+    draw_tensors(directory / "expected.safetensors", 1000 + seed, 1.0)
+    with whole(directory) as complete:
+        again = golden.model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager").eval()
+        pixel_values = load_file(complete / "expected.safetensors")["pixel_values"]
     with torch.no_grad():
-        expected = compute(again, golden)
+        expected = compute(again, golden, pixel_values)
     if golden.old:
         rewrite_as_old_layout(directory / "config.json")
     if golden.wrapped:
-        wrap_names(directory / "model.safetensors")
+        rename_drawn(directory, wrapped_name)
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
     print(f"{name}: {len(expected['token_ids'])} tokens, standard deviation {expected['logits'].std():.2f}")
 
 
-def compute(model: torch.nn.Module, golden: Model) -> dict[str, torch.Tensor]:
+def pixel_shape(golden: Model) -> tuple[int, ...]:
+    """Of all images as the vision part takes them."""
+    vision = golden.config["vision_config"]
+    if golden.config_class in (transformers.LlavaConfig, transformers.Gemma3Config):
+        return len(golden.grids), 3, vision["image_size"], vision["image_size"]
+    patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    return sum(height * width for _, height, width in golden.grids), patch
+
+
+def compute(model: torch.nn.Module, golden: Model, pixel_values: torch.Tensor) -> dict[str, torch.Tensor]:
     """What `expected.safetensors` holds."""
     is_llava, is_gemma = (golden.config_class is each for each in (transformers.LlavaConfig, transformers.Gemma3Config))
     vision = golden.config["vision_config"]
     grids = torch.tensor(golden.grids)
+    inputs: dict[str, Any] = {"pixel_values": pixel_values}
     if is_llava or is_gemma:
-        side = vision["image_size"]
-        pixels = torch.randn(len(grids), 3, side, side)
-        inputs: dict[str, Any] = {"pixel_values": pixels.half().float() if is_gemma else pixels}
         features = model.get_image_features(**inputs, **_strategy(golden), return_dict=True)
         counts = [len(rows) for rows in features.pooler_output]
     else:
-        patch = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
-        inputs = {"pixel_values": torch.randn(int(grids.prod(1).sum()), patch), "image_grid_thw": grids}
+        inputs["image_grid_thw"] = grids
         features = model.get_image_features(**inputs, return_dict=True)
         counts = [int(grid.prod()) // vision["spatial_merge_size"] ** 2 for grid in grids]
     token_ids, kinds = prompt_of(counts, bare=is_llava)
@@ -237,7 +245,7 @@ def compute(model: torch.nn.Module, golden: Model) -> dict[str, torch.Tensor]:
     if not is_llava:
         inputs[kinds_name] = kinds[None]
     continued = torch.randint(3, 90, (5,))
-    expected = {"token_ids": token_ids, "grids": grids, "continued": continued, "pixel_values": inputs["pixel_values"]}
+    expected = {"token_ids": token_ids, "grids": grids, "continued": continued}
     for index, rows in enumerate(features.pooler_output):
         expected[f"image{index}.rows"] = rows
     for layer, rows in enumerate(getattr(features, "deepstack_features", None) or ()):
@@ -253,9 +261,8 @@ def compute(model: torch.nn.Module, golden: Model) -> dict[str, torch.Tensor]:
         inputs[kinds_name] = torch.cat((kinds, torch.zeros(len(continued), dtype=kinds.dtype)))[None]
     expected["continued_logits"] = model(input_ids=whole[None], **inputs).logits[0, len(token_ids) :]
     if is_gemma:
-        expected["pixel_values"] = expected["pixel_values"].half()
-        pixels, attended = inputs["pixel_values"], {"attention_mask": torch.ones_like(token_ids)[None]}
-        prompt = {"input_ids": token_ids[None], "pixel_values": pixels, kinds_name: kinds[None], **attended}
+        attended = {"attention_mask": torch.ones_like(token_ids)[None]}
+        prompt = {"input_ids": token_ids[None], "pixel_values": pixel_values, kinds_name: kinds[None], **attended}
         expected["greedy"] = model.generate(
             **prompt, do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0
         )[0, len(token_ids) :]
@@ -299,22 +306,19 @@ def rewrite_as_old_layout(path: Path) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def wrap_names(path: Path) -> None:
+def wrapped_name(name: str) -> str:
     """Everything but the head below `model.`, the language model below `model.language_model.`."""
-    renamed = {}
-    for name, tensor in load_file(path).items():
-        text = name.removeprefix("language_model.")
-        if text.startswith("lm_head."):
-            renamed[text] = tensor
-        elif text.startswith("model."):
-            renamed[f"model.language_model.{text.removeprefix('model.')}"] = tensor
-        else:
-            renamed[f"model.{name}"] = tensor
-    save_file(renamed, path, metadata={"format": "pt"})
+    text = name.removeprefix("language_model.")
+    if text.startswith("lm_head."):
+        return text
+    if text.startswith("model."):
+        return f"model.language_model.{text.removeprefix('model.')}"
+    return f"model.{name}"
 
 
 def make_positions(directory: Path) -> None:
     """Positions of random prompts: grids of any shape in merged blocks, several images, text between or hardly any."""
+    torch.manual_seed(5)
     draw = random.Random(5)
     tensors: dict[str, torch.Tensor] = {}
     for name, cases in (("qwen2_5_vl", 24), ("qwen3_vl", 24), ("qwen3_5", 6)):

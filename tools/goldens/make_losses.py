@@ -16,10 +16,9 @@ from pathlib import Path
 
 import torch
 import transformers
-from golden_folders import VERSIONS, write_folders
+from golden_folders import VERSIONS, golden_folder, write_folders
 from variations import VOCABULARY
 
-BASES = Path(__file__).parents[2] / "tests" / "goldens" / "decoder"
 NAMES = ("llama_llama3", "qwen3")
 TEXT_LENGTH = 150
 #: Window, stride, BOS.
@@ -29,7 +28,7 @@ CASES = ((64, 32, None), (64, 63, None), (40, 7, None), (64, 32, 1), (64, 63, 1)
 def make_losses(name: str, directory: Path) -> None:
     """Write what transformers computes with one checkpoint."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        BASES / name, dtype=torch.float32, attn_implementation="eager"
+        golden_folder("decoder") / name, dtype=torch.float32, attn_implementation="eager"
     )
     generator = torch.Generator().manual_seed(NAMES.index(name))
     token_ids = torch.randint(3, VOCABULARY, (TEXT_LENGTH,), generator=generator).tolist()

@@ -4,10 +4,10 @@
 
 Needs torch and transformers, as `make.py`. transformers leaves the tensors of these heads out, and runs none: what is
 expected is put together here from its own `Qwen3_5DecoderLayer`, norms and rotary embedding, in the order in which vLLM
-and others describe the head. Each folder is named after its base, which stays where it is, and holds `mtp.safetensors`,
-random tensors as published files name them, and `expected.safetensors`: `token_ids` [T] int64, `features` [T, H], the
-base's last hidden states behind its final norm, and what `make_drafts.py` writes of a head; behind it `chain_tokens`
-[3], the likeliest one after another, with `chain_logits` and `chain_hidden_states` of each.
+and others describe the head. Each folder is named after its base, which stays where it is, and describes the random
+tensors of `mtp.safetensors`, named as in published files. `expected.safetensors` holds `token_ids` [T] int64,
+`features` [T, H], the base's last hidden states behind its final norm, and what `make_drafts.py` writes of a head;
+behind it `chain_tokens` [3], the likeliest one after another, with `chain_logits` and `chain_hidden_states` of each.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from golden_folders import VERSIONS, randomize_vectors, write_folders
+from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, write_folders
 from make_drafts import TOKENS, expected_values
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5DecoderLayer,
@@ -30,7 +30,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 
 BASES = ("qwen3_5_text", "qwen3_5_tied")
 CHAIN = 3
-_DECODERS = Path(__file__).parents[2] / "tests" / "goldens" / "decoder"
+_DECODERS = golden_folder("decoder")
 
 
 class Parts(torch.nn.Module):
@@ -75,22 +75,23 @@ class MtpHead:
 @torch.no_grad()
 def make_head(name: str, directory: Path) -> None:
     """Write the tensors of one head and what is computed with them."""
-    torch.manual_seed(1900 + BASES.index(name))
+    seed = 1900 + BASES.index(name)
+    torch.manual_seed(seed)
     model_class = {
         "qwen3_5_text": Qwen3_5ForCausalLM,
         "qwen3_5": Qwen3_5ForConditionalGeneration,
     }[json.loads((_DECODERS / name / "config.json").read_text())["model_type"]]
     base = model_class.from_pretrained(_DECODERS / name, dtype=torch.float32, attn_implementation="eager")
-    published = AutoConfig.from_pretrained(_DECODERS / name)
-    config, dtype = published.get_text_config(), published.dtype
+    base_config = AutoConfig.from_pretrained(_DECODERS / name)
+    config, dtype = base_config.get_text_config(), base_config.dtype
     config._attn_implementation = "eager"
     parts = Parts(config)
-    for tensor in parts.parameters():
-        tensor.normal_(0, 0.25)
-    randomize_vectors(parts.named_parameters())
-    stored = {f"mtp.{key}": tensor.to(dtype) for key, tensor in parts.state_dict().items()}
-    save_file({key: tensor.contiguous() for key, tensor in stored.items()}, directory / "mtp.safetensors")
-    parts.load_state_dict({key.removeprefix("mtp."): tensor.float() for key, tensor in stored.items()})
+    published = {f"mtp.{key}": tensor.to(dtype).contiguous() for key, tensor in parts.state_dict().items()}
+    save_file(published, directory / "mtp.safetensors")
+    draw_tensors(directory / "mtp.safetensors", seed, 0.25)
+    with whole(directory) as complete:
+        drawn = load_file(complete / "mtp.safetensors")
+    parts.load_state_dict({key.removeprefix("mtp."): tensor.float() for key, tensor in drawn.items()})
 
     token_ids = torch.randint(0, config.vocab_size, (TOKENS,))
     embedding, output_head = base.get_input_embeddings().weight, base.get_output_embeddings().weight

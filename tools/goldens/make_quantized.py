@@ -4,10 +4,11 @@
 
 PACKAGE is one of those in `quantized_packages.py`; their pins exclude each other, so that each is installed in an
 environment of its own, beside torch and transformers (any release with `rope_parameters`, 5.0 or later). Each folder is
-a checkpoint with random weights that the package's own functions pack, and `expected.safetensors`: `token_ids` [2, T]
-int64, the float32 `logits` [2, T, V] that transformers computes in float32 from the weights as the package dequantizes
-them; its metadata are the releases, and in "weights" the SHA-256 of each of these weights, as float32 [N, K] without
-signs of zeros.
+a checkpoint with random weights that the package's own functions pack; what stays dense is random, too, and only
+described (`tests/helpers/golden_files.py`). `expected.safetensors` holds `token_ids` [2, T] int64 and of the float32
+`logits` [2, T, V], which transformers computes in float32 from the weights as the package dequantizes them; its
+metadata are the releases, and in "weights" the SHA-256 of each of these weights, as float32 [N, K] without signs of
+zeros.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, randomize_vectors
+from golden_folders import VERSIONS, draw_tensors, randomize_vectors, stored_logits, whole
 from quantized_cases import Case, Packed
 from quantized_packages import PACKAGES
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 _VOCABULARY, _LENGTH = 64, 16
 _COMMON: dict[str, Any] = {
@@ -70,7 +71,8 @@ _CLASSES = {
 def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> None:
     """Write one checkpoint and what is computed from it."""
     config_class, model_class = _CLASSES[case.family]
-    torch.manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little"))
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+    torch.manual_seed(seed)
     # A second layer only where the settings name one: the files stay small.
     layers = 2 if re.search(r"layers\W+1\W", json.dumps(case.quantization)) else 1
     settings = _COMMON | {"intermediate_size": case.inner, "num_hidden_layers": layers} | case.settings
@@ -81,7 +83,7 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
     model = model_class(config_class(**settings))
     randomize_vectors(model.named_parameters())
     model.to(getattr(torch, case.dtype))
-    tensors = dict(model.state_dict())
+    dense, packed_tensors = dict(model.state_dict()), {}
     digests: dict[str, str] = {}
     for module_name, module in list(model.named_modules()):
         if not isinstance(module, torch.nn.Linear):
@@ -89,8 +91,8 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
         packed: Packed | None = case.pack(module_name, module)
         if packed is None:
             continue
-        del tensors[f"{module_name}.weight"]
-        tensors |= {f"{module_name}.{ending}": tensor for ending, tensor in packed.tensors.items()}
+        del dense[f"{module_name}.weight"]
+        packed_tensors |= {f"{module_name}.{ending}": tensor for ending, tensor in packed.tensors.items()}
         values = packed.weight.detach().float().contiguous()
         assert values.shape == module.weight.shape
         assert torch.isfinite(values).all() and (values - module.weight.float()).abs().mean() < 0.2, module_name
@@ -98,8 +100,14 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
         scaled = values if packed.input_scales is None else values * packed.input_scales.float()
         module.weight.data = scaled
     token_ids = torch.randint(0, 60, (2, _LENGTH))
+    drawn = dense.keys() - packed_tensors.keys()
+    tensors = {key: value.contiguous() for key, value in (dense | packed_tensors).items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    draw_tensors(directory / "model.safetensors", seed, _COMMON["initializer_range"], lambda name: name in drawn)
+    with whole(directory) as complete:
+        stored = load_file(complete / "model.safetensors")
     again = model_class(config_class(**settings))  # whose table of rotary frequencies was never rounded
-    again.load_state_dict(model.state_dict())
+    again.load_state_dict(model.state_dict() | {key: stored[key] for key in drawn})
     with torch.no_grad():
         logits = again.eval()(token_ids).logits
     model.config.dtype = case.dtype
@@ -109,8 +117,7 @@ def make(name: str, case: Case, directory: Path, versions: dict[str, str]) -> No
     else:
         (directory / case.beside_config).write_text(json.dumps(case.quantization, indent=1) + "\n")
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file({key: value.contiguous() for key, value in tensors.items()}, directory / "model.safetensors")
-    expected = {"token_ids": token_ids, "logits": logits.contiguous()}
+    expected = {"token_ids": token_ids, **stored_logits(logits)}
     save_file(expected, directory / "expected.safetensors", metadata=versions | {"weights": json.dumps(digests)})
     print(f"{name}: {len(digests)} packed, largest logit {logits.abs().max():.2f}, deviation {logits.std():.2f}")
 

@@ -3,9 +3,10 @@
     python tools/goldens/make_vision.py tests/goldens/vision
 
 Needs torch and transformers 5. Each folder is a multimodal checkpoint as `save_pretrained` writes it, or named as
-other releases do, with random weights, and `expected.safetensors`: for image i the `patches_{i}` [N, elements] float16
-and the `grid_{i}` (frames, height, width), which go in together with the others, and what transformers computes in
-float32 after it has read the folder again: `embeddings_{i}` [tokens, H] and `deepstack_{k}_{i}`.
+other releases do, and `expected.safetensors`: for image i the `patches_{i}` [N, elements] float16 and the `grid_{i}`
+(frames, height, width), which go in together with the others, and what transformers computes in float32 after it has
+read the folder again: `embeddings_{i}` [tokens, H] and `deepstack_{k}_{i}`. Weights and patches are random and only
+described (`tests/helpers/golden_files.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 import transformers
-from golden_folders import VERSIONS, write_folders
+from golden_folders import VERSIONS, draw_tensors, rename_drawn, whole, write_folders
 from safetensors.torch import load_file, save_file
 
 _TEXT = {
@@ -145,6 +146,12 @@ VARIATIONS = {
         _SQUARE,
         renamed=(*_NEWEST_LLAVA, ("model.vision_tower.", "model.vision_tower.vision_model.")),
     ),
+    "llava_siglip_without_head": Variation(
+        "llava",
+        {"model_type": "siglip_vision_model", "vision_use_head": False, **_TOWER},
+        {"image_token_index": 5, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        _SQUARE[:2],
+    ),
     "gemma3": Variation(
         "gemma3",
         {**_TOWER, **_SMALL, "model_type": "siglip_vision_model", "vision_use_head": False},
@@ -153,12 +160,6 @@ VARIATIONS = {
         dtype="bfloat16",
         renamed=(*_NEWEST_LLAVA, ("model.vision_tower.", "model.vision_tower.vision_model.")),
     ),
-    "llava_siglip_without_head": Variation(
-        "llava",
-        {"model_type": "siglip_vision_model", "vision_use_head": False, **_TOWER},
-        {"image_token_index": 5, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
-        _SQUARE[:2],
-    ),
     "qwen3_5": Variation("qwen3_5", _QWEN3_5, _TOKENS, ((1, 6, 10), (1, 2, 2), (1, 8, 2)), dtype="bfloat16"),
 }
 
@@ -166,23 +167,18 @@ VARIATIONS = {
 def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
     variation = VARIATIONS[name]
-    torch.manual_seed(sorted(VARIATIONS, key=lambda each: each == "gemma3").index(name))  # Gemma 3 came last
+    seed = list(VARIATIONS).index(name)
+    torch.manual_seed(seed)
     model_class, config = _config(variation)
-    model = model_class(config)
-    with torch.no_grad():  # norms and biases start at 1 and 0, where mistakes in them would not show
-        for parameter_name, parameter in model.named_parameters():
-            if "norm" in parameter_name or "ln_q" in parameter_name:
-                parameter.uniform_(0.5, 1.5)
-            elif parameter_name.endswith("bias"):
-                parameter.uniform_(-0.5, 0.5)
-            else:
-                parameter.normal_(0, 0.3 if parameter.dim() > 1 else 1)
-    model.to(getattr(torch, variation.dtype))
-    model.save_pretrained(directory)
-    again = model_class.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    expected = _expected(again, variation)
+    model_class(config).to(getattr(torch, variation.dtype)).save_pretrained(directory)
+    draw_tensors(directory / "model.safetensors", seed, 0.3)
+    _draw_patches(directory, seed, variation)
+    with whole(directory) as complete:
+        again = model_class.from_pretrained(complete, dtype=torch.float32, attn_implementation="eager")
+        patches = load_file(complete / "expected.safetensors")
+    expected = _expected(again, variation, [patches[f"patches_{i}"].float() for i in range(len(variation.grids))])
     save_file(expected, directory / "expected.safetensors", metadata=VERSIONS)
-    _rename(directory / "model.safetensors", variation.renamed)
+    rename_drawn(directory, partial(_renamed, variation.renamed))
     if variation.top_level:
         _move_to_top(directory / "config.json")
     (directory / "generation_config.json").unlink(missing_ok=True)
@@ -213,13 +209,19 @@ def _config(variation: Variation) -> tuple[Any, Any]:
     return transformers.Qwen2_5_VLForConditionalGeneration, config
 
 
-def _expected(model: Any, variation: Variation) -> dict[str, torch.Tensor]:
-    """Patches, grids and outputs; all images go through the model in one call."""
-    vision, grids = variation.vision, variation.grids
+def _draw_patches(directory: Path, seed: int, variation: Variation) -> None:
+    vision = variation.vision
     elements = 3 * vision.get("temporal_patch_size", 1) * vision["patch_size"] ** 2
-    patches = [torch.randn(grid[1] * grid[2], elements).half().float() for grid in grids]
-    expected = {f"patches_{index}": one.half() for index, one in enumerate(patches)}
-    expected |= {f"grid_{index}": torch.tensor(grid) for index, grid in enumerate(grids)}
+    shapes = {f"patches_{index}": (grid[1] * grid[2], elements) for index, grid in enumerate(variation.grids)}
+    patches = {name: torch.zeros(shape, dtype=torch.float16) for name, shape in shapes.items()}
+    save_file(patches, directory / "expected.safetensors")
+    draw_tensors(directory / "expected.safetensors", 1000 + seed, 1.0)
+
+
+def _expected(model: Any, variation: Variation, patches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Grids and outputs; all images go through the model in one call."""
+    vision, grids = variation.vision, variation.grids
+    expected = {f"grid_{index}": torch.tensor(grid) for index, grid in enumerate(grids)}
     with torch.no_grad():
         if variation.family in ("llava", "gemma3"):
             outputs = model.model.get_image_features(torch.stack([_unpatched(one, vision) for one in patches]))
@@ -245,11 +247,11 @@ def _unpatched(patches: torch.Tensor, vision: dict[str, Any]) -> torch.Tensor:
     return pixels
 
 
-def _rename(path: Path, renamed: tuple[tuple[str, str], ...]) -> None:
-    tensors = load_file(path)
-    for old, new in renamed:
-        tensors = {new + name[len(old) :] if name.startswith(old) else name: one for name, one in tensors.items()}
-    save_file(tensors, path, metadata={"format": "pt"})
+def _renamed(beginnings: tuple[tuple[str, str], ...], name: str) -> str:
+    for old, new in beginnings:
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+    return name
 
 
 def _move_to_top(path: Path) -> None:

@@ -45,9 +45,10 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.llm import SHIPPED_MODEL
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "helpers"))
+from golden_files import golden_folder
 from provenance import provenance, report
 
-GOLDENS = Path(__file__).parents[2] / "tests" / "goldens"
 #: Rows of every tiny model, as many as the one with the least positions was made for: beyond these, frequencies that
 #: follow the length (dynamic, LongRoPE) follow the capacity in EdgeLLM, and the sequence in transformers.
 ROWS = 16
@@ -65,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for source in sorted([*(GOLDENS / "decoder").iterdir(), *(GOLDENS / "image_prompts").iterdir()]):
+        for source in sorted([path for kind in ("decoder", "image_prompts") for path in golden_folder(kind).iterdir()]):
             if source.is_dir():
                 found[source.name] = tiny_model(source, Path(folder))
         found["shipped"] = shipped_model(Path(folder))
@@ -82,7 +83,7 @@ def tiny_model(source: Path, folder: Path) -> dict[str, Any]:
     config = read_decoder_config(checkpoint)
     words = {f"word{index}": index for index in range(config.vocab_size)}
     Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(checkpoint / "tokenizer.json"))
-    adapters = {path.name.partition(".")[2]: path for path in (GOLDENS / "lora").glob(f"{source.name}.*")}
+    adapters = {path.name.partition(".")[2]: path for path in golden_folder("lora").glob(f"{source.name}.*")}
     limits = EngineLimits(1, 16, ROWS, **({"max_lora_rank": 16, "lora_slots": 1} if adapters else {}))
     build_engine_directory(checkpoint, built, limits, targets=[], dtype="float32", adapters=adapters)
     (name,) = json.loads((built / "config.json").read_text())["architectures"]

@@ -102,7 +102,7 @@ def gptqmodel() -> dict[str, Case]:
         return Case({**config, **({"dynamic": dynamic} if dynamic else {})}, pack, **model)
 
     rules = {
-        "-:.*layers\\.0\\.self_attn\\.k_proj": {},
+        "-:.*layers\\.1\\.self_attn\\.k_proj": {},
         "+:.*down_proj": {"bits": 8, "group_size": -1},
         "+:.*v_proj": {"group_size": 16},
     }

@@ -51,7 +51,7 @@ _VISION = {
     },
 }
 #: Image tokens: one that the texts of such models do not have.
-_IMAGE_TOKENS = {"qwen3_5": {"image_token_id": 78}}
+_IMAGE_TOKENS = {"qwen3_5": {"image_token_id": 71}}
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,11 @@ class Variation:
             return config
         whole = {"vision_config": _VISION[self.family], "tie_word_embeddings": config["tie_word_embeddings"]}
         return {"text_config": {"model_type": self.inside, **config}, **whole, **_IMAGE_TOKENS.get(self.family, {})}
+
+    @property
+    def deviation(self) -> float:
+        """The standard deviation of weights."""
+        return float({**_COMMON, **self.settings}["initializer_range"])
 
 
 #: Enough for what differs in the rotary table alone.
@@ -288,7 +293,7 @@ VARIATIONS = {
         },
         _QWEN3_5_ROPE,
         dtype="float32",
-        seed=1903,
+        seed=1906,
         generated=64,
     ),
     "qwen3_5_tied": Variation(
@@ -324,7 +329,7 @@ VARIATIONS = {
         {**_GEMMA3, "num_hidden_layers": 3, "head_dim": 16, "num_key_value_heads": 2, "query_pre_attn_scalar": 24},
         {"full_attention": _LINEAR_ROPE, "sliding_attention": _DEFAULT_ROPE},
         dtype="bfloat16",
-        seed=1934,
+        seed=1936,
         **_LONG,
     ),
     "gemma3_old_layout": Variation(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from gpu_device import device_copy
 
 from edgellm.engines.backends import packed_loading
@@ -21,7 +21,7 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, from_device_layout
 from edgellm.kernels.quantization.turn import AWQ_PLACES, TURNED, arrange, turn
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
+GOLDENS = golden_folder("quantized")
 NAMES = sorted(path.name for path in GOLDENS.iterdir())
 #: Those of which q, k and v are packed in part, or a gate.
 REFUSED = ("autoround_awq", "autoround_gptq", "awq_exceptions", "ct_mixed", "gptq_v1_bias_dynamic", "modelopt_mixed")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -21,7 +22,7 @@ from edgellm.engines.families.other_drafts import other_draft
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.draft_decoder import draft_weights
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
+GOLDENS = golden_folder("draft")
 IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
 
 Edit = Callable[[dict[str, np.ndarray]], Any]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_files import golden_folder
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+GOLDENS = golden_folder("decoder")
 
 LLAMA_3_2 = {
     "architectures": ["LlamaForCausalLM"],

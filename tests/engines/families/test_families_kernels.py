@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_files import golden_folder, largest_difference
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from safetensors.numpy import load_file
 
@@ -20,7 +20,7 @@ from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_we
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+GOLDENS = golden_folder("decoder")
 ROWS = 32
 DECODE = EngineShape("decode", 2, 1, ROWS, ROWS)
 #: Of models whose texts are longer than their windows: the rings go round.
@@ -85,4 +85,4 @@ def test_decoded_tokens_have_the_logits_of_transformers(name: str, executor: typ
         inputs["attention_mask"][..., row] = True
         inputs["kvcache_start_index"][:] = row
         engine.enqueue()
-        assert np.abs(logits[:, 0] - expected["logits"][:, row]).max() <= 1e-4
+        assert largest_difference(logits[:, 0], expected["logits"][:, row]) <= 1e-4

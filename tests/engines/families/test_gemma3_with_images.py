@@ -34,6 +34,11 @@ from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear
 
 
+def name_of(value: object) -> str:
+    """How a parameter is called: a text is itself, a folder its name; of others nothing."""
+    return value.name if isinstance(value, Path) else value if isinstance(value, str) else ""
+
+
 def changed(part: str | None = None, **changes: Any) -> dict[str, Any]:
     """The published configuration with other fields."""
     return GEMMA_3_4B | (changes if part is None else {part: GEMMA_3_4B[part] | changes})
@@ -98,7 +103,7 @@ def test_what_the_file_leaves_out_is_that_of_the_class() -> None:
         ),
         (changed("vision_config", num_attention_heads=7), CheckpointError, "1152 is not a multiple of"),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_wrong_fields_are_refused(config: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -117,7 +122,7 @@ def test_wrong_fields_are_refused(config: dict[str, Any], error: type[Exception]
         ),
         (changed(mm_tokens_per_image=[]), CheckpointError, r"mm_tokens_per_image is \[\], expected a whole number"),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_other_language_models_are_refused(config: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -132,7 +137,7 @@ def test_other_language_models_are_refused(config: dict[str, Any], error: type[E
         (GOLDENS / "gemma3", "model.vision_tower.vision_model.", "model.multi_modal_projector."),
         ("as published", "vision_tower.vision_model.", "multi_modal_projector."),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_names_of_older_and_newer_layouts(folder: Path | str, tower: str, projector: str, tmp_path: Path) -> None:
     if folder == "as published":

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from safetensors.numpy import load_file, save_file
 from tiny_families import RECURRENT
 
@@ -29,7 +30,7 @@ from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.rotary import mrope_axes
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+GOLDENS = golden_folder("decoder")
 
 LFM2_1_2B = {
     "architectures": ["Lfm2ForCausalLM"],

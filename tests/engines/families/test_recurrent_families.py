@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
+from golden_files import golden_folder, largest_difference
 from random_trees import random_trees
 from recurrent_steps import RecurrentSteps
 from safetensors import safe_open
@@ -14,7 +13,7 @@ from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import decoder_states, kept_edge, state_edge
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+GOLDENS = golden_folder("decoder")
 NAMES = ("lfm2", "lfm2_biases_wide", "qwen3_5_text", "qwen3_5_text_narrow", "qwen3_5_tied")
 PROMPT = 9
 TOLERANCE = 1e-4
@@ -56,7 +55,7 @@ def test_every_prefix_then_steps(name: str) -> None:
         for token in ids[prefix : prefix + 3]:
             logits.append(steps.decode([token])[0])
             steps.accept([[0]])
-        assert np.abs(np.stack(logits) - expected[: len(logits)]).max() <= TOLERANCE
+        assert largest_difference(np.stack(logits), expected[: len(logits)]) <= TOLERANCE
 
 
 @every_family

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from golden_vision import GOLDENS, golden_config
 from safetensors.numpy import load_file, save_file
 
@@ -210,7 +211,7 @@ def test_names_of_older_and_newer_layouts(name: str, tower: str, projector: str)
 
 @pytest.mark.parametrize("half", ["blocks.1.", "merger.", "pos_embed.", "patch_embed."])
 def test_half_an_encoder_is_refused(half: str, tmp_path: Path) -> None:
-    shutil.copytree(GOLDENS.parent / "image_prompts" / "qwen3_5", tmp_path / "model")
+    shutil.copytree(golden_folder("image_prompts") / "qwen3_5", tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     lost = [name for name in tensors if name.startswith(f"model.visual.{half}")]

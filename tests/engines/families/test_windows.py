@@ -4,10 +4,10 @@ written over many times."""
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from safetensors.numpy import load_file
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
@@ -20,7 +20,7 @@ from edgellm.engines.speculation.draft_plan import given
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+GOLDENS = golden_folder("decoder")
 NAMES = ("cwm_window_5", "gemma3", "gemma3_old_layout", "mistral_window_5", "phi3_window_7", "qwen2_window_7")
 PROMPT, ANSWER = 9, 64
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from edgellm.engines.lora.config import LoraConfig
 from edgellm.engines.lora.patterns import PatternMatcher, name_starts, patterns_problems
 from edgellm.engines.model.config import DecoderConfig
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "lora"
+GOLDENS = golden_folder("lora")
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from golden_images import FOLDER, GoldenModel
 from safetensors.numpy import load_file, save_file
 
@@ -22,7 +23,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "lora"
+GOLDENS = golden_folder("lora")
 NAMES = sorted(path.name for path in GOLDENS.iterdir() if (FOLDER / path.name.split(".")[0]).is_dir())
 TOLERANCE = 1e-4
 VISION_LAYERS = {

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from safetensors import safe_open
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
@@ -29,7 +30,7 @@ from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
+GOLDENS = golden_folder("draft")
 BASES = sorted(path.name for path in GOLDENS.glob("*_base"))
 HEADS = sorted(path.name for path in GOLDENS.iterdir() if path.name not in BASES)
 TOLERANCE = 1e-4

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden_files import golden_folder
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.platform import load_tensorrt
@@ -25,7 +26,7 @@ from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.programs import ModelConfig, model_program
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "draft"
+GOLDENS = golden_folder("draft")
 HEADS = sorted(path.name for path in GOLDENS.iterdir() if not path.name.endswith("_base"))
 LIMITS = EngineLimits(1, 16, 96, draft_top_k=4, draft_steps=3, verify_tree_size=12)
 LARGE = EngineLimits(8, 512, 8192, draft_top_k=10, draft_steps=6, verify_tree_size=60)

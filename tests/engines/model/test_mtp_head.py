@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_sequences import Sequences
-from mtp_checkpoints import GOLDENS, HEADS, golden_checkpoint
+from mtp_checkpoints import DECODERS, GOLDENS, HEADS, golden_checkpoint
 from safetensors import safe_open
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
@@ -31,7 +31,7 @@ class Head:
     """A golden head on NumPy; each step writes its KV rows behind `start`."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        with safe_open(GOLDENS / "mtp" / name / "expected.safetensors", "np") as file:
+        with safe_open(GOLDENS / name / "expected.safetensors", "np") as file:
             self.expected = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
             self.metadata = file.metadata()
         with Checkpoint.open(golden_checkpoint(name, folder / name)) as checkpoint:
@@ -116,9 +116,9 @@ def test_a_chain_of_three_equals_the_reference(name: str, tmp_path: Path) -> Non
 
 @every_head
 def test_the_features_are_the_bases_last_hidden_states(name: str) -> None:
-    with safe_open(GOLDENS / "mtp" / name / "expected.safetensors", "np") as file:
+    with safe_open(GOLDENS / name / "expected.safetensors", "np") as file:
         token_ids, features = file.get_tensor("token_ids"), file.get_tensor("features")
-    base = Sequences(GOLDENS / "decoder" / name)
+    base = Sequences(DECODERS / name)
     found = base.run(token_ids[None], [0], feature_layers=(base.config.num_layers,))["hidden_states"]
     assert found.shape == (1, *features.shape) and np.abs(found[0] - features).max() <= TOLERANCE
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from golden_files import golden_folder
 from safetensors import safe_open
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -17,7 +17,7 @@ from edgellm.engines.model.decoder import decoder_program
 from edgellm.engines.model.draft_decoder import draft_program
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+GOLDENS = golden_folder("decoder")
 SHAPES = (
     EngineShape("decode", 2, 1, 64, 80),
     EngineShape("verify", 1, 8, 64, 80, 8, kv_cache="int8"),
@@ -83,7 +83,7 @@ def test_the_programs_of_a_family_print_as_in_earlier_releases(name: str) -> Non
 
 @pytest.mark.parametrize("name", DRAFT_TEXTS)
 def test_the_programs_of_a_draft_head_print_as_in_earlier_releases(name: str) -> None:
-    folder = GOLDENS.parent / "draft"
+    folder = golden_folder("draft")
     with safe_open(folder / name / "expected.safetensors", "np") as file:
         base_path = folder / file.metadata()["base"]
     with Checkpoint.open(folder / name) as draft, Checkpoint.open(base_path) as base:

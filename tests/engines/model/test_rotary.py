@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from golden_files import golden_folder
 from safetensors.numpy import load_file
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.rotary import SCALINGS, inverse_frequencies, rotary_table, scaling_problems
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "decoder"
+GOLDENS = golden_folder("decoder")
 RECORD = json.loads((GOLDENS / "rotary.json").read_text())
 CASES: dict[str, dict[str, Any]] = RECORD["cases"]
 HEAD_DIM = RECORD["head_dim"]

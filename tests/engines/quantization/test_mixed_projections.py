@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from absent_gpu import TARGET, Module, prepare
+from golden_files import golden_folder, largest_difference
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_checkpoints import write_packed
 from recurrent_steps import RecurrentSteps
@@ -38,8 +39,8 @@ from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
 
-GOLDENS = Path(__file__).parents[2] / "goldens"
-PACKED = GOLDENS / "quantized" / "ct_w4_qwen3_5"
+GOLDENS, DECODERS = golden_folder("quantized"), golden_folder("decoder")
+PACKED = GOLDENS / "ct_w4_qwen3_5"
 GATES = ("in_proj_a", "in_proj_b")
 Make = Callable[..., Path]
 #: What stays dense in which layers, and how many products each projection is then multiplied in.
@@ -102,18 +103,18 @@ def served(steps: RecurrentSteps) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["ct_w4_qwen3_5", "fp8_blocks_qwen3_5"])
 def test_numpy_has_the_logits_of_transformers(name: str) -> None:
-    steps = RecurrentSteps(GOLDENS / "quantized" / name)
-    steps.config = config_of(GOLDENS / "quantized" / name)
+    steps = RecurrentSteps(GOLDENS / name)
+    steps.config = config_of(GOLDENS / name)
     assert steps.config.delta_products == (0, 0, 1, 1)
-    with Checkpoint.open(GOLDENS / "quantized" / name) as checkpoint:
+    with Checkpoint.open(GOLDENS / name) as checkpoint:
         steps.weights = load_numpy_weights(checkpoint, decoder_weights(steps.config))
-    assert np.abs(served(steps) - steps.expected[0]).max() <= 1e-4
+    assert largest_difference(served(steps), steps.expected[0]) <= 1e-4
 
 
 @pytest.mark.parametrize("executor", [FewRows, ManyRows])
 @pytest.mark.parametrize("name", ["ct_w4_qwen3_5", "fp8_blocks_qwen3_5"])
 def test_the_kernels_twins_have_the_logits_of_transformers(name: str, executor: type[FewRows]) -> None:
-    directory = GOLDENS / "quantized" / name
+    directory = GOLDENS / name
     steps = KernelSteps(directory, config_of(directory), executor)
     assert {each.rpartition("layers.0.")[2] for each in steps.packed if ".layers.0." in each} == {
         "linear_attn.qkvz_proj.weight",
@@ -121,15 +122,15 @@ def test_the_kernels_twins_have_the_logits_of_transformers(name: str, executor: 
         "mlp.gate_up_proj.weight",
         "mlp.down_proj.weight",
     }
-    assert np.abs(served(steps) - steps.expected[0]).max() <= 1e-4
+    assert largest_difference(served(steps), steps.expected[0]) <= 1e-4
 
 
 @pytest.mark.parametrize("products", [(0, 0, 1, 1), (0, 1, 0, 0), (0, 1, 1, 1), (0, 1, 2, 2)])
 def test_any_products_have_the_logits_of_transformers(products: tuple[int, ...]) -> None:
-    directory = GOLDENS / "decoder" / "qwen3_5_text"
+    directory = DECODERS / "qwen3_5_text"
     config = replace(config_of(directory), delta_products=products)
     steps = KernelSteps(directory, config, None)
-    assert np.abs(served(steps) - steps.expected[0]).max() <= 1e-4
+    assert largest_difference(served(steps), steps.expected[0]) <= 1e-4
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_files import read_tensors, write_tensors
+from golden_files import golden_folder
 from packed_checkpoints import MODEL, write_packed
 from safetensors import safe_open
 from typer.testing import CliRunner
@@ -28,7 +29,7 @@ from edgellm.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
+GOLDENS = golden_folder("quantized")
 QUESTIONS = ("What is your name?", "Where is the red cup?", "Can you fly to the moon?")
 DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=4, verify_tree_size=24, adaptive=False)
 LIMITS = EngineLimits(3, 64, 512, 4, 4, 24, max_lora_rank=8, lora_slots=2, image_rows=(81,))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_files import Tensors, read_tensors, write_tensors
+from golden_files import golden_folder
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
@@ -19,7 +20,7 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
 
-GOLDENS = Path(__file__).parents[2] / "goldens" / "quantized"
+GOLDENS = golden_folder("quantized")
 MODEL = "model.safetensors"
 LAYER = "model.layers.0.mlp.down_proj"
 _TYPES = {"F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64, "I8": np.int8, "BF16": np.uint16}

@@ -1,0 +1,181 @@
+"""Golden folders whose random tensors are drawn again where they are read, from a seed that is stored in their place.
+
+A file `NAME.drawn.json` stands for tensors of `NAME.safetensors`: their names, shapes, dtypes and how they are drawn.
+Tensors that are stored in `NAME.safetensors` beside it belong to the same file. Tools that make goldens read them by
+these functions, too, so that references compute with the bits that tests get.
+
+Of expected logits [.., T, V] a fourth are stored, `every_fourth`: each token and each row of the head is among them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+DRAWN, WHOLE = ".drawn.json", ".safetensors"
+#: The names of logits in `expected.safetensors`, with those left out as NaN, and as they are stored.
+LOGITS, EVERY_FOURTH = "logits", "every_fourth_logit"
+#: Of the sum of four numbers of 16 bits: its middle and its standard deviation.
+_MIDDLE, _DEVIATION = 131070, 37837.0
+
+#: By name safetensors' dtype, the shape, and the bytes.
+Tensors = dict[str, tuple[str, list[int], bytes]]
+#: How values are drawn: {"deviation": of a bell around 0}, or {"range": [low, high]}.
+Law = dict[str, Any]
+
+
+@cache
+def golden_folder(kind: str) -> Path:
+    """`tests/goldens/KIND` with all its tensors: a copy that lasts as long as this process."""
+    place = Path(tempfile.mkdtemp(prefix=f"edgellm-{kind}-"))
+    atexit.register(_remove, place, os.getpid())
+    return copy_with_tensors(GOLDENS / kind, place)
+
+
+def _remove(place: Path, process: int) -> None:
+    if os.getpid() == process:  # not in one that was forked from it
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def copy_with_tensors(source: Path, target: Path) -> Path:
+    """A copy of a folder and of those in it, with all tensors in safetensors files; `target` may be there."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in sorted(source.iterdir()):
+        if path.is_dir():
+            copy_with_tensors(path, target / path.name)
+        elif not path.name.endswith(DRAWN):
+            shutil.copy(path, target / path.name)
+    for path in source.glob(f"*{DRAWN}"):
+        whole = target / (path.name.removesuffix(DRAWN) + WHOLE)
+        stored, metadata = (read_tensors(whole), read_metadata(whole)) if whole.exists() else ({}, {"format": "pt"})
+        write_tensors(whole, draw(json.loads(path.read_text())) | stored, metadata)
+    if (expected := target / f"expected{WHOLE}").exists():
+        tensors = read_tensors(expected)
+        if EVERY_FOURTH in tensors:
+            dtype, shape, data = tensors.pop(EVERY_FOURTH)
+            logits = with_gaps(np.frombuffer(data, np.float32).reshape(shape))
+            tensors[LOGITS] = dtype, list(logits.shape), logits.tobytes()
+            write_tensors(expected, tensors, read_metadata(expected))
+    return target
+
+
+def every_fourth(logits: np.ndarray) -> np.ndarray:
+    """A fourth of logits [.., T, V]: [.., T, V / 4], of token t those of the ids that leave t % 4 when divided by 4."""
+    fours = logits.reshape(*logits.shape[:-1], -1, 4)
+    return np.take_along_axis(fours, _places(fours.shape), axis=-1)[..., 0]
+
+
+def with_gaps(fourth: np.ndarray) -> np.ndarray:
+    """float32 logits [.., T, V] of which `every_fourth` is `fourth`, the others NaN."""
+    fours = np.full((*fourth.shape, 4), np.nan, np.float32)
+    np.put_along_axis(fours, _places(fours.shape), fourth[..., None], axis=-1)
+    return fours.reshape(*fourth.shape[:-1], -1)
+
+
+def _places(shape: tuple[int, ...]) -> np.ndarray:
+    """Which of each four ids [.., T, V / 4, 4] is stored."""
+    tokens = np.arange(shape[-3]) % 4
+    return np.broadcast_to(tokens[:, None, None], (*shape[:-1], 1))
+
+
+def largest_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """Of what is found, all of it numbers, to what is expected of it."""
+    assert found.shape == expected.shape and np.isfinite(found).all()
+    return float(np.nanmax(np.abs(found - expected)))
+
+
+def draw(description: Mapping[str, Any]) -> Tensors:
+    """The tensors of a description, in its order; 64 bits of PCG64 each value, whose stream NumPy keeps as it is.
+
+    What is done with them is exact but for the rounding of float64 and of the dtype: any machine has the same bits.
+    """
+    generator, tensors = np.random.PCG64(description["seed"]), {}
+    for group in description["groups"]:
+        for name, shape in group["shapes"].items():
+            bits = generator.random_raw(int(np.prod(shape)))
+            tensors[name] = group["dtype"], shape, rounded(_values(bits, group), group["dtype"]).tobytes()
+    return tensors
+
+
+def _values(bits: np.ndarray, law: Law) -> np.ndarray:
+    """float64 values of uint64 `bits` under a law."""
+    if "deviation" in law:
+        fields = bits.view(np.uint16).reshape(-1, 4).astype(np.int64)
+        return (fields.sum(axis=1) - _MIDDLE) * (law["deviation"] / _DEVIATION)
+    low, high = law["range"]
+    return low + (bits >> 11).astype(np.float64) * ((high - low) / (1 << 53))
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float64 values in a dtype of safetensors, of bfloat16 the bits; to the nearest, ties to even."""
+    if dtype != "BF16":
+        return values.astype({"F16": "<f2", "F32": "<f4"}[dtype])
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2")
+
+
+def describe(shapes: Iterable[tuple[str, str, list[int], Law]], seed: int) -> dict[str, Any]:
+    """The description of tensors (name, dtype, shape, law), those of one dtype and law a group."""
+    groups: dict[str, dict[str, Any]] = {}
+    for name, dtype, shape, law in shapes:
+        head = {"dtype": dtype, **law}
+        groups.setdefault(json.dumps(head), head | {"shapes": {}})["shapes"][name] = list(shape)
+    return {"seed": seed, "groups": list(groups.values())}
+
+
+def write_description(path: Path, description: Mapping[str, Any]) -> None:
+    """A line for each tensor."""
+    groups = []
+    for group in description["groups"]:
+        lines = (f"   {json.dumps(name)}: {json.dumps(shape)}" for name, shape in group["shapes"].items())
+        head = json.dumps({key: value for key, value in group.items() if key != "shapes"})
+        groups.append(f'  {head[:-1]}, "shapes": {{\n' + ",\n".join(lines) + "}}")
+    joined = ",\n".join(groups)
+    path.write_text(f'{{"seed": {description["seed"]}, "groups": [\n{joined}]}}\n')
+
+
+def read_tensors(path: Path) -> Tensors:
+    """The tensors of a safetensors file, of any dtype, which NumPy need not have."""
+    header, body = _header_and_body(path)
+    header.pop("__metadata__", None)
+    return {name: (each["dtype"], each["shape"], body[slice(*each["data_offsets"])]) for name, each in header.items()}
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The metadata of a safetensors file."""
+    return _header_and_body(path)[0].get("__metadata__", {})
+
+
+def _header_and_body(path: Path) -> tuple[dict[str, Any], bytes]:
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def write_tensors(path: Path, tensors: Tensors, metadata: Mapping[str, str] | None = None) -> None:
+    """A safetensors file; wide dtypes come first, so that all lie at multiples of their size."""
+    wide = sorted(tensors, key=lambda name: -_size(tensors[name][0]))
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in wide:
+        dtype, shape, data = tensors[name]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
+        end += len(data)
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"".join(tensors[name][2] for name in wide))
+
+
+def _size(dtype: str) -> int:
+    return 1 if dtype == "BOOL" or dtype.startswith("F8") else int(dtype.lstrip("BFIUC")) // 8
