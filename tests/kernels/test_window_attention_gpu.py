@@ -55,11 +55,11 @@ class Step:
         partials = attention_partials(shape) if geometry is None else rows * heads * shape.spans * shape.state
         self.arrays = {name: device_copy(gpu, array) for name, array in arrays.items()}
         self.context = gpu.zeros((rows, heads * case.size), dtype)
-        scratch = AttentionScratch(gpu.zeros((partials,), "float32"), gpu.zeros((rows, case.kv_heads), "uint32"))
+        partial, counters = gpu.zeros((partials,), "float32"), gpu.zeros((rows, case.kv_heads), "uint32")
         weights, step = case.bundles(self.arrays)
-        self.shape = shape
+        self.shape, self.scratch = shape, AttentionScratch(partial, counters)  # a launch keeps no memory
         self.launch = attention_launch(
-            gpu.kernel_module, self.arrays["qkv"], weights, step, scratch, self.context, geometry
+            gpu.kernel_module, self.arrays["qkv"], weights, step, self.scratch, self.context, geometry
         )
         self.launch()
 
