@@ -8,7 +8,7 @@ from pathlib import Path
 LIMITS = {
     "decoder": 2_700_000,
     "draft": 700_000,
-    "image_prompts": 960_000,
+    "image_prompts": 860_000,
     "images": 100_000,
     "lora": 520_000,
     "losses": 10_000,

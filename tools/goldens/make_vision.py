@@ -85,7 +85,6 @@ _TOWER = {
     "image_size": 21,
     "patch_size": 5,
 }
-_SMALL = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "image_size": 32}
 _ODD_GRIDS = ((1, 6, 10), (1, 2, 2), (1, 14, 6), (1, 4, 4))
 _SQUARE = ((1, 4, 4), (1, 4, 4), (1, 4, 4))
 _FIRST_LLAVA = (("vision_tower.", "vision_tower.vision_model."),)
@@ -138,14 +137,6 @@ VARIATIONS = {
         _SQUARE,
         renamed=(*_NEWEST_LLAVA, ("model.vision_tower.", "model.vision_tower.vision_model.")),
     ),
-    "gemma3": Variation(
-        "gemma3",
-        {**_TOWER, **_SMALL, "model_type": "siglip_vision_model", "vision_use_head": False},
-        {"mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 3, "eoi_token_index": 4},
-        ((1, 6, 6), (1, 6, 6)),
-        dtype="bfloat16",
-        renamed=(*_NEWEST_LLAVA, ("model.vision_tower.", "model.vision_tower.vision_model.")),
-    ),
     "llava_siglip_without_head": Variation(
         "llava",
         {"model_type": "siglip_vision_model", "vision_use_head": False, **_TOWER},
@@ -158,7 +149,7 @@ VARIATIONS = {
 def make_model(name: str, directory: Path) -> None:
     """Write one checkpoint and what transformers computes from it."""
     variation = VARIATIONS[name]
-    torch.manual_seed(sorted(VARIATIONS, key=lambda each: each == "gemma3").index(name))  # Gemma 3 came last
+    torch.manual_seed(list(VARIATIONS).index(name))
     model_class, config = _config(variation)
     model = model_class(config)
     with torch.no_grad():  # norms and biases start at 1 and 0, where mistakes in them would not show
@@ -187,10 +178,6 @@ def _config(variation: Variation) -> tuple[Any, Any]:
         text = {"model_type": "llama", **_TEXT}
         config = transformers.LlavaConfig(vision_config=variation.vision, text_config=text, **variation.settings)
         return transformers.LlavaForConditionalGeneration, config
-    if variation.family == "gemma3":
-        text = {"model_type": "gemma3_text", **_TEXT, "head_dim": 8, "sliding_window": 4}
-        config = transformers.Gemma3Config(vision_config=variation.vision, text_config=text, **variation.settings)
-        return transformers.Gemma3ForConditionalGeneration, config
     text = {**_TEXT, "rope_parameters": _ROPE}
     if variation.family == "qwen3_vl":
         text |= {"head_dim": 12, "num_hidden_layers": 2}  # a layer for each deepstack feature
@@ -208,7 +195,7 @@ def _expected(model: Any, variation: Variation) -> dict[str, torch.Tensor]:
     expected = {f"patches_{index}": one.half() for index, one in enumerate(patches)}
     expected |= {f"grid_{index}": torch.tensor(grid) for index, grid in enumerate(grids)}
     with torch.no_grad():
-        if variation.family in ("llava", "gemma3"):
+        if variation.family == "llava":
             outputs = model.model.get_image_features(torch.stack([_unpatched(one, vision) for one in patches]))
             embeddings, deepstack = outputs.pooler_output, []
         else:
