@@ -187,7 +187,7 @@ class FixedSizeProcessor:
         tokens = vision.token_count((1, vision.image_side, vision.image_side))
         if config.values.get("do_pan_and_scan"):
             config.unsupported("do_pan_and_scan", "false: an image is shown as a whole, without crops of it")
-        if config.values.get("image_seq_length", tokens) != tokens:
+        if config.kind == "Gemma3ImageProcessor" and config.values.get("image_seq_length", tokens) != tokens:
             config.refuse("image_seq_length", f"{tokens}, as config.json has it")
         return cls(
             resized=resized,

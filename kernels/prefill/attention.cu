@@ -21,7 +21,7 @@ constexpr bool INT8 = HOST_INT8;  // the caches' rows are
 // in row p % C. What a query sees nothing of still changes nothing, before its window as behind its own row.
 constexpr bool WINDOW = HOST_WINDOW;
 // Whether each query sees the rows up to one that is given for it, its own or that of a later one of the same step, as the
-// tokens of an image see all of it; they never become fewer from query to query. A window ends before the query's own row.
+// tokens of an image see all of it; they never become fewer from query to query. A window goes by the query's own row.
 constexpr bool AHEAD = HOST_AHEAD;
 #if HOST_AHEAD
 using Arguments = AttentionAheadArguments;

@@ -41,7 +41,7 @@ def values_of(backend: Backend, array: DeviceArray) -> np.ndarray:
     return values
 
 
-CASES = [(name, "float16" if name != "gemma3" else "bfloat16", "composed") for name in NAMES]
+CASES = [(name, "float16", "composed") for name in NAMES]
 CASES += [
     (name, dtype, attention)
     for name in ("qwen2_5_vl", "qwen3_vl", "llava_clip")

@@ -93,7 +93,6 @@ _TOWER = {
     "image_size": 21,
     "patch_size": 5,
 }
-_SMALL = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "image_size": 32}
 _ODD_GRIDS = ((1, 6, 10), (1, 2, 2), (1, 14, 6), (1, 4, 4))
 _SQUARE = ((1, 4, 4), (1, 4, 4), (1, 4, 4))
 _FIRST_LLAVA = (("vision_tower.", "vision_tower.vision_model."),)
@@ -152,14 +151,6 @@ VARIATIONS = {
         {"image_token_index": 5, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
         _SQUARE[:2],
     ),
-    "gemma3": Variation(
-        "gemma3",
-        {**_TOWER, **_SMALL, "model_type": "siglip_vision_model", "vision_use_head": False},
-        {"mm_tokens_per_image": 4, "image_token_index": 5, "boi_token_index": 3, "eoi_token_index": 4},
-        ((1, 6, 6), (1, 6, 6)),
-        dtype="bfloat16",
-        renamed=(*_NEWEST_LLAVA, ("model.vision_tower.", "model.vision_tower.vision_model.")),
-    ),
     "qwen3_5": Variation("qwen3_5", _QWEN3_5, _TOKENS, ((1, 6, 10), (1, 2, 2), (1, 8, 2)), dtype="bfloat16"),
 }
 
@@ -191,10 +182,6 @@ def _config(variation: Variation) -> tuple[Any, Any]:
         text = {"model_type": "llama", **_TEXT}
         config = transformers.LlavaConfig(vision_config=variation.vision, text_config=text, **variation.settings)
         return transformers.LlavaForConditionalGeneration, config
-    if variation.family == "gemma3":
-        text = {"model_type": "gemma3_text", **_TEXT, "head_dim": 8, "sliding_window": 4}
-        config = transformers.Gemma3Config(vision_config=variation.vision, text_config=text, **variation.settings)
-        return transformers.Gemma3ForConditionalGeneration, config
     text = {**_TEXT, "rope_parameters": _ROPE}
     if variation.family == "qwen3_vl":
         text |= {"head_dim": 12, "num_hidden_layers": 2}  # a layer for each deepstack feature
@@ -223,7 +210,7 @@ def _expected(model: Any, variation: Variation, patches: list[torch.Tensor]) -> 
     vision, grids = variation.vision, variation.grids
     expected = {f"grid_{index}": torch.tensor(grid) for index, grid in enumerate(grids)}
     with torch.no_grad():
-        if variation.family in ("llava", "gemma3"):
+        if variation.family == "llava":
             outputs = model.model.get_image_features(torch.stack([_unpatched(one, vision) for one in patches]))
             embeddings, deepstack = outputs.pooler_output, []
         else:

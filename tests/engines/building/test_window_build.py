@@ -92,19 +92,18 @@ def test_float16_is_refused_for_gemma_3(make_checkpoint: Callable[..., Path], tm
             build_engine_directory(checkpoint, tmp_path / "engines", None, [], dtype=dtype)
 
 
-def test_trees_of_wide_heads_are_refused_by_name_where_they_do_not_fit() -> None:
+def test_trees_of_wide_heads_run_on_kernels_everywhere() -> None:
     """TensorRT has no rings to run them whole."""
     config = decoder_config(GEMMA_3_1B)
     limits = choose_limits(config, kv_capacity=8192, has_draft=True)
     shape = limits.base_shape("verify", 1, 64, 8192, 64)
-    for capability, fits in (("sm_86", False), ("sm_90", True)):
-        limit = SHARED_MEMORY[capability]
-        assert (kernel_refusal(config, shape, "bfloat16", limit) is None) == fits
+    for capability in ("sm_86", "sm_87", "sm_90", "sm_120"):
+        assert kernel_refusal(config, shape, "bfloat16", SHARED_MEMORY[capability]) is None
         alone = replace(limits, draft_top_k=0, draft_steps=0, verify_tree_size=0)
         planned = planned_shapes({"base": config}, alone, "bfloat16", capability)
         assert all(each.segment is not None for each in planned)
-    refusal = plan_refusal(config, shape, "bfloat16", SHARED_MEMORY["sm_86"], packed=False)
-    assert refusal is not None and "TensorRT has nothing for attention within a window" in refusal
+        refusal = plan_refusal(config, shape, "bfloat16", SHARED_MEMORY[capability], packed=False)
+        assert refusal is not None and "TensorRT has nothing for attention within a window" in refusal
 
 
 def test_kernels_refuse_rings_of_parts_of_tiles() -> None:

@@ -116,7 +116,7 @@ def test_logits_agree_with_numpy(directory: EngineDirectory) -> None:
 def test_logits_are_those_of_transformers_and_not_of_a_causal_mask(name: str, tmp_path: Path) -> None:
     """As closely as bfloat16 allows, behind two images; a causal mask's are farther away than that."""
     golden = GoldenModel(name)
-    limits = EngineLimits(2, prefill_chunk=48, kv_capacity=128, image_rows=(64,))
+    limits = EngineLimits(2, prefill_chunk=16, kv_capacity=128, image_rows=(36,))
     directory = describe_in_place(golden_checkpoint(name, tmp_path / "model", FOLDER), limits, "bfloat16", "auto")
 
     def logits(runner: BaseEngineRunner) -> np.ndarray:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_images import FOLDER, NAMES, TOLERANCE, GoldenModel
+from golden_images import FOLDER, NAMES, TOLERANCE, WHOLE_IMAGES, GoldenModel
 from golden_vision import GoldenImage, golden_directory, open_vision
 
 from edgellm.engines.backends.opening import open_backend
@@ -17,7 +17,7 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 
 def prepared_images(golden: GoldenModel) -> list[GoldenImage]:
     """The patches of each image, as a processor would have made them."""
-    pixels, images, first = golden.expected["pixel_values"], [], 0
+    pixels, images, first = golden.expected["pixel_values"].astype(np.float32), [], 0
     for index, grid in enumerate(golden.expected["grids"].tolist()):
         if pixels.ndim == 4:  # whole pictures: rows and columns of patches, each channel by channel
             _, channels, height, width = pixels.shape
@@ -33,7 +33,7 @@ def prepared_images(golden: GoldenModel) -> list[GoldenImage]:
     return images
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *WHOLE_IMAGES])
 def test_patches_become_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     golden = GoldenModel(name)
     directory = golden_directory(name, tmp_path / "engines", goldens=FOLDER)
@@ -42,6 +42,8 @@ def test_patches_become_the_logits_of_transformers(name: str, tmp_path: Path) ->
     with directory.checkpoint() as checkpoint:
         runner = BaseEngineRunner(backend, directory.config, directory.limits, checkpoint, vision_memory=vision.memory)
     embeddings = vision.encode(prepared_images(golden))
+    for found, image in zip(embeddings, golden.images, strict=True):
+        np.testing.assert_allclose(found.rows, image.rows, atol=TOLERANCE)
     images = place_images(golden.token_ids, embeddings, directory.vision.config.image_token_id, directory.config)
     runner.start(0, golden.token_ids, 0, SamplingValues(), images).wait()
     assert np.abs(runner.logits(0) - golden.expected["logits"][-1]).max() <= TOLERANCE

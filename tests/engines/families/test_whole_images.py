@@ -27,7 +27,7 @@ from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 
 GREEDY = SamplingValues()
-IMAGE_TOKENS = 16
+IMAGE_TOKENS = 9
 
 
 @pytest.fixture(params=WHOLE_IMAGES)
@@ -86,7 +86,7 @@ def test_the_goldens_show_mistakes(golden: GoldenModel) -> None:
     assert tokens == IMAGE_TOKENS and [len(image.rows) for image in golden.images] == [tokens, tokens]
     assert {config.window} == {6 if golden.path.name.endswith("_6") else 24}
     assert "attention" in config.layer_kinds and config.dtype == "bfloat16"
-    assert golden.expected["logits"].std() > 1 and len(set(golden.expected["greedy"].tolist())) > 10
+    assert golden.expected["logits"].std() > 1 and len(set(golden.expected["greedy"].tolist())) > 7
     causal = all_logits(golden, replace(config, image_tokens=0))
     difference = np.abs(causal - golden.expected["logits"]).max(axis=1)
     first = golden.placed().spans[0][0]
@@ -107,14 +107,14 @@ def test_every_prefix_that_ends_in_no_image_has_them(golden: GoldenModel) -> Non
         assert token[0] == golden.expected["logits"][stop - 1].argmax()
 
 
-@pytest.mark.parametrize("chunk", [16, 17, 21, 32, 48])
+@pytest.mark.parametrize("chunk", [9, 10, 14, 20, 48])
 def test_chunks_equal_the_whole(golden: GoldenModel, chunk: int) -> None:
     runner = runner_of(golden, chunk)
     runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
     assert_close(runner.logits(0), golden.expected["logits"][-1])
 
 
-@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("chunk", [9, 16, 48])
 def test_greedy_tokens_are_those_of_transformers(golden: GoldenModel, chunk: int) -> None:
     """Also of a second text in the slot, over rings that were written over, and beside another sequence."""
     runner, expected = runner_of(golden, chunk), golden.expected["greedy"].tolist()
@@ -133,7 +133,7 @@ def test_greedy_tokens_are_those_of_transformers(golden: GoldenModel, chunk: int
 
 
 def test_decoding_goes_on_behind_the_images(golden: GoldenModel) -> None:
-    runner = runner_of(golden, 16)
+    runner = runner_of(golden, 12)
     runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
     for token, expected in zip(golden.expected["continued"], golden.expected["continued_logits"], strict=True):
         runner.force_token(0, int(token))
@@ -143,11 +143,11 @@ def test_decoding_goes_on_behind_the_images(golden: GoldenModel) -> None:
 
 def test_every_place_outside_of_images_can_be_reused_and_none_inside(golden: GoldenModel) -> None:
     """Rows of an image are written at once: with every other place the prompt goes on as if it were new."""
-    runner, images = runner_of(golden, 21), golden.placed()
+    runner, images = runner_of(golden, 14), golden.placed()
     outside = 0
     for reused in range(len(golden.token_ids)):
         if images.inside(reused) is not None:
-            with pytest.raises(EngineError, match=rf"{reused} of 51 prompt tokens to reuse end in image [12], tokens"):
+            with pytest.raises(EngineError, match=rf"{reused} of 31 prompt tokens to reuse end in image [12], tokens"):
                 runner.start(0, golden.token_ids, reused, GREEDY, images)
             continue
         for cache in runner.states.tensors.values():
@@ -157,7 +157,7 @@ def test_every_place_outside_of_images_can_be_reused_and_none_inside(golden: Gol
         runner.start(0, golden.token_ids, reused, GREEDY, images).wait()
         assert_close(runner.logits(0), golden.expected["logits"][-1])
         outside += 1
-    assert outside == 51 - 2 * (IMAGE_TOKENS - 1)
+    assert outside == 31 - 2 * (IMAGE_TOKENS - 1)
 
 
 @pytest.mark.parametrize("kv_cache", ["compute", "int8"])
@@ -165,7 +165,7 @@ def test_trees_give_the_tokens_of_plain_decoding(golden: GoldenModel, kv_cache: 
     """Candidates of the host behind a prompt with images, right and wrong ones, image tokens among them."""
     config = golden.config
     with Checkpoint.open(golden.path) as checkpoint:
-        own = limits(config, 32, 160, kv_cache)
+        own = limits(config, 14, 160, kv_cache)
         runner = DecodingRunner(NumpyBackend(config), config, None, own, checkpoint, None)
     plain = runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait().tolist()
     while len(plain) < 90:
@@ -188,7 +188,7 @@ def test_trees_give_the_tokens_of_plain_decoding(golden: GoldenModel, kv_cache: 
 
 def test_a_text_alone_is_computed_as_ever(golden: GoldenModel) -> None:
     text = [token for token in golden.token_ids if token != golden.config.image_token_id]
-    runner, causal = runner_of(golden, 16), runner_of(golden, 16, image_tokens=0)
+    runner, causal = runner_of(golden, 12), runner_of(golden, 12, image_tokens=0)
     runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
     for each in (runner, causal):
         each.start(0, text, 0, GREEDY).wait()
@@ -197,18 +197,18 @@ def test_a_text_alone_is_computed_as_ever(golden: GoldenModel) -> None:
 
 def test_images_must_be_as_the_model_takes_them(golden: GoldenModel) -> None:
     config, image = golden.config, golden.images[0]
-    few = replace(image, rows=image.rows[:9])
-    ids = [5, *[config.image_token_id] * 9, 6]
-    with pytest.raises(EngineError, match="image 1 has 9 tokens, this language model takes images of 16"):
+    few = replace(image, rows=image.rows[:4])
+    ids = [5, *[config.image_token_id] * 4, 6]
+    with pytest.raises(EngineError, match="image 1 has 4 tokens, this language model takes images of 9"):
         place_images(ids, [few], config.image_token_id, config)
-    ids = [5, *[config.image_token_id] * 32, 6]
+    ids = [5, *[config.image_token_id] * 18, 6]
     with pytest.raises(EngineError, match="the images 1 and 2 follow each other without a token between them"):
         place_images(ids, golden.images, config.image_token_id, config)
 
 
 def test_a_chunk_that_is_too_short_for_an_image_is_refused_by_name(golden: GoldenModel) -> None:
-    runner = runner_of(golden, 15)
-    with pytest.raises(EngineError, match="--prefill-chunk is 15, expected at least 16: an image has so many tokens"):
+    runner = runner_of(golden, 8)
+    with pytest.raises(EngineError, match="--prefill-chunk is 8, expected at least 9: an image has so many tokens"):
         runner.start(0, golden.token_ids, 0, GREEDY, golden.placed())
     runner.start(0, golden.token_ids[:3], 0, GREEDY).wait()  # a text alone is none of its business
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +47,7 @@ def base_of(name: str) -> str:
 def adapted_logits(golden: GoldenModel, adapter: Path) -> np.ndarray:
     """Logits [1 + n, V] after the prompt with images and along the tokens that continue it, with the adapter."""
     limits = EngineLimits(max_batch=1, prefill_chunk=16, kv_capacity=96, max_lora_rank=8, lora_slots=1)
+    limits = replace(limits, window_rows=limits.rows_for_window(golden.config.window or limits.kv_rows))
     adapters = {"it": LoraAdapter.read(adapter, golden.config)}
     with Checkpoint.open(golden.path) as checkpoint:
         runner = BaseEngineRunner(NumpyBackend(golden.config), golden.config, limits, checkpoint, adapters=adapters)
