@@ -228,11 +228,9 @@ class NumpyOperations(Operations[np.ndarray]):
         key_scales: np.ndarray | None = None,
         value_scales: np.ndarray | None = None,
     ) -> np.ndarray:
-        batch, heads, tokens, size = query.shape
+        batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
-        kv_heads = keys.shape[1]
-        # The query heads that share a key-value head become rows of one matrix: [B, nkv, group * T, D].
-        grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
+        grouped = _grouped(query, kv_heads, scale)
         scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
         rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
         if tokens == 1:
@@ -244,7 +242,7 @@ class NumpyOperations(Operations[np.ndarray]):
                 for h in range(kv_heads):
                     head = [each[b, h] for each in rows]
                     context[b, h] = _attend(grouped[b, h], head, bias, visible.first_hidden, tokens)
-        return context.reshape(batch, heads, tokens, size)
+        return context.reshape(query.shape)
 
     def short_convolution(
         self,
@@ -293,10 +291,9 @@ class NumpyOperations(Operations[np.ndarray]):
         key_scales: np.ndarray | None = None,
         value_scales: np.ndarray | None = None,
     ) -> np.ndarray:
-        batch, heads, tokens, size = query.shape
-        kv_heads, held = keys.shape[1:3]
+        tokens, (kv_heads, held) = query.shape[2], keys.shape[1:3]
         scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
-        grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
+        grouped = _grouped(query, kv_heads, scale)
         context = np.empty_like(grouped)
         for b, start in enumerate(start_index.tolist()):
             first, hidden = _hidden_in_window(mask[b, 0], start, window)
@@ -304,7 +301,7 @@ class NumpyOperations(Operations[np.ndarray]):
             rows = [each[b].take(places, axis=1) for each in (keys, values, *scales)]
             bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
             context[b] = _attend(grouped[b], rows, bias, 0, tokens)
-        return context.reshape(batch, heads, tokens, size)
+        return context.reshape(query.shape)
 
     def attention_ahead(
         self,
@@ -318,10 +315,9 @@ class NumpyOperations(Operations[np.ndarray]):
         key_scales: np.ndarray | None = None,
         value_scales: np.ndarray | None = None,
     ) -> np.ndarray:
-        batch, heads, tokens, size = query.shape
-        kv_heads, held = keys.shape[1:3]
+        tokens, (kv_heads, held) = query.shape[2], keys.shape[1:3]
         scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
-        grouped = (query * np.float32(scale)).reshape(batch, kv_heads, heads // kv_heads * tokens, size)
+        grouped = _grouped(query, kv_heads, scale)
         context = np.empty_like(grouped)
         for b, start in enumerate(start_index.tolist()):
             own = np.arange(start, start + tokens)[:, None]
@@ -333,7 +329,7 @@ class NumpyOperations(Operations[np.ndarray]):
             for h in range(kv_heads):  # one at a time: its scores stay in the processor's cache
                 rows = [each[b, h].take(positions % held, axis=0) for each in (keys, values, *scales)]
                 context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens)
-        return context.reshape(batch, heads, tokens, size)
+        return context.reshape(query.shape)
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2
@@ -434,6 +430,11 @@ def _wide_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         piece = weight[start : start + step].astype(np.float64)
         result[:, start : start + step] = np.dot(piece, x[0]) if x.shape[0] == 1 else np.dot(x, piece.T)
     return result
+
+
+def _grouped(query: np.ndarray, kv_heads: int, scale: float) -> np.ndarray:
+    """Scaled queries [B, nq, T, D], those that share a key-value head as rows of one matrix: [B, nkv, group * T, D]."""
+    return (query * np.float32(scale)).reshape(len(query), kv_heads, -1, query.shape[3])
 
 
 def _attend(

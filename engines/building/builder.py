@@ -140,17 +140,7 @@ def build_engine_directory(
     vision = None if vision is None else Path(vision)
     encoder = _read_vision(source, vision, config, limits)
     drafted = choose_draft(source, config, draft, limits)
-    if limits is None:
-        packs = folder_quantization(source) is not None
-        limits = choose_limits(
-            config,
-            has_draft=drafted is not None,
-            adapter_ranks=ranks,
-            vision=encoder,
-            is_packed=packs,
-            is_mtp=drafted == MTP,
-        )
-    limits = with_window_rows(config, limits)
+    limits = _limits(source, config, limits, drafted, ranks, encoder)
     check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)
     dtype = dtype or _engine_dtype(config)
@@ -301,17 +291,7 @@ def describe_in_place(
     vision = directory / VISION_FOLDER
     vision_source = vision if vision.exists() else None
     encoder = _read_vision(directory, vision_source, config, limits)
-    if limits is None:
-        packs = folder_quantization(directory) is not None
-        limits = choose_limits(
-            config,
-            has_draft=draft is not None,
-            adapter_ranks=ranks,
-            vision=encoder,
-            is_packed=packs,
-            is_mtp=draft == MTP,
-        )
-    limits = with_window_rows(config, limits)
+    limits = _limits(directory, config, limits, draft, ranks, encoder)
     check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
     check_image_rows(encoder, vision_source is not None, limits)
     dtype = dtype or _engine_dtype(config)
@@ -356,6 +336,30 @@ def _read_vision(
     if vision is not None and _has_vision_part(source):
         raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
     return read_vision_config(source, vision, config)
+
+
+def _limits(
+    source: Path,
+    config: DecoderConfig,
+    limits: EngineLimits | None,
+    draft: str | Path | None,
+    ranks: list[int],
+    encoder: VisionConfig | None,
+) -> EngineLimits:
+    """The `limits`, or chosen ones where there are none, with the rows of windows.
+
+    `draft` is what `choose_draft` gave.
+    """
+    if limits is None:
+        limits = choose_limits(
+            config,
+            has_draft=draft is not None,
+            adapter_ranks=ranks,
+            vision=encoder,
+            is_packed=folder_quantization(source) is not None,
+            is_mtp=draft == MTP,
+        )
+    return with_window_rows(config, limits)
 
 
 def _has_vision_part(source: Path) -> bool:
