@@ -12,26 +12,34 @@ __global__ void __launch_bounds__(THREADS) gated_norm(const __grid_constant__ Ga
     const unsigned head = blockIdx.x * GROUPS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const size_t row = size_t(blockIdx.z) * a.T + blockIdx.y;
     const bool exists = (head + 1) * a.E <= a.O;
+    const unsigned begin = exists ? head * a.E : 0;
     float4 values[PARTS];
+    float weights[PARTS][4], gates[PARTS][4];
+    const auto each = [&](const auto& run) {  // of the lane's elements: part, place in it, element of the head
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const unsigned first = part * WIDTH + 4 * lane;
+            if (first >= a.E) continue;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) run(part, i, first + i);
+        }
+    };
     launch_next_kernel();
+    const Compute* weight = reinterpret_cast<const Compute*>(a.norm.weight);
+    each([&](int part, int i, unsigned element) { weights[part][i] = to_float(__ldg(weight + element)); });
     wait_for_previous_kernel();
-    load_vector(a.value + row * a.O + (exists ? head * a.E : 0), lane, a.E, values);
+    load_vector(a.value + row * a.O + begin, lane, a.E, values);
+    each([&](int part, int i, unsigned element) {  // under way beside the values: nothing below waits for memory again
+        gates[part][i] = loaded<Gate>(a.gate, row * a.V + a.norm.first + begin + element);
+    });
     const float mean = __fdiv_rn(sum_of_lanes(share(values, values)), float(a.E));
     scale(values, reciprocal_root(mean + float(a.norm.epsilon)));
     if (!exists) return;
-#pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
+    Compute* output = reinterpret_cast<Compute*>(a.output) + row * a.O + begin;
+    each([&](int part, int i, unsigned element) {
         const float four[4] = {values[part].x, values[part].y, values[part].z, values[part].w};
-        const unsigned first = part * WIDTH + 4 * lane;
-        if (first >= a.E) break;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const unsigned column = head * a.E + first + i;
-            const float gate = loaded<Gate>(a.gate, row * a.V + a.norm.first + column);
-            const float normed = four[i] * to_float(__ldg(reinterpret_cast<const Compute*>(a.norm.weight) + first + i));
-            reinterpret_cast<Compute*>(a.output)[row * a.O + column] = rounded<Compute>(normed * portable_silu(gate));
-        }
-    }
+        output[element] = rounded<Compute>(four[i] * weights[part][i] * portable_silu(gates[part][i]));
+    });
 }
 
 // Grid: blocks of columns, tokens, sequences.
