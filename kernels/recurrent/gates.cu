@@ -6,6 +6,9 @@ namespace recurrent {
 constexpr int THREADS = 128, GROUPS = THREADS / LANES, PARTS = HOST_MOST_SIZE / WIDTH;
 static_assert(THREADS == HOST_GATES_THREADS, "the host makes the grids");
 
+// The element of a vector that is a lane's i-th, as `load_vector` has them.
+__device__ __forceinline__ unsigned element_of(int i, unsigned lane) { return i / 4 * WIDTH + 4 * lane + i % 4; }
+
 // Grid: blocks of heads, tokens, sequences. A group of lanes a head.
 template <class Gate, class Compute>
 __global__ void __launch_bounds__(THREADS) gated_norm(const __grid_constant__ GatedNormArguments a) {
@@ -13,33 +16,29 @@ __global__ void __launch_bounds__(THREADS) gated_norm(const __grid_constant__ Ga
     const size_t row = size_t(blockIdx.z) * a.T + blockIdx.y;
     const bool exists = (head + 1) * a.E <= a.O;
     const unsigned begin = exists ? head * a.E : 0;
-    float4 values[PARTS];
-    float weights[PARTS][4], gates[PARTS][4];
-    const auto each = [&](const auto& run) {  // of the lane's elements: part, place in it, element of the head
-#pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            const unsigned first = part * WIDTH + 4 * lane;
-            if (first >= a.E) continue;
-#pragma unroll
-            for (int i = 0; i < 4; ++i) run(part, i, first + i);
-        }
-    };
-    launch_next_kernel();
     const Compute* weight = reinterpret_cast<const Compute*>(a.norm.weight);
-    each([&](int part, int i, unsigned element) { weights[part][i] = to_float(__ldg(weight + element)); });
+    float4 values[PARTS];
+    float weights[4 * PARTS], gates[4 * PARTS];
+    launch_next_kernel();
+#pragma unroll
+    for (int i = 0; i < 4 * PARTS; ++i)
+        if (element_of(i, lane) < a.E) weights[i] = to_float(__ldg(weight + element_of(i, lane)));
     wait_for_previous_kernel();
     load_vector(a.value + row * a.O + begin, lane, a.E, values);
-    each([&](int part, int i, unsigned element) {  // under way beside the values: nothing below waits for memory again
-        gates[part][i] = loaded<Gate>(a.gate, row * a.V + a.norm.first + begin + element);
-    });
+#pragma unroll
+    for (int i = 0; i < 4 * PARTS; ++i)  // under way beside the values: nothing below waits for memory again
+        if (element_of(i, lane) < a.E)
+            gates[i] = loaded<Gate>(a.gate, row * a.V + a.norm.first + begin + element_of(i, lane));
     const float mean = __fdiv_rn(sum_of_lanes(share(values, values)), float(a.E));
     scale(values, reciprocal_root(mean + float(a.norm.epsilon)));
     if (!exists) return;
     Compute* output = reinterpret_cast<Compute*>(a.output) + row * a.O + begin;
-    each([&](int part, int i, unsigned element) {
-        const float four[4] = {values[part].x, values[part].y, values[part].z, values[part].w};
-        output[element] = rounded<Compute>(four[i] * weights[part][i] * portable_silu(gates[part][i]));
-    });
+#pragma unroll
+    for (int i = 0; i < 4 * PARTS; ++i) {
+        const float four[4] = {values[i / 4].x, values[i / 4].y, values[i / 4].z, values[i / 4].w};
+        if (element_of(i, lane) >= a.E) break;
+        output[element_of(i, lane)] = rounded<Compute>(four[i % 4] * weights[i] * portable_silu(gates[i]));
+    }
 }
 
 // Grid: blocks of columns, tokens, sequences.
