@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tiny_families import DELTA_LAYERS
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
@@ -59,11 +60,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",
         "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
+        **DELTA_LAYERS,
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
         "vision_config": _QWEN_VISION | {"model_type": "qwen3_5", "num_position_embeddings": 16},
     },
