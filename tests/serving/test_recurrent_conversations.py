@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from drafted_conversations import (
+    GREEDY,
+    MODES,
+    SAMPLED,
+    answering_cold,
+    assert_same_in_every_order,
+    drafting_freely,
+    giving_way,
+    text_request,
+)
 from fixed_shape_backend import FixedShapeBackend
 from tiny_families import RECURRENT, keeping_near
 
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
-from edgellm.decoding.sequence import DecodingSequence
-from edgellm.drafting import given
-from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 
-TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
-CHAIN = DraftingConfig(kind="chain", draft_top_k=1, draft_steps=3, adaptive=False)
-MODES = {"plain": None, "tree": TREE, "chain": CHAIN, "suffix": DraftingConfig(kind="suffix")}
-GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=3, max_tokens=10, ignore_eos=True)
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]
 
 
@@ -48,29 +49,13 @@ def engines(
 def runtime(
     request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SpecDecodeRuntime]:
-    """Whatever is said before is drafted from, also where it does not pay."""
-    monkeypatch.setattr(given, "GAIN", 0.0)
-    for name in ("FIRST_CREDIT", "MOST_CREDIT"):
-        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
-    with SpecDecodeRuntime(engines, drafting=MODES[request.param], backend="numpy") as opened:
-        yield keeping_near(opened)
+    with drafting_freely(engines, MODES[request.param], monkeypatch) as opened:
+        yield opened
 
 
 @pytest.fixture
 def cold(engines: Path) -> Iterator[Callable[[list[int], SamplingParams], tuple[int, ...]]]:
-    """Answers prompts plainly, each as if it were the first."""
-    answered: dict[tuple[tuple[int, ...], SamplingParams], tuple[int, ...]] = {}
-    with SpecDecodeRuntime(engines, backend="numpy", state_budget=0) as opened:
-
-        def answer(prompt: list[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:
-            key = (tuple(prompt), params)
-            if key not in answered:
-                opened._forget_contents()
-                response = opened.handle_request(Request(prompt, None, params))
-                assert response.usage.reused_tokens == 0
-                answered[key] = tuple(response.token_ids)
-            return answered[key]
-
+    with answering_cold(engines) as answer:
         yield answer
 
 
@@ -172,9 +157,8 @@ def test_batches_in_every_order(
     prompts = [PROMPT, [*PROMPT[:20], 4, 5], [9, 8, 7], [*PROMPT, *cold(PROMPT), 1, 2, 3]]
     params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
     expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-    for order in list(itertools.permutations(range(4)))[::5]:
-        responses = runtime.handle_request([Request(prompts[place], None, params[place]) for place in order])
-        assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
+    requests = [text_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    assert_same_in_every_order(runtime, requests, expected, 5)
 
 
 def test_an_answer_that_ends_before_its_last_step(
@@ -195,39 +179,18 @@ def test_an_answer_that_ends_before_its_last_step(
 
 @pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])
 def test_an_answer_that_gives_way(engines: Path, cold: Callable[..., tuple[int, ...]], budget: int) -> None:
-    expected = [cold(PROMPT, replace(SAMPLED, max_tokens=60)), cold(PROMPT[3:], GREEDY), cold(PROMPT[7:], GREEDY)]
+    requests = [
+        text_request(PROMPT, replace(SAMPLED, max_tokens=60)),
+        text_request(PROMPT[3:], GREEDY),
+        text_request(PROMPT[7:], GREEDY),
+    ]
+    expected = [cold(request.prompt, request.params) for request in requests]
     for drafting in MODES.values():
         with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
             keeping_near(runtime)
             for rounds in (1, 2, 4):
-                loop = runtime.loop()
-                first, *others = (
-                    runtime.prepare(Request(prompt, None, params))
-                    for prompt, params in (
-                        (PROMPT, replace(SAMPLED, max_tokens=60)),
-                        (PROMPT[3:], GREEDY),
-                        (PROMPT[7:], GREEDY),
-                    )
-                )
-                loop.admit(first)
-                advance(loop, rounds)
-                list(loop.settle())
-                loop.give_way(first)
-                assert (first.kept is not None) == bool(budget)
-                for each in others:
-                    loop.admit(each)
-                while any(not each.finished for each in others):
-                    advance(loop, 1)
-                loop.admit(first)
-                while not first.finished:
-                    advance(loop, 1)
-                loop.abandon()
-                found = [tuple(each.answer.token_ids) for each in (first, *others)]
-                assert found == expected, (drafting, rounds)
-
-
-def advance(loop: object, rounds: int) -> list[DecodingSequence]:
-    return [token.sequence for _ in range(rounds) for token in loop.advance()]  # type: ignore[attr-defined]
+                was_kept, answers = giving_way(runtime, requests, rounds)
+                assert was_kept == bool(budget) and answers == expected, (drafting, rounds)
 
 
 def test_forced_tokens_and_rules(runtime: SpecDecodeRuntime, engines: Path) -> None:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import drafted_conversations
 import numpy as np
 import pytest
+from drafted_conversations import (
+    GREEDY,
+    SAMPLED,
+    answering_cold,
+    assert_same_in_every_order,
+    drafting_freely,
+    giving_way,
+    text_request,
+)
 from tiny_families import WINDOWED
 
 from edgellm import Request, SamplingParams, SpecDecodeRuntime
-from edgellm.drafting import given
-from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -23,10 +30,7 @@ from edgellm.errors import SnapshotError
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.snapshot import Snapshot
 
-TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
-MODES = {"plain": None, "tree": TREE, "suffix": DraftingConfig(kind="suffix")}
-GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=3, max_tokens=10, ignore_eos=True)
+MODES = {name: drafting for name, drafting in drafted_conversations.MODES.items() if name != "chain"}
 PROMPT = [(7 * index + 3) % 250 for index in range(150)]
 #: By how many tokens a text can be cut.
 SLACK = 12
@@ -52,25 +56,13 @@ def engines(
 def runtime(
     request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SpecDecodeRuntime]:
-    """Whatever is said before is drafted from, also where it does not pay."""
-    monkeypatch.setattr(given, "GAIN", 0.0)
-    for name in ("FIRST_CREDIT", "MOST_CREDIT"):
-        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
-    with SpecDecodeRuntime(engines, drafting=MODES[request.param], backend="numpy") as opened:
+    with drafting_freely(engines, MODES[request.param], monkeypatch) as opened:
         yield opened
 
 
 @pytest.fixture
 def cold(engines: Path) -> Iterator[Callable[..., tuple[int, ...]]]:
-    """Answers prompts plainly, each as if it were the first."""
-    with SpecDecodeRuntime(engines, backend="numpy") as opened:
-
-        def answer(prompt: list[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:
-            opened._forget_contents()
-            response = opened.handle_request(Request(prompt, None, params))
-            assert response.usage.reused_tokens == 0
-            return tuple(response.token_ids)
-
+    with answering_cold(engines) as answer:
         yield answer
 
 
@@ -202,32 +194,12 @@ def test_an_answer_that_gives_way(engines: Path, cold: Callable[..., tuple[int, 
     params = replace(SAMPLED, max_tokens=60), GREEDY, GREEDY
     prompts = PROMPT, PROMPT[3:], PROMPT[7:]
     expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    requests = [text_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     for drafting in MODES.values():
         with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
             for rounds in (1, 4):
-                loop = runtime.loop()
-                first, *others = (
-                    runtime.prepare(Request(prompt, None, each)) for prompt, each in zip(prompts, params, strict=True)
-                )
-                loop.admit(first)
-                advance(loop, rounds)
-                list(loop.settle())
-                loop.give_way(first)
-                assert (first.kept is not None) == bool(budget)
-                for each in others:
-                    loop.admit(each)
-                while any(not each.finished for each in others):
-                    advance(loop, 1)
-                loop.admit(first)
-                while not first.finished:
-                    advance(loop, 1)
-                loop.abandon()
-                assert [tuple(each.answer.token_ids) for each in (first, *others)] == expected, (drafting, rounds)
-
-
-def advance(loop: object, rounds: int) -> None:
-    for _ in range(rounds):
-        list(loop.advance())  # type: ignore[attr-defined]
+                was_kept, answers = giving_way(runtime, requests, rounds)
+                assert was_kept == bool(budget) and answers == expected, (drafting, rounds)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -242,6 +214,5 @@ def test_batches_in_every_order(
     prompts = [PROMPT, [*PROMPT[:140], 4, 5], [9, 8, 7], [*PROMPT, *cold(PROMPT), 1, 2, 3]]
     params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
     expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-    for order in list(itertools.permutations(range(4)))[::5]:
-        responses = runtime.handle_request([Request(prompts[place], None, params[place]) for place in order])
-        assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
+    requests = [text_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    assert_same_in_every_order(runtime, requests, expected, 5)
