@@ -11,11 +11,15 @@ from tiny_families import DELTA_LAYERS
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import Array
 
 #: Ids of the tiny tokenizer's tokens.
 VISION_START, IMAGE_TOKEN, VISION_END = 258, 259, 260
+#: A prompt without images.
+TEXT = [(7 * index + 3) % 250 for index in range(23)]
 MARKERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -184,3 +188,20 @@ def prompt_with_images(
         ids += [VISION_START, *[IMAGE_TOKEN] * image.rows.shape[0], VISION_END]
         ids += random.integers(0, 256, text).tolist()
     return ids, place_images(ids, images, IMAGE_TOKEN, config)
+
+
+def logits_beside_a_text(
+    runner: BaseEngineRunner, prompt: tuple[list[int], PromptImages], answer: Sequence[int]
+) -> np.ndarray:
+    """Logits [len(answer), V] along an answer to a prompt with images, in slot 1, beside `TEXT` in slot 0."""
+    ids, images = prompt
+    runner.start(0, TEXT, 0, SamplingValues()).wait()
+    runner.start(1, ids, 0, SamplingValues(), images).wait()
+    found = []
+    for token in answer:
+        found.append(runner.logits(1))
+        runner.force_token(1, token)
+        runner.decode(2).wait()
+    for slot in (0, 1):
+        runner.stop(slot)
+    return np.stack(found)
