@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=3, max_tokens=10, ignore_eos=True)
 
 Answer = tuple[int, ...]
+#: Answers a prompt, with the given params or greedily.
+Cold = Callable[..., Answer]
 
 
 def ask_freely(patch: pytest.MonkeyPatch) -> None:
@@ -41,15 +44,22 @@ def drafting_freely(
         yield keeping_near(opened)
 
 
+@pytest.fixture(params=list(MODES))
+def runtime(
+    request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SpecDecodeRuntime]:
+    """`drafting_freely` in each mode, with the `engines` of the test's file."""
+    with drafting_freely(engines, MODES[request.param], monkeypatch) as opened:
+        yield opened
+
+
 def text_request(prompt: list[int], params: SamplingParams) -> Request:
     """Token ids as they are."""
     return Request(prompt, None, params)
 
 
 @contextmanager
-def answering_cold(
-    engines: Path, asked: Callable[[Any, SamplingParams], Request] = text_request
-) -> Iterator[Callable[..., Answer]]:
+def answering_cold(engines: Path, asked: Callable[[Any, SamplingParams], Request] = text_request) -> Iterator[Cold]:
     """Gives what answers prompts plainly, each as if it were the first; `asked` makes a request of a prompt."""
     answered: dict[tuple[tuple[Any, ...], SamplingParams], Answer] = {}
     with SpecDecodeRuntime(engines, backend="numpy", state_budget=0) as opened:
@@ -66,11 +76,26 @@ def answering_cold(
         yield answer
 
 
+@pytest.fixture
+def cold(engines: Path) -> Iterator[Cold]:
+    """`answering_cold` with the `engines` of the test's file."""
+    with answering_cold(engines) as answer:
+        yield answer
+
+
 def assert_same_in_every_order(
-    runtime: SpecDecodeRuntime, requests: Sequence[Request], expected: Sequence[Answer], each: int
+    runtime: SpecDecodeRuntime,
+    cold: Cold,
+    prompts: Sequence[Any],
+    one_in: int,
+    asked: Callable[[Any, SamplingParams], Request] = text_request,
 ) -> None:
-    """Requests get the `expected` answers in whatever order they are asked together; of the orders one in `each`."""
-    for order in list(itertools.permutations(range(len(requests))))[::each]:
+    """Four prompts, with answers of several lengths, greedy and drawn, are answered as `cold` does in whatever order
+    they are asked together; of the orders one in so many."""
+    params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
+    pairs = list(zip(prompts, params, strict=True))
+    expected, requests = [cold(*pair) for pair in pairs], [asked(*pair) for pair in pairs]
+    for order in list(itertools.permutations(range(4)))[::one_in]:
         responses = runtime.handle_request([requests[place] for place in order])
         assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
 

@@ -14,9 +14,10 @@ from drafted_conversations import (
     GREEDY,
     MODES,
     SAMPLED,
+    Cold,
     answering_cold,
     assert_same_in_every_order,
-    drafting_freely,
+    runtime,
 )
 from fixed_shape_backend import FixedShapeBackend
 from mtp_checkpoints import add_head
@@ -26,6 +27,8 @@ from tiny_multimodal import FAMILIES, IMAGE_TOKEN, VISION_END, VISION_START
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
+
+__all__ = ["runtime"]  # a fixture
 
 #: Three of one size, 9 tokens each, and one of 4 tokens.
 PICTURES = [
@@ -47,17 +50,6 @@ def engines(
     limits = EngineLimits(2, 16, 192, draft_top_k=4, draft_steps=3, verify_tree_size=12, image_rows=(64,))
     build_engine_directory(add_head(base, request.param == "agreeing"), folder / "engines", limits, [])
     return folder / "engines"
-
-
-@pytest.fixture(params=list(MODES))
-def runtime(
-    request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SpecDecodeRuntime]:
-    with drafting_freely(engines, MODES[request.param], monkeypatch) as opened:
-        yield opened
-
-
-Cold = Callable[..., tuple[int, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -182,10 +174,7 @@ def test_batches_in_every_order(runtime: SpecDecodeRuntime, cold: Cold) -> None:
         [9, 8, 7],
         [*text, *said(cold(text)), *picture(3), 3],
     ]
-    params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
-    expected = [cold(text, each) for text, each in zip(texts, params, strict=True)]
-    requests = [asked(text, each) for text, each in zip(texts, params, strict=True)]
-    assert_same_in_every_order(runtime, requests, expected, 7)
+    assert_same_in_every_order(runtime, cold, texts, 7, asked)
 
 
 @pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])

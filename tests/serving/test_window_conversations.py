@@ -13,8 +13,9 @@ import pytest
 from drafted_conversations import (
     GREEDY,
     SAMPLED,
-    answering_cold,
+    Cold,
     assert_same_in_every_order,
+    cold,
     drafting_freely,
     giving_way,
     text_request,
@@ -29,6 +30,8 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.snapshot import Snapshot
+
+__all__ = ["cold"]  # a fixture
 
 MODES = {name: drafting for name, drafting in drafted_conversations.MODES.items() if name != "chain"}
 PROMPT = [(7 * index + 3) % 250 for index in range(150)]
@@ -60,18 +63,12 @@ def runtime(
         yield opened
 
 
-@pytest.fixture
-def cold(engines: Path) -> Iterator[Callable[..., tuple[int, ...]]]:
-    with answering_cold(engines) as answer:
-        yield answer
-
-
 def ask(runtime: SpecDecodeRuntime, prompt: list[int], params: SamplingParams = GREEDY) -> tuple[tuple[int, ...], int]:
     response = runtime.handle_request(Request(prompt, None, params))
     return tuple(response.token_ids), response.usage.reused_tokens
 
 
-def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Cold) -> None:
     """At the last token that it shares with what a slot holds, if that is no more than the slack behind: with a draft
     a few tokens before, whose rows follow the base's."""
 
@@ -92,7 +89,7 @@ def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Callable[..., 
     assert reused([*short[:4], 1, 2, 3]) in (3, 4)  # nothing has been written over
 
 
-def test_a_text_that_is_cut_again_and_again(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+def test_a_text_that_is_cut_again_and_again(runtime: SpecDecodeRuntime, cold: Cold) -> None:
     """What was written behind a cut stays written over: a second cut must not count from the shorter text."""
     text, one = PROMPT[:130], replace(GREEDY, max_tokens=1)
     for _ in range(8):
@@ -101,7 +98,7 @@ def test_a_text_that_is_cut_again_and_again(runtime: SpecDecodeRuntime, cold: Ca
         text = [*text[: len(text) - 9], text[-1] + 1, 7]
 
 
-def random_prompts(cold: Callable[..., tuple[int, ...]], seed: int, count: int) -> Iterator[list[int]]:
+def random_prompts(cold: Cold, seed: int, count: int) -> Iterator[list[int]]:
     """Turns of three conversations in no order: told further, edited, asked again, begun alike."""
     random = np.random.default_rng(seed)
     system = random.integers(0, 250, 25).tolist()
@@ -122,7 +119,7 @@ def random_prompts(cold: Callable[..., tuple[int, ...]], seed: int, count: int) 
         yield text
 
 
-def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Cold) -> None:
     total = 0
     for number, prompt in enumerate(random_prompts(cold, 5, 40)):
         params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
@@ -134,7 +131,7 @@ def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Ca
 
 @pytest.mark.parametrize("place", ["memory", "file"])
 def test_snapshots_go_on_where_their_rows_reach(
-    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]], tmp_path: Path, place: str
+    runtime: SpecDecodeRuntime, cold: Cold, tmp_path: Path, place: str
 ) -> None:
     """Of texts shorter and longer than a window and than a ring: whole, cut a little, and cut too far."""
     snapshots, base = runtime._open_snapshots(), runtime._open_runner().base
@@ -190,7 +187,7 @@ def test_a_snapshot_of_other_rows_is_refused(runtime: SpecDecodeRuntime, engines
 
 
 @pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])
-def test_an_answer_that_gives_way(engines: Path, cold: Callable[..., tuple[int, ...]], budget: int) -> None:
+def test_an_answer_that_gives_way(engines: Path, cold: Cold, budget: int) -> None:
     params = replace(SAMPLED, max_tokens=60), GREEDY, GREEDY
     prompts = PROMPT, PROMPT[3:], PROMPT[7:]
     expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
@@ -204,15 +201,9 @@ def test_an_answer_that_gives_way(engines: Path, cold: Callable[..., tuple[int, 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_batches_in_every_order(
-    runtime: SpecDecodeRuntime,
-    cold: Callable[..., tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    ahead: int,
+    runtime: SpecDecodeRuntime, cold: Cold, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
     """More sequences than slots, of different lengths, so that slots change owners; steps are read late or at once."""
     monkeypatch.setattr(NumpyBackend, "steps_ahead", ahead)
     prompts = [PROMPT, [*PROMPT[:140], 4, 5], [9, 8, 7], [*PROMPT, *cold(PROMPT), 1, 2, 3]]
-    params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
-    expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-    requests = [text_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-    assert_same_in_every_order(runtime, requests, expected, 5)
+    assert_same_in_every_order(runtime, cold, prompts, 5)
