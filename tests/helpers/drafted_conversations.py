@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +98,25 @@ def assert_same_in_every_order(
     for order in list(itertools.permutations(range(4)))[::one_in]:
         responses = runtime.handle_request([requests[place] for place in order])
         assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
+
+
+def tokens_reused(
+    runtime: SpecDecodeRuntime,
+    cold: Cold,
+    prompts: Iterable[Any],
+    asked: Callable[[Any, SamplingParams], Request] = text_request,
+) -> int:
+    """How many tokens of prompts, asked one after the other, were there already. They are answered as `cold` does, one
+    in three drawn; kept states stay within their memory."""
+    total = 0
+    for number, prompt in enumerate(prompts):
+        params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
+        response = runtime.handle_request(asked(prompt, params))
+        assert tuple(response.token_ids) == cold(prompt, params), number
+        total += response.usage.reused_tokens
+        if runtime._states is not None:
+            assert runtime._states.nbytes <= runtime._states.most * runtime._states.size
+    return total
 
 
 def giving_way(runtime: SpecDecodeRuntime, requests: Sequence[Request], rounds: int) -> tuple[bool, list[Answer]]:

@@ -18,6 +18,7 @@ from drafted_conversations import (
     answering_cold,
     assert_same_in_every_order,
     runtime,
+    tokens_reused,
 )
 from fixed_shape_backend import FixedShapeBackend
 from mtp_checkpoints import add_head
@@ -155,13 +156,7 @@ def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Co
     assert states is not None
     if budget is not None:
         states.most = budget
-    total = 0
-    for number, text in enumerate(random_texts(cold, 5, 20)):
-        params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
-        found, reused = ask(runtime, text, params)
-        assert found == cold(text, params), number
-        total += reused
-        assert states.nbytes <= states.most * states.size
+    total = tokens_reused(runtime, cold, random_texts(cold, 5, 20), asked)
     assert budget == 0 or total > 200
 
 
@@ -213,14 +208,9 @@ def test_the_ways_of_a_gpu(engines: Path, cold: Cold, monkeypatch: pytest.Monkey
         monkeypatch.undo()
         states = keeping_near(runtime)._states
         assert states is not None
-        states.most, total = 6, 0
+        states.most = 6
         texts = list(random_texts(cold, 8, 12))
-        for number, text in enumerate(texts):
-            params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
-            found, reused = ask(runtime, text, params)
-            assert found == cold(text, params), number
-            total += reused
-        assert total > 100
+        assert tokens_reused(runtime, cold, texts, asked) > 100
         responses = runtime.handle_request([asked(text) for text in texts[:5]])
         assert [tuple(each.token_ids) for each in responses] == [cold(text) for text in texts[:5]]
 
