@@ -123,9 +123,7 @@ def test_published_layouts_agree_with_numpy(name: str) -> None:
         ("modelopt_nvfp4_awq", "pre_quant_scale", None),
     ],
 )
-def test_permuted_and_scaled_inputs_agree_with_numpy(
-    name: str, ending: str, dtype: str | None, tmp_path: Path
-) -> None:
+def test_permuted_and_scaled_inputs_agree_with_numpy(name: str, ending: str, dtype: str | None, tmp_path: Path) -> None:
     shutil.copytree(GOLDENS / name, tmp_path / name)
     tensors = read_tensors(tmp_path / name / MODEL)
     for key in list(tensors):  # as packages make them: layers that share an input are quantized behind one another
