@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafted_conversations import ask_freely
 
 from edgellm.drafting.costs import PLAIN
 from edgellm.drafting.given import COMPUTED_TREES, MOST_PATIENCE, MOST_ROUNDS, GivenDrafting, Said
@@ -45,8 +46,7 @@ class Takes:
 def asks_freely() -> Iterator[None]:
     """What is taken does not depend on how long the index takes on this machine."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("FIRST_CREDIT", "MOST_CREDIT"):
-            patch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
+        ask_freely(patch)
         yield
 
 
