@@ -13,12 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-import numpy as np
-
 from edgellm.drafting.choosers import PlanChooser
 from edgellm.drafting.controller import DraftingReport, Forecast
 from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.worth import ASKING_SHARE, WAITED, Budget, Proposed, Rates, Trust, rate_name
+from edgellm.drafting.worth import WAITED, Proposed, Rates, Trust, rate_name
 from edgellm.engines.errors import ConstraintError
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
@@ -46,6 +44,8 @@ MOST_ROUNDS = 50
 _PACE = 0.1
 #: Where what the index proposed was not worth a round, it is asked again after so many tokens at the most.
 MOST_PATIENCE = 15
+#: Candidates that are less likely are left out.
+LEAST_CHANCE = 0.04
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
 
@@ -84,7 +84,7 @@ class Proposer(Protocol):
     def close(self, sequence: Any) -> None:
         """It has ended."""
 
-    def propose(self, sequence: Any, nodes: int, depth: int, width: int) -> Proposal:
+    def propose(self, sequence: Any, nodes: int, depth: int, width: int, least: float = 0.0) -> Proposal:
         """A tree of what may follow."""
 
 
@@ -118,11 +118,18 @@ class GivenDrafting:
         )
         self._untimed = CAPTURED_WARM_UPS if captured else 0  # plain steps
         self._rates: dict[tuple[int, bool], Rates] = {}
-        self._trust, self._budget = Trust(), Budget()
+        #: The plans of given candidates alone: each with its name and places, by size.
+        self._own = [(plan, plan.name, plan.given_nodes) for plan in self.plans]
+        self._trust = Trust()
+        #: Seconds that the index took since the latest step ended, and before that since the one before.
+        self._asking, self._asked_before = 0.0, 0.0
         self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
         self._rounds: dict[str, int] = {}
         self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
+        #: Without rules: whether a round is under way, whether its tokens are known and what follows was not looked at,
+        #: and how often another round was best then.
+        self._under_way, self._ended, self._again = False, False, 0.5
         #: Under rules: how often a round was best, behind a plain step and behind a round; whether the latest step was
         #: one; and whether it could have been, but had begun as a plain one.
         self._shares, self._was_round, self._missed = [0.5, 0.5], False, False
@@ -137,16 +144,21 @@ class GivenDrafting:
         """A sequence begins."""
         if self.index is not None:
             sequence.said = Said(self.index.open(prompt_ids))
+            self._under_way = self._ended = False
 
     def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
-        """A sequence said these tokens, by whichever step."""
+        """A sequence said these tokens, by whichever step. What was proposed behind them stays proposed."""
         said = sequence.said
-        if said is not None and tokens:
-            if said.proposed is not None:
-                self._lessons.append((said.proposed, tokens))
-            said.news += tokens
+        if said is None or not tokens:
+            return
+        if said.proposed is not None and said.proposed.kinds:
+            self._lessons.append((said.proposed, tokens))
+            said.proposed = said.proposed.behind(tokens)
+        else:
             said.proposed = None
-            said.quiet -= len(tokens)
+        said.news += tokens
+        said.quiet -= len(tokens)
+        self._ended, self._under_way = self._ended or self._under_way, False
 
     def close(self, sequence: Drafted) -> None:
         """A sequence has ended: later ones may say what it said."""
@@ -156,18 +168,28 @@ class GivenDrafting:
             self.index.close(said.history)
 
     def choose(
-        self, runner: Runs, sequences: Sequence[Drafted], room: int, begun: bool = False
+        self,
+        runner: Runs,
+        sequences: Sequence[Drafted],
+        room: int,
+        begun: bool = False,
+        waited: bool = False,
     ) -> tuple[DraftPlan, list[GivenTree]] | None:
         """The best round of given candidates for sequences in the leading slots, all of whose tokens are known and none
         of which takes more than `room` tokens; None where something else is better, there is nothing to propose, or a
-        plain step has `begun`."""
+        plain step has `begun`. `waited` says whether the device has nothing to do meanwhile: then the index is asked
+        behind a round alone, and under rules."""
         ruled = any(sequence.constraint is not None for sequence in sequences)
-        if not ruled and (self.index is None or not self._budget.affords):
+        rates = self._rates.get((len(sequences), ruled))
+        if rates is None or not (ruled or (self.index is not None and rates.affords)):
             return None
-        found, best = self._asked(runner, sequences, room, ruled, not begun)
+        asks = ruled or not waited or self._ended
+        found, best = self._asked(runner, rates, sequences, room, asks, waited)
         if ruled:
             self._shares[self._was_round] += _PACE * ((best is not None) - self._shares[self._was_round])
             self._was_round, self._missed = best is not None and not begun, best is not None and begun
+        else:
+            self._under_way = best is not None
         return None if best is None or begun else (best, [_cut(each.tree, best) for each in found])
 
     def expects_round(self, batch: int, waits: float) -> bool:
@@ -180,29 +202,61 @@ class GivenDrafting:
         share = 0.0 if rates.rounds >= MOST_ROUNDS else self._shares[self._was_round]
         return share * rates.seconds(PLAIN) > (1.0 - share) * waits
 
-    def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
-        """Whether a round of what is proposed now would be taken, so that the tokens under way are worth waiting for:
-        what follows them is mostly as likely."""
-        if self.index is None or not self._budget.affords:
+    def goes_on(self, batch: int, waits: float) -> bool:
+        """Whether another round is so likely to follow the one under way, and worth so much, that no plain step should
+        be launched behind it, though the device `waits` so many seconds for the host then. Behind a plain step the
+        round may still come: what that draws is what the round would have given for less, and it hides half of the
+        waiting."""
+        rates = self._rates.get((batch, False))
+        if rates is None or not rates.affords or rates.rounds >= MOST_ROUNDS:
             return False
-        return self._asked(runner, sequences, room, False, False)[1] is not None
+        return self._again * (rates.seconds(PLAIN) * rates.saved + 0.5 * waits) > waits
+
+    def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
+        """Whether a round should follow the plain step that is under way, so that its tokens are worth waiting for: it
+        is taken if they are among what is proposed. Nothing is asked but behind a round, when something is likely."""
+        rates = self._rates.get((len(sequences), False))
+        if self.index is None or rates is None or not rates.affords:
+            return False
+        asks = self._ended
+        if not asks and not any(each.said is not None and each.said.proposed for each in sequences):
+            return False
+        return self._asked(runner, rates, sequences, room, asks, False, True)[1] is not None
+
+    def look_up(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> None:
+        """Ask the index what follows the tokens that are known, where it is time to: while the device computes what was
+        launched already."""
+        rates = self._rates.get((len(sequences), False))
+        if self.index is None or rates is None or not rates.affords:
+            return
+        if any(each.said is not None and each.said.is_due for each in sequences):
+            self._asked(runner, rates, sequences, room, True, False, True)
 
     def _asked(
-        self, runner: Runs, sequences: Sequence[Drafted], room: int, ruled: bool, waited: bool
+        self,
+        runner: Runs,
+        rates: Rates,
+        sequences: Sequence[Drafted],
+        room: int,
+        asks: bool,
+        waited: bool,
+        ahead: bool = False,
     ) -> tuple[list[Proposed], DraftPlan | None]:
-        """What is proposed for each sequence, and the best round of it where the device has `waited` for the host, or
-        would have to."""
+        """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
+        host, or with `ahead` behind a step that is under way."""
         began = time.perf_counter()
-        found = [self._proposed(sequence, room - 1) for sequence in sequences]
-        best = self._best(runner, found, ruled, room, waited)
+        found = [self._proposed(sequence, room - 1, asks and rates.affords) for sequence in sequences]
+        best = self._best(runner, rates, found, room, waited, ahead)
         if best is None:
-            self._ask_less(sequences, found)
+            self._ask_less(sequences)
         else:
             for sequence in sequences:
                 if sequence.said is not None:
-                    sequence.said.patience = 0
-        if not ruled:
-            self._budget.spend(time.perf_counter() - began)
+                    sequence.said.patience, sequence.said.was_asked = 0, False
+        if self._ended and asks:
+            self._again += _PACE * ((best is not None) - self._again)
+            self._ended = False
+        self._asking += time.perf_counter() - began
         return found, best
 
     def record(
@@ -216,17 +270,15 @@ class GivenDrafting:
         taken = plan if plan is not None and plan.takes_given else None
         name = PLAIN if taken is None else taken.name
         self._rounds[name] = self._rounds.get(name, 0) + 1
-        key, saved = (len(emitted), ruled), 0.0
+        key, asked = (len(emitted), ruled), self._asking + self._asked_before
+        self._asking, self._asked_before = 0.0, self._asking
         rates = self._rates.get(key)
         if rates is not None:
-            if taken is not None:
-                saved = max(0.0, sum(emitted) * rates.seconds(PLAIN) / rates.tokens - seconds)
-            rates.record(taken, emitted, seconds, waited)
+            rates.record(taken, emitted, seconds, waited, asked)
         elif taken is None:
             self._steps[key] = self._steps.get(key, 0) + 1
             if self._steps[key] > self._untimed:
                 self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
-        self._budget.earn(ASKING_SHARE * seconds + saved)
 
     def report(self) -> DraftingReport:
         """What was chosen so far, and the forecasts of the latest choice between a round and what is done otherwise."""
@@ -236,39 +288,49 @@ class GivenDrafting:
         chosen = forecasts[0].name if forecasts else "plain"
         return DraftingReport(chosen, reason, dict(self._rounds), 0, self._trust.shares(), forecasts)
 
-    def _best(self, runner: Runs, found: Sequence[Proposed], ruled: bool, room: int, waited: bool) -> DraftPlan | None:
-        batch, longest = len(found), max(len(each.chances) for each in found)
-        rates = self._rates.get((batch, ruled))
-        if not longest or rates is None or rates.rounds >= MOST_ROUNDS:
+    def _best(
+        self, runner: Runs, rates: Rates, found: Sequence[Proposed], room: int, waited: bool, ahead: bool
+    ) -> DraftPlan | None:
+        batch, longest = len(found), max([len(each.chances) for each in found])
+        if not longest or rates.rounds >= MOST_ROUNDS:
             return None
+        other, waiting = rates.other(), rates.waiting  # a draft model's rounds count there, too
+        best, forecast, most = None, other, -math.inf
+        if ahead:  # a round comes if the step under way draws a candidate; else the device will have waited in vain
+            firsts = [each.first for each in found]
+            misses = math.prod([1.0 - first for first in firsts])
+            spent, given = misses * waiting, (1.0 - misses) * batch - sum(firsts)
+        else:  # a plain step would be behind the same waiting, so that a round is charged with the rest alone
+            misses, spent, given = 0.0, -waiting if waited else 0.0, float(batch)
+        for plan, name, nodes in self._own:
+            if plan.longest <= room:
+                tokens = given + sum([each.expected(nodes + ahead) for each in found])
+                seconds = rates.seconds(name)
+                charged = max(0.5 * seconds, seconds + spent) if not ahead else (1.0 - misses) * seconds + spent
+                margin = tokens / charged - GAIN * other.tokens_per_second
+                if margin > most and runner.takes_given(batch, plan):
+                    best, most = plan, margin
+                    forecast = Forecast(name, tokens, seconds, tokens / charged)
+            if longest <= nodes + ahead:
+                break
         beside = None if self._chooser is None else self._chooser.likely(room, batch)
-        other = rates.other(waited)  # a draft model's rounds count here, too
-        best, forecast, ahead = None, other, -math.inf
-        for plans, gain in ((self.plans, GAIN), (() if beside is None else self._joined(beside), JOINT_GAIN)):
-            for plan in plans:
-                if plan.longest <= room:
-                    tokens = self._expected(plan, found, rates)
-                    seconds = rates.seconds(rate_name(plan))
-                    margin = tokens / seconds - gain * other.tokens_per_second
-                    if margin > ahead and runner.takes_given(batch, plan):
-                        best, forecast, ahead = plan, Forecast(plan.name, tokens, seconds, tokens / seconds), margin
-                if longest <= plan.given_nodes:
-                    break
+        for plan in () if beside is None else self._joined(beside):
+            if plan.longest <= room:
+                tokens, seconds = rates.joined(plan, found), rates.seconds(rate_name(plan))
+                margin = tokens / seconds - JOINT_GAIN * other.tokens_per_second
+                if margin > most and runner.takes_given(batch, plan):
+                    best, most = plan, margin
+                    forecast = Forecast(plan.name, tokens, seconds, tokens / seconds)
+            if longest <= plan.given_nodes:
+                break
         if best is None:
             return None
         self._latest = other, forecast
         if best.is_joint:
             rates.promise(forecast.tokens)
-        return best if ahead > 0.0 else None
+        return best if most > 0.0 else None
 
-    @staticmethod
-    def _expected(plan: DraftPlan, found: Sequence[Proposed], rates: Rates) -> float:
-        """The tokens that a round of the plan should give all sequences."""
-        if plan.is_joint:
-            return rates.joined(plan, found)
-        return len(found) + sum([each.expected(plan.given_nodes) for each in found])
-
-    def _proposed(self, sequence: Drafted, most: int) -> Proposed:
+    def _proposed(self, sequence: Drafted, most: int, asks: bool) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`."""
         constraint, said = sequence.constraint, sequence.said
         if most < 1 or sequence.is_over or sequence.finished:
@@ -283,22 +345,21 @@ class GivenDrafting:
             return Proposed.of(_chain(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
             return _NOTHING
-        if said.proposed is None:
-            if said.quiet > 0:
-                return _NOTHING
+        if asks and said.is_due:
             self._tell(said)
             largest = self.plans[-1]
-            proposal = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH)
-            said.proposed = self._trust.weighed(proposal if constraint is None else _allowed(constraint, proposal))
-        return said.proposed
+            found = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH, LEAST_CHANCE)
+            said.proposed = self._trust.weighed(found if constraint is None else _allowed(constraint, found))
+            said.whole, said.was_asked = len(found.tokens), True
+        return said.proposed or _NOTHING
 
-    def _ask_less(self, sequences: Sequence[Drafted], found: Sequence[Proposed]) -> None:
+    def _ask_less(self, sequences: Sequence[Drafted]) -> None:
         """What the index proposed was not worth a round: let more and more tokens go before it is asked again."""
-        for sequence, proposed in zip(sequences, found, strict=True):
+        for sequence in sequences:
             said = sequence.said
-            if said is not None and said.proposed is proposed and said.quiet <= 0:
+            if said is not None and said.was_asked:
                 said.patience = min(2 * said.patience + 1, MOST_PATIENCE)
-                said.quiet = said.patience
+                said.quiet, said.was_asked = said.patience, False
 
     def _tell(self, said: Said) -> None:
         """Let the index know the tokens that it does not know yet."""
@@ -326,8 +387,16 @@ class Said:
         self.history = history
         self.news: list[int] = []
         self.proposed: Proposed | None = None
+        #: How many candidates there were when the index was asked, and whether that was in vain as far as is known.
+        self.whole, self.was_asked = 0, False
         #: How many tokens are let go after it was asked in vain, and how many of these are to come.
         self.patience = self.quiet = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to ask the index: less than half of what it proposed is left."""
+        left = 0 if self.proposed is None else len(self.proposed.chances)
+        return self.quiet <= 0 and (self.proposed is None or 2 * left < self.whole)
 
 
 def _chain(tokens: Sequence[int], leads: bool = False) -> GivenTree:
@@ -346,11 +415,12 @@ def _allowed(constraint: TokenConstraint, found: Proposal) -> Proposal:
     """What rules allow of a proposal: the likeliest path alone, since a chain is tried at the least cost."""
     path: list[int] = []
     try:
-        for node, parent in enumerate(found.parents.tolist()):
-            if parent == (path[-1] if path else -1) and constraint.try_advance(int(found.tokens[node])):
+        for node, parent in enumerate(found.parents):
+            if parent == (path[-1] if path else -1) and constraint.try_advance(found.tokens[node]):
                 path.append(node)
     except ConstraintError:
         pass  # the path ends there
     finally:
         constraint.rollback(len(path))
-    return Proposal(found.tokens[path], np.arange(-1, len(path) - 1, dtype=np.int32), found.scores[path], found.match)
+    scores, promises = ([values[node] for node in path] for values in (found.scores, found.promises))
+    return Proposal([found.tokens[node] for node in path], [*range(-1, len(path) - 1)], scores, promises, found.match)
