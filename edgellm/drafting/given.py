@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from edgellm.drafting.choosers import PlanChooser
 from edgellm.drafting.controller import DraftingReport, Forecast
 from edgellm.drafting.costs import PLAIN
+from edgellm.drafting.said import NOTHING, Drafted, Said, allowed, chain_of, cut
 from edgellm.drafting.worth import WAITED, Proposed, Rates, Trust, rate_name
 from edgellm.engines.errors import ConstraintError
-from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.suffix_index import Proposal
@@ -41,28 +41,14 @@ JOINT_GAIN = 1.05
 #: After so many rounds one step is taken without, so that what they are compared with stays known as load changes.
 MOST_ROUNDS = 50
 #: How quickly the share of steps under rules that could have been rounds follows what is seen.
-_PACE = 0.1
+_PACE = 0.05
 #: Where what the index proposed was not worth a round, it is asked again after so many tokens at the most.
 MOST_PATIENCE = 15
-#: Candidates that are less likely are left out.
-LEAST_CHANCE = 0.04
+#: Candidates are left out that are less likely than the first of these, and those, up to the last, that are not worth
+#: the seconds which the host takes for one: to find it, to weigh it, to learn from it.
+LEAST_CHANCE, CANDIDATE_SECONDS, MOST_LEAST_CHANCE = 0.02, 5e-6, 0.1
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
-
-
-class Drafted(Protocol):
-    """A sequence that is drafted for; `said` is what `GivenDrafting` keeps of it."""
-
-    said: Said | None
-    is_over: bool
-
-    @property
-    def constraint(self) -> TokenConstraint | None:
-        """The rules on its next token."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether its answer has ended, or failed."""
 
 
 class Runs(Protocol):
@@ -127,6 +113,8 @@ class GivenDrafting:
         self._rounds: dict[str, int] = {}
         self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
+        #: How many tokens the latest sequence to end was let go for at last, without rules and with.
+        self._patience = [0, 0]
         #: Without rules: whether a round is under way, whether its tokens are known and what follows was not looked at,
         #: and how often another round was best then.
         self._under_way, self._ended, self._again = False, False, 0.5
@@ -144,6 +132,7 @@ class GivenDrafting:
         """A sequence begins."""
         if self.index is not None:
             sequence.said = Said(self.index.open(prompt_ids))
+            sequence.said.patience = self._patience[sequence.constraint is not None] // 2
             self._under_way = self._ended = False
 
     def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
@@ -164,6 +153,7 @@ class GivenDrafting:
         """A sequence has ended: later ones may say what it said."""
         said, sequence.said = sequence.said, None
         if said is not None and self.index is not None:
+            self._patience[sequence.constraint is not None] = said.patience
             self._tell(said)
             self.index.close(said.history)
 
@@ -178,19 +168,19 @@ class GivenDrafting:
         """The best round of given candidates for sequences in the leading slots, all of whose tokens are known and none
         of which takes more than `room` tokens; None where something else is better, there is nothing to propose, or a
         plain step has `begun`. `waited` says whether the device has nothing to do meanwhile: then the index is asked
-        behind a round alone, and under rules."""
+        behind a round alone, and not under rules, where more is likely to be forced."""
         ruled = any(sequence.constraint is not None for sequence in sequences)
         rates = self._rates.get((len(sequences), ruled))
         if rates is None or not (ruled or (self.index is not None and rates.affords)):
             return None
-        asks = ruled or not waited or self._ended
+        asks = not waited or (self._ended and not ruled)
         found, best = self._asked(runner, rates, sequences, room, asks, waited)
         if ruled:
             self._shares[self._was_round] += _PACE * ((best is not None) - self._shares[self._was_round])
             self._was_round, self._missed = best is not None and not begun, best is not None and begun
         else:
             self._under_way = best is not None
-        return None if best is None or begun else (best, [_cut(each.tree, best) for each in found])
+        return None if best is None or begun else (best, [cut(each.tree, best) for each in found])
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """Whether a round is so likely to be the next step under rules that nothing should begin before the host knows
@@ -199,18 +189,15 @@ class GivenDrafting:
         rates = self._rates.get((batch, True))
         if self._missed or rates is None:
             return self._missed
-        share = 0.0 if rates.rounds >= MOST_ROUNDS else self._shares[self._was_round]
-        return share * rates.seconds(PLAIN) > (1.0 - share) * waits
+        return rates.rounds < MOST_ROUNDS and rates.waits_for(self._shares[self._was_round], waits)
 
     def goes_on(self, batch: int, waits: float) -> bool:
         """Whether another round is so likely to follow the one under way, and worth so much, that no plain step should
-        be launched behind it, though the device `waits` so many seconds for the host then. Behind a plain step the
-        round may still come: what that draws is what the round would have given for less, and it hides half of the
-        waiting."""
+        be launched behind it, though the device `waits` so many seconds for the host then."""
         rates = self._rates.get((batch, False))
         if rates is None or not rates.affords or rates.rounds >= MOST_ROUNDS:
             return False
-        return self._again * (rates.seconds(PLAIN) * rates.saved + 0.5 * waits) > waits
+        return rates.waits_for(self._again, waits)
 
     def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
         """Whether a round should follow the plain step that is under way, so that its tokens are worth waiting for: it
@@ -244,8 +231,10 @@ class GivenDrafting:
     ) -> tuple[list[Proposed], DraftPlan | None]:
         """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
         host, or with `ahead` behind a step that is under way."""
-        began = time.perf_counter()
-        found = [self._proposed(sequence, room - 1, asks and rates.affords) for sequence in sequences]
+        least = min(MOST_LEAST_CHANCE, LEAST_CHANCE + CANDIDATE_SECONDS / rates.seconds(PLAIN))
+        found = [
+            self._proposed(sequence, room - 1, least if asks and rates.affords else None) for sequence in sequences
+        ]
         best = self._best(runner, rates, found, room, waited, ahead)
         if best is None:
             self._ask_less(sequences)
@@ -254,9 +243,8 @@ class GivenDrafting:
                 if sequence.said is not None:
                     sequence.said.patience, sequence.said.was_asked = 0, False
         if self._ended and asks:
-            self._again += _PACE * ((best is not None) - self._again)
+            self._again += 2 * _PACE * ((best is not None) - self._again)
             self._ended = False
-        self._asking += time.perf_counter() - began
         return found, best
 
     def record(
@@ -294,23 +282,20 @@ class GivenDrafting:
         batch, longest = len(found), max([len(each.chances) for each in found])
         if not longest or rates.rounds >= MOST_ROUNDS:
             return None
-        other, waiting = rates.other(), rates.waiting  # a draft model's rounds count there, too
-        best, forecast, most = None, other, -math.inf
+        other = rates.other()  # a draft model's rounds count there, too
         if ahead:  # a round comes if the step under way draws a candidate; else the device will have waited in vain
             firsts = [each.first for each in found]
             misses = math.prod([1.0 - first for first in firsts])
-            spent, given = misses * waiting, (1.0 - misses) * batch - sum(firsts)
+            share, spent, before = 1.0 - misses, misses * rates.waiting, (1.0 - misses) * batch - sum(firsts)
         else:  # a plain step would be behind the same waiting, so that a round is charged with the rest alone
-            misses, spent, given = 0.0, -waiting if waited else 0.0, float(batch)
+            share, spent, before = 1.0, -rates.waiting if waited else 0.0, float(batch)
+        ranked: list[tuple[float, DraftPlan, float, float]] = []
+        least = GAIN * other.tokens_per_second
         for plan, name, nodes in self._own:
             if plan.longest <= room:
-                tokens = given + sum([each.expected(nodes + ahead) for each in found])
-                seconds = rates.seconds(name)
-                charged = max(0.5 * seconds, seconds + spent) if not ahead else (1.0 - misses) * seconds + spent
-                margin = tokens / charged - GAIN * other.tokens_per_second
-                if margin > most and runner.takes_given(batch, plan):
-                    best, most = plan, margin
-                    forecast = Forecast(name, tokens, seconds, tokens / charged)
+                tokens, seconds = before + sum([each.expected(nodes + ahead) for each in found]), rates.seconds(name)
+                charged = max(0.5 * share * seconds, share * seconds + spent)
+                ranked.append((tokens / charged - least, plan, tokens, charged))
             if longest <= nodes + ahead:
                 break
         beside = None if self._chooser is None else self._chooser.likely(room, batch)
@@ -318,40 +303,43 @@ class GivenDrafting:
             if plan.longest <= room:
                 tokens, seconds = rates.joined(plan, found), rates.seconds(rate_name(plan))
                 margin = tokens / seconds - JOINT_GAIN * other.tokens_per_second
-                if margin > most and runner.takes_given(batch, plan):
-                    best, most = plan, margin
-                    forecast = Forecast(plan.name, tokens, seconds, tokens / seconds)
+                ranked.append((margin, plan, tokens, seconds))
             if longest <= plan.given_nodes:
                 break
-        if best is None:
-            return None
-        self._latest = other, forecast
-        if best.is_joint:
-            rates.promise(forecast.tokens)
-        return best if most > 0.0 else None
+        ranked.sort(key=_margin, reverse=True)
+        for margin, plan, tokens, seconds in ranked:
+            if runner.takes_given(batch, plan):
+                self._latest = other, Forecast(plan.name, tokens, seconds, tokens / seconds)
+                if plan.is_joint:
+                    rates.promise(tokens)
+                return plan if margin > 0.0 else None
+        return None
 
-    def _proposed(self, sequence: Drafted, most: int, asks: bool) -> Proposed:
-        """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`."""
+    def _proposed(self, sequence: Drafted, most: int, least: float | None) -> Proposed:
+        """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.
+        The index is asked for candidates of at least this probability; None: it is not asked."""
         constraint, said = sequence.constraint, sequence.said
         if most < 1 or sequence.is_over or sequence.finished:
-            return _NOTHING
+            return NOTHING
         forced: list[int] = []
         if constraint is not None:
             try:
                 forced = constraint.forced(min(most, self.plans[-1].steps))
             except ConstraintError:
-                return _NOTHING  # whoever asks for the mask hears of it
+                return NOTHING  # whoever asks for the mask hears of it
         if forced:
-            return Proposed.of(_chain(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
+            return Proposed.of(chain_of(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
-            return _NOTHING
-        if asks and said.is_due:
+            return NOTHING
+        if least is not None and said.is_due:
+            began = time.perf_counter()
             self._tell(said)
             largest = self.plans[-1]
-            found = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH, LEAST_CHANCE)
-            said.proposed = self._trust.weighed(found if constraint is None else _allowed(constraint, found))
+            found = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH, least)
+            said.proposed = self._trust.weighed(found if constraint is None else allowed(constraint, found))
             said.whole, said.was_asked = len(found.tokens), True
-        return said.proposed or _NOTHING
+            self._asking += time.perf_counter() - began
+        return said.proposed or NOTHING
 
     def _ask_less(self, sequences: Sequence[Drafted]) -> None:
         """What the index proposed was not worth a round: let more and more tokens go before it is asked again."""
@@ -379,48 +367,5 @@ class GivenDrafting:
         }
 
 
-class Said:
-    """What is kept of a running sequence: its `history` in the index, the `news` that it does not know yet, and what
-    was `proposed` for its end."""
-
-    def __init__(self, history: Any) -> None:
-        self.history = history
-        self.news: list[int] = []
-        self.proposed: Proposed | None = None
-        #: How many candidates there were when the index was asked, and whether that was in vain as far as is known.
-        self.whole, self.was_asked = 0, False
-        #: How many tokens are let go after it was asked in vain, and how many of these are to come.
-        self.patience = self.quiet = 0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time to ask the index: less than half of what it proposed is left."""
-        left = 0 if self.proposed is None else len(self.proposed.chances)
-        return self.quiet <= 0 and (self.proposed is None or 2 * left < self.whole)
-
-
-def _chain(tokens: Sequence[int], leads: bool = False) -> GivenTree:
-    return GivenTree(tokens, range(-1, len(tokens) - 1), leads)
-
-
-_NOTHING = Proposed.of(_chain([]), [])
-
-
-def _cut(tree: GivenTree, plan: DraftPlan) -> GivenTree:
-    """The first candidates of a tree, as far as a plan has places for them: it has the levels then, too."""
-    return GivenTree(tree.tokens[: plan.given_nodes], tree.parents[: plan.given_nodes], tree.leads)
-
-
-def _allowed(constraint: TokenConstraint, found: Proposal) -> Proposal:
-    """What rules allow of a proposal: the likeliest path alone, since a chain is tried at the least cost."""
-    path: list[int] = []
-    try:
-        for node, parent in enumerate(found.parents):
-            if parent == (path[-1] if path else -1) and constraint.try_advance(found.tokens[node]):
-                path.append(node)
-    except ConstraintError:
-        pass  # the path ends there
-    finally:
-        constraint.rollback(len(path))
-    scores, promises = ([values[node] for node in path] for values in (found.scores, found.promises))
-    return Proposal([found.tokens[node] for node in path], [*range(-1, len(path) - 1)], scores, promises, found.match)
+def _margin(ranked: tuple[float, DraftPlan, float, float]) -> float:
+    return ranked[0]

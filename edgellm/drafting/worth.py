@@ -15,8 +15,12 @@ from edgellm.engines.speculation.suffix_index import Proposal
 
 #: What drafting may lose of the time of all steps, and beyond, in plain steps: at first, and at most, where rounds
 #: saved time before. A debt is forgotten beyond the last of these.
-LOSS_SHARE, FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.01, 16.0, 32.0, 4.0
-#: No round, and no plain step that was waited for, counts as having lost more plain steps than this: it was interrupted.
+LOSS_SHARE, FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.01, 16.0, 32.0, 1.0
+#: What a round saves over its time, as a first guess.
+FIRST_SAVED = 0.5
+#: At first as many seconds at least: the first look-ups take much longer than all others.
+FIRST_SECONDS = 0.005
+#: No round, and no plain step that was waited for, counts as having lost more plain steps: it was interrupted.
 MOST_LOSS = 3.0
 #: Asking the index for longer than this share of a plain step may have delayed what was to be launched.
 DISTURBING = 0.15
@@ -188,7 +192,7 @@ class Rates:
         self._most_warm_ups = warm_ups
         self._warm_ups: dict[str, int] = {}
         #: In seconds, what may be lost, and what was lately by asking; and what rounds saved over their time.
-        self._credit, self._late, self._saved = FIRST_CREDIT * self._plain, 0.0, 0.0
+        self._credit, self._late, self._saved = max(FIRST_SECONDS, FIRST_CREDIT * self._plain), 0.0, FIRST_SAVED
         #: How often the draft model's own rounds came to each depth; what joint rounds promised and gave.
         self._reach: list[float] = []
         self._promise, self._promised, self._came = 0.0, JOINT_EVIDENCE, JOINT_FIRST * JOINT_EVIDENCE
@@ -209,10 +213,11 @@ class Rates:
             fading = min(1.0, JOINT_MEMORY / self._promised)
             self._promised = fading * self._promised + self._promise
             self._came = fading * self._came + tokens
+        saved = tokens * self._plain / self.tokens - seconds
         if plan is not None and self._warm_ups.setdefault(plan.name, 0) < self._most_warm_ups:
             self._warm_ups[plan.name] += 1
+            self._credit += max(0.0, saved)
             return
-        saved = tokens * self._plain / self.tokens - seconds
         if plan is None:
             self.tokens += _PACE * (tokens - self.tokens)
             self._follow(emitted)
@@ -224,8 +229,9 @@ class Rates:
         else:  # what was launched late is made up for by what the device had still to do
             saved = max(-asked, min(saved, self._late)) if disturbed else 0.0
             self._late = max(0.0, self._late - saved) if disturbed else 0.0
-        credit = self._credit + LOSS_SHARE * seconds + saved
-        self._credit = max(-MOST_DEBT * self._plain, min(MOST_CREDIT * self._plain, credit))
+        change = LOSS_SHARE * seconds + saved
+        most = max(self._credit, MOST_CREDIT * self._plain)
+        self._credit = max(-MOST_DEBT * self._plain, min(most, self._credit + change))
         if name != PLAIN or not disturbed:
             self._time(name, seconds)
 
@@ -238,6 +244,10 @@ class Rates:
             self._plain += change
         else:
             self._over[name] += change / self._plain
+        if self._seen[WAITED] and self._over[WAITED] < 1.0:  # no step is slower for not having been waited for
+            less = self._over[WAITED]
+            self._plain *= less
+            self._over = {each: over if each == PLAIN else over / less for each, over in self._over.items()}
 
     def _follow(self, emitted: Sequence[int]) -> None:
         reach, most = self._reach, max(emitted) - 1
@@ -267,10 +277,12 @@ class Rates:
         """How much longer a plain step takes where the device waits for the host before."""
         return max(0.0, self.seconds(WAITED) - self._plain)
 
-    @property
-    def saved(self) -> float:
-        """What rounds saved lately, over their time."""
-        return self._saved
+    def waits_for(self, chance: float, seconds: float) -> bool:
+        """Whether no plain step should be launched where a round comes with this `chance`, though the device waits so
+        many seconds for the host then. Behind a plain step the round may still come: what that draws the round would
+        have given for less, and it hides half of the waiting."""
+        seconds = max(seconds, self.waiting)
+        return chance * (self._plain * self._saved + 0.5 * seconds) > seconds
 
     @property
     def affords(self) -> bool:

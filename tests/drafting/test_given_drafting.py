@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.given import COMPUTED_TREES, MOST_PATIENCE, MOST_ROUNDS, GivenDrafting, Said
+from edgellm.drafting.given import COMPUTED_TREES, MOST_PATIENCE, MOST_ROUNDS, GivenDrafting
+from edgellm.drafting.said import Said
 from edgellm.engines.speculation.constraints import AllowedTokens
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.engines.speculation.suffix_index import SuffixIndex
