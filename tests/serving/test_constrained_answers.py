@@ -57,7 +57,7 @@ class GivenTrees:
         self._chooser = chooser
 
     def choose(
-        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False
+        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False, waited: bool = False
     ) -> tuple[DraftPlan, list[GivenTree]] | None:
         plan, beside = self._plan, None if self._chooser is None else self._chooser.likely(room, len(sequences))
         if beside is not None:
@@ -73,10 +73,12 @@ class GivenTrees:
     def expects_round(self, batch: int, waits: float) -> bool:
         return self._random.random() < 0.5
 
+    goes_on = expects_round
+
     def open(self, *_: Any) -> None:
         """Nothing is learned."""
 
-    take = close = record = open
+    take = close = record = look_up = open
 
     def _tree(self, constraint: Any) -> GivenTree:
         try:
@@ -395,7 +397,7 @@ class KnownAnswers(GivenTrees):
         self._expected = expected
 
     def choose(
-        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False
+        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False, waited: bool = False
     ) -> tuple[DraftPlan, list[GivenTree]] | None:
         chosen = super().choose(runner, sequences, room, begun)
         if chosen is None:
