@@ -236,6 +236,8 @@ class DecodingLoop:
         latest = self._launches[-1]
         if latest.trees is not None and latest.tokens is None:
             return self._given.goes_on(len(self.running), self._idle)
+        if latest.is_prefill and latest.tokens is None:
+            self._look_up()  # it takes longer than a step
         return self._given.promises(self._runner, self.running, self._room())
 
     def _look_up(self) -> None:

@@ -44,9 +44,8 @@ MOST_ROUNDS = 50
 _PACE = 0.05
 #: Where what the index proposed was not worth a round, it is asked again after so many tokens at the most.
 MOST_PATIENCE = 15
-#: Candidates are left out that are less likely than the first of these, and those, up to the last, that are not worth
-#: the seconds which the host takes for one: to find it, to weigh it, to learn from it.
-LEAST_CHANCE, CANDIDATE_SECONDS, MOST_LEAST_CHANCE = 0.02, 5e-6, 0.1
+#: Candidates that are less likely are left out.
+LEAST_CHANCE = 0.02
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
 
@@ -231,10 +230,7 @@ class GivenDrafting:
     ) -> tuple[list[Proposed], DraftPlan | None]:
         """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
         host, or with `ahead` behind a step that is under way."""
-        least = min(MOST_LEAST_CHANCE, LEAST_CHANCE + CANDIDATE_SECONDS / rates.seconds(PLAIN))
-        found = [
-            self._proposed(sequence, room - 1, least if asks and rates.affords else None) for sequence in sequences
-        ]
+        found = [self._proposed(sequence, room - 1, asks and rates.affords) for sequence in sequences]
         best = self._best(runner, rates, found, room, waited, ahead)
         if best is None:
             self._ask_less(sequences)
@@ -315,9 +311,8 @@ class GivenDrafting:
                 return plan if margin > 0.0 else None
         return None
 
-    def _proposed(self, sequence: Drafted, most: int, least: float | None) -> Proposed:
-        """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`.
-        The index is asked for candidates of at least this probability; None: it is not asked."""
+    def _proposed(self, sequence: Drafted, most: int, asks: bool) -> Proposed:
+        """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`."""
         constraint, said = sequence.constraint, sequence.said
         if most < 1 or sequence.is_over or sequence.finished:
             return NOTHING
@@ -331,11 +326,11 @@ class GivenDrafting:
             return Proposed.of(chain_of(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
             return NOTHING
-        if least is not None and said.is_due:
+        if asks and said.is_due:
             began = time.perf_counter()
             self._tell(said)
             largest = self.plans[-1]
-            found = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH, least)
+            found = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH, LEAST_CHANCE)
             said.proposed = self._trust.weighed(found if constraint is None else allowed(constraint, found))
             said.whole, said.was_asked = len(found.tokens), True
             self._asking += time.perf_counter() - began

@@ -232,7 +232,8 @@ class SuffixIndex:
         highest = -math.log(least) if least > 0.0 else math.inf
         speaking = list(followers.values())
         if len(speaking) == 1:
-            return _chain(*speaking[0], _DOUBTS[match][:nodes], highest, match)
+            weight, following = speaking[0]
+            return _chain(weight, following, _DOUBTS[match][:nodes], highest, match)
         return _grown(speaking, _DOUBTS[match], nodes, width, highest, match)
 
     def _places(self, said: _History, enough: int) -> list[tuple[int, _History, int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ PROMPTS = [REPEATED, "x", "once upon a time", "again again again again", "zq"]
 
 class Watch:
     """What a runner was asked for, in order: ("launch", plan's name) and ("wait", which launch); `ahead` are the
-    launches whose tokens nobody has waited for. `asked` are those of them each time that the index was asked, and
-    whether the latest tokens waited for were a round's."""
+    launches whose tokens nobody has waited for, the prefill (-1) first. `asked` are how many of them there were each
+    time that the index was asked, and whether the latest tokens waited for were a round's."""
 
     def __init__(self, llm: LLM) -> None:
         self.events: list[tuple[str, Any]] = []
@@ -37,7 +38,12 @@ class Watch:
 
     def _attach(self, runtime: Any) -> None:
         runner, index = runtime._runner, runtime._drafters.index
-        step = runner.step
+        step, start = runner.step, runner.start
+
+        def started(*arguments: Any) -> Any:
+            found = start(*arguments)
+            self.ahead.append(-1)
+            return SimpleNamespace(wait=lambda: (self.ahead.remove(-1), found.wait())[1])
 
         def watched(batch: int, plan: Any, *more: Any) -> Any:
             number, self._launched = self._launched, self._launched + 1
@@ -57,7 +63,7 @@ class Watch:
             found.wait = waited
             return found
 
-        runner.step = watched
+        runner.step, runner.start = watched, started
         if index is not None:
             propose = index.propose
             index.propose = lambda *each: (self.asked.append((len(self.ahead), self._was_round)), propose(*each))[1]
