@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
@@ -40,6 +41,8 @@ GAIN = 1.15
 JOINT_GAIN = 1.05
 #: After so many rounds one step is taken without, so that what they are compared with stays known as load changes.
 MOST_ROUNDS = 50
+#: Under rules, after so many steps that were waited for in vain the next ones begin early, until one was missed.
+MOST_IN_VAIN = 2
 #: How quickly the share of steps under rules that could have been rounds follows what is seen.
 _PACE = 0.05
 #: Where what the index proposed was not worth a round, it is asked again after so many tokens at the most.
@@ -109,6 +112,8 @@ class GivenDrafting:
         #: Seconds that the index took since the latest step ended, and before that since the one before.
         self._asking, self._asked_before = 0.0, 0.0
         self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
+        #: Of the rounds under way, in order, whether the index proposed what was given.
+        self._indexed: deque[bool] = deque()
         self._rounds: dict[str, int] = {}
         self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
@@ -118,8 +123,9 @@ class GivenDrafting:
         #: and how often another round was best then.
         self._under_way, self._ended, self._again = False, False, 0.5
         #: Under rules: how often a round was best, behind a plain step and behind a round; whether the latest step was
-        #: one; and whether it could have been, but had begun as a plain one.
-        self._shares, self._was_round, self._missed = [0.5, 0.5], False, False
+        #: one, or an answer has begun; whether it could have been, but had begun as a plain one; and how many steps
+        #: were waited for since a round was best.
+        self._shares, self._was_round, self._missed, self._in_vain = [0.5, 0.5], False, False, 0
 
     @property
     def joint_plans(self) -> list[DraftPlan]:
@@ -133,6 +139,9 @@ class GivenDrafting:
             sequence.said = Said(self.index.open(prompt_ids))
             sequence.said.patience = self._patience[sequence.constraint is not None] // 2
             self._under_way = self._ended = False
+            self._indexed.clear()
+        if sequence.constraint is not None:
+            self._was_round, self._in_vain = True, 0  # answers often begin with what is forced
 
     def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
         """A sequence said these tokens, by whichever step. What was proposed behind them stays proposed."""
@@ -177,9 +186,13 @@ class GivenDrafting:
         if ruled:
             self._shares[self._was_round] += _PACE * ((best is not None) - self._shares[self._was_round])
             self._was_round, self._missed = best is not None and not begun, best is not None and begun
+            self._in_vain = 0 if best is not None else self._in_vain + (not begun)
         else:
             self._under_way = best is not None
-        return None if best is None or begun else (best, [cut(each.tree, best) for each in found])
+        if best is None or begun:
+            return None
+        self._indexed.append(any(each.kinds for each in found))
+        return best, [cut(each.tree, best) for each in found]
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """Whether a round is so likely to be the next step under rules that nothing should begin before the host knows
@@ -188,7 +201,9 @@ class GivenDrafting:
         rates = self._rates.get((batch, True))
         if self._missed or rates is None:
             return self._missed
-        return rates.rounds < MOST_ROUNDS and rates.waits_for(self._shares[self._was_round], waits)
+        if rates.rounds >= MOST_ROUNDS or self._in_vain >= MOST_IN_VAIN:
+            return False
+        return rates.waits_for(self._shares[self._was_round], waits)
 
     def goes_on(self, batch: int, waits: float) -> bool:
         """Whether another round is so likely to follow the one under way, and worth so much, that no plain step should
@@ -258,7 +273,8 @@ class GivenDrafting:
         self._asking, self._asked_before = 0.0, self._asking
         rates = self._rates.get(key)
         if rates is not None:
-            rates.record(taken, emitted, seconds, waited, asked)
+            indexed = self._indexed.popleft() if taken is not None and self._indexed else True
+            rates.record(taken, emitted, seconds, waited, asked, indexed)
         elif taken is None:
             self._steps[key] = self._steps.get(key, 0) + 1
             if self._steps[key] > self._untimed:

@@ -26,8 +26,9 @@ MOST_LOSS = 3.0
 DISTURBING = 0.15
 #: A plain step before which the device waited for the host: for its tokens, and for it to choose.
 WAITED = "waited"
-#: How quickly the tokens of other steps follow what is seen, the time of any, and what rounds are worth.
-_PACE, _TIME_PACE, _WORTH_PACE = 0.15, 0.08, 0.1
+#: How quickly the tokens of other steps follow what is seen, the time of any, that of faster plain ones, and what
+#: rounds are worth.
+_PACE, _TIME_PACE, _FASTER_PACE, _WORTH_PACE = 0.15, 0.08, 0.2, 0.1
 #: A step counts as at most so many times slower or faster than expected.
 _SURPRISE = 2.0
 #: What joint rounds give at first over what they promise, for how many tokens this first guess counts, and what was
@@ -204,9 +205,11 @@ class Rates:
         seconds: float,
         waited: bool = False,
         asked: float = 0.0,
+        indexed: bool = True,
     ) -> None:
         """A step has ended, of a plan that took given candidates or (None) another one; for `asked` seconds of it or of
-        the step before the host was asking the index, when it should have launched something, perhaps."""
+        the step before the host was asking the index, when it should have launched something, perhaps. Rounds of what
+        was not `indexed`, but forced, neither pay for asking nor are paid for."""
         name, tokens = (WAITED if waited else PLAIN) if plan is None else rate_name(plan), sum(emitted)
         self.rounds = 0 if plan is None else self.rounds + 1
         if plan is not None and plan.is_joint and self._promise:
@@ -216,7 +219,7 @@ class Rates:
         saved = tokens * self._plain / self.tokens - seconds
         if plan is not None and self._warm_ups.setdefault(plan.name, 0) < self._most_warm_ups:
             self._warm_ups[plan.name] += 1
-            self._credit += max(0.0, saved)
+            self._credit += max(0.0, saved) if indexed else 0.0
             return
         if plan is None:
             self.tokens += _PACE * (tokens - self.tokens)
@@ -225,7 +228,7 @@ class Rates:
             self._saved += _WORTH_PACE * (saved / seconds - self._saved)
         disturbed = asked > DISTURBING * self._plain
         if plan is not None or waited:
-            saved = max(saved, -MOST_LOSS * self._plain)
+            saved = max(saved, -MOST_LOSS * self._plain) if indexed else 0.0
         else:  # what was launched late is made up for by what the device had still to do
             saved = max(-asked, min(saved, self._late)) if disturbed else 0.0
             self._late = max(0.0, self._late - saved) if disturbed else 0.0
@@ -239,7 +242,8 @@ class Rates:
         expected = self.seconds(name)
         seen = min(max(seconds, expected / _SURPRISE), expected * _SURPRISE)
         count = self._seen[name] = self._seen[name] + 1
-        change = max(_TIME_PACE, 1.0 / (count + 1)) * (seen - expected)
+        pace = _TIME_PACE if name != PLAIN or seen > expected else _FASTER_PACE  # what disturbs makes steps slower
+        change = max(pace, 1.0 / (count + 1)) * (seen - expected)
         if name == PLAIN:
             self._plain += change
         else:
