@@ -231,7 +231,7 @@ class DecodingLoop:
         them that promises more than a step behind them."""
         if any(sequence.constraint is not None for sequence in running):
             return True
-        if self._given is None or _shows_raw(running):
+        if self._given is None or not self._given.looks_up or _shows_raw(running):
             return False
         latest = self._launches[-1]
         if latest.trees is not None and latest.tokens is None:
@@ -243,12 +243,11 @@ class DecodingLoop:
     def _look_up(self) -> None:
         """Ask what was said behind the tokens that are known, now that the device has what to do: what is found
         is given when the steps under way are done, if their tokens are among it."""
+        if self._given is None or not self._given.looks_up or not self._runner.backend.steps_ahead:
+            return
         running = self._going()
-        if self._given is None or not self._runner.backend.steps_ahead or not running or _shows_raw(running):
-            return
-        if any(sequence.constraint is not None for sequence in running):
-            return
-        if any(sequence.least < sequence.wanted for sequence in running):
+        ruled = any(sequence.constraint is not None for sequence in running)
+        if not ruled and not _shows_raw(running) and any(each.least < each.wanted for each in running):
             self._given.look_up(self._runner, self.running, self._room())
 
     def _room(self) -> int:

@@ -133,13 +133,18 @@ class GivenDrafting:
         own = () if self._chooser is None else self._chooser.plans
         return [plan for each in own for plan in self._joined(each)]
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether there is an index to ask."""
+        return self.index is not None
+
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins."""
         if self.index is not None:
             sequence.said = Said(self.index.open(prompt_ids))
             sequence.said.patience = self._patience[sequence.constraint is not None] // 2
             self._under_way = self._ended = False
-            self._indexed.clear()
+        self._indexed.clear()  # no round is under way
         if sequence.constraint is not None:
             self._was_round, self._in_vain = True, 0  # answers often begin with what is forced
 
@@ -271,9 +276,9 @@ class GivenDrafting:
         self._rounds[name] = self._rounds.get(name, 0) + 1
         key, asked = (len(emitted), ruled), self._asking + self._asked_before
         self._asking, self._asked_before = 0.0, self._asking
-        rates = self._rates.get(key)
+        rates, seconds = self._rates.get(key), max(seconds, 1e-9)
+        indexed = self._indexed.popleft() if taken is not None and self._indexed else True
         if rates is not None:
-            indexed = self._indexed.popleft() if taken is not None and self._indexed else True
             rates.record(taken, emitted, seconds, waited, asked, indexed)
         elif taken is None:
             self._steps[key] = self._steps.get(key, 0) + 1

@@ -52,6 +52,8 @@ class GivenTrees:
     ones; plain steps begin in the place of every other round, where steps begin before tokens are known. Beside a
     `chooser`'s plans in one tree, if there is one."""
 
+    looks_up = True
+
     def __init__(self, seed: int = 0, chooser: Any = None) -> None:
         self._random, self._plan, self.rounds, self.joint = random.Random(seed), given(7, 3), 0, 0
         self._chooser = chooser
