@@ -15,11 +15,11 @@ from edgellm.engines.speculation.suffix_index import Proposal
 
 #: What drafting may lose of the time of all steps, and beyond, in plain steps: at first, and at most, where rounds
 #: saved time before. A debt is forgotten beyond the last of these.
-LOSS_SHARE, FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.01, 16.0, 32.0, 1.0
+LOSS_SHARE, FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.01, 16.0, 16.0, 1.0
 #: What a round saves over its time, as a first guess.
 FIRST_SAVED = 0.5
 #: At first as many seconds at least: the first look-ups take much longer than all others.
-FIRST_SECONDS = 0.005
+FIRST_SECONDS = 0.003
 #: No round, and no plain step that was waited for, counts as having lost more plain steps: it was interrupted.
 MOST_LOSS = 3.0
 #: Asking the index for longer than this share of a plain step may have delayed what was to be launched.

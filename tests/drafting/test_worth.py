@@ -11,7 +11,7 @@ from hypothesis import given as examples
 from hypothesis import strategies as st
 
 from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.worth import WAITED, Proposed, Rates
+from edgellm.drafting.worth import FIRST_CREDIT, FIRST_SECONDS, MOST_CREDIT, WAITED, Proposed, Rates
 from edgellm.engines.speculation import draft_plan
 from edgellm.engines.speculation.round import GivenTree
 
@@ -94,7 +94,7 @@ def test_what_may_be_lost_is_bounded_and_what_was_saved_may_be_spent() -> None:
     while found.affords:
         found.record(ROUND, [1], 0.002)
         lost += 0.001
-    assert lost <= max(0.005, 16 * 0.001) * 1.1 + 0.001
+    assert lost <= max(FIRST_SECONDS, FIRST_CREDIT * 0.001) * 1.1 + 0.001
     count = 0
     while not found.affords:
         found.record(None, [1], 0.001)
@@ -110,7 +110,7 @@ def test_what_may_be_lost_is_bounded_and_what_was_saved_may_be_spent() -> None:
     while found.affords:
         found.record(None, [1], 0.0015, asked=0.0005)
         spent += 1
-    assert spent == pytest.approx(32 / 0.485, rel=0.05)
+    assert spent == pytest.approx(MOST_CREDIT / 0.485, rel=0.1)
     while not found.affords:
         found.record(None, [1], 0.001)
     late: Sequence[float] = np.tile([0.0014, 0.0006], 100).tolist()
