@@ -102,6 +102,8 @@ class DecodingLoop:
         #: which the host knows a token to the next launch: so long the device waits where nothing has begun.
         self._begun: StepKey | None = None
         self._waited = 0.0
+        #: The same behind a round of given candidates, without rules, and how often it was seen.
+        self._idle, self._idled = 0.0, 0
 
     def run(self, sequences: Sequence[DecodingSequence]) -> Iterator[tuple[DecodingSequence, int, str]]:
         """Answer all; yields (sequence, token id, text that it completed).
@@ -151,6 +153,7 @@ class DecodingLoop:
         """
         self._launch_ahead()
         if self._launches:
+            self._look_up()
             yield from self._read()
         yield from self.evict()
 
@@ -225,11 +228,31 @@ class DecodingLoop:
 
     def _waits_for_tokens(self, running: Sequence[DecodingSequence]) -> bool:
         """Whether what is launched next depends on tokens that are under way: rules on them, or a draft of what follows
-        them that promises more than a step in flight."""
+        them that promises more than a step behind them."""
         if any(sequence.constraint is not None for sequence in running):
             return True
-        room = min((sequence.room - sequence.most for sequence in self.running), default=0)
-        return self._given is not None and self._given.promises(self._runner, self.running, room)
+        if self._given is None or not self._given.looks_up or _shows_raw(running):
+            return False
+        latest = self._launches[-1]
+        if latest.trees is not None and latest.tokens is None:
+            return self._given.goes_on(len(self.running), self._idle)
+        if latest.is_prefill and latest.tokens is None:
+            self._look_up()  # it takes longer than a step
+        return self._given.promises(self._runner, self.running, self._room())
+
+    def _look_up(self) -> None:
+        """Ask what was said behind the tokens that are known, now that the device has what to do: what is found
+        is given when the steps under way are done, if their tokens are among it."""
+        if self._given is None or not self._given.looks_up or not self._runner.backend.steps_ahead:
+            return
+        running = self._going()
+        ruled = any(sequence.constraint is not None for sequence in running)
+        if not ruled and not _shows_raw(running) and any(each.least < each.wanted for each in running):
+            self._given.look_up(self._runner, self.running, self._room())
+
+    def _room(self) -> int:
+        """How many tokens may follow those that are launched."""
+        return min((sequence.room - sequence.most for sequence in self.running), default=0)
 
     def _know_all(self) -> None:
         """Wait for all tokens that are under way, and take notice of them; their text is read later."""
@@ -264,27 +287,33 @@ class DecodingLoop:
 
     def _launch(self, running: Sequence[DecodingSequence]) -> None:
         seconds = time.perf_counter()  # what the host takes to choose belongs to the step
-        room = min(sequence.room - sequence.most for sequence in self.running)
-        batch = len(self.running)
-        raw = any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)
+        room, batch, raw = self._room(), len(self.running), _shows_raw(running)
         plan, trees = None, None
         begun, self._begun = self._begun, None
         known = all(launch.tokens is not None for launch in self._launches)
+        waited = known and begun is None and self._runner.backend.steps_ahead > 0
         if self._given is not None and known and not raw:
-            chosen = self._given.choose(self._runner, self.running, room, begun is not None)
+            chosen = self._given.choose(self._runner, self.running, room, begun is not None, waited)
             if chosen is not None:
                 plan, trees = chosen
         if plan is None and self._chooser is not None and not raw:
             plan = self._chooser.next_plan(room, batch)
         rules = StepMasks(self.running) if any(sequence.constraint is not None for sequence in running) else None
-        if rules is not None and self._launches:
-            self._waited += _PACE * (time.perf_counter() - self._launches[-1].read - self._waited)
+        if self._launches and known:
+            self._notice_waiting(time.perf_counter() - self._launches[-1].read, rules is not None)
         step = self._runner.step(batch, plan, rules, trees, begun)
-        waited = known and begun is None and self._runner.backend.steps_ahead > 0
         self._launches.append(_Launch(step.wait, range(batch), plan, False, seconds, trees, rules is not None, waited))
         for sequence in self.running:
             sequence.least += 1
             sequence.most += 1 if plan is None else plan.longest
+
+    def _notice_waiting(self, seconds: float, ruled: bool) -> None:
+        """The host has taken so long from the latest tokens to the launch of what follows them."""
+        if ruled:
+            self._waited += _PACE * (seconds - self._waited)
+        elif self._launches[-1].trees is not None:
+            self._idled += 1
+            self._idle += max(_PACE, 1.0 / self._idled) * (seconds - self._idle)
 
     def _read(self) -> Iterator[EmittedToken]:
         """Take the tokens of the oldest launch."""
@@ -327,3 +356,8 @@ class DecodingLoop:
                 yield EmittedToken(sequence, token, text, from_draft, logprob)
                 if sequence.finished:
                     break
+
+
+def _shows_raw(running: Sequence[DecodingSequence]) -> bool:
+    """Whether logits are shown that penalties must not change: rounds change them."""
+    return any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from edgellm.drafting.acceptance import DraftingTally
-from edgellm.drafting.given import Said
+from edgellm.drafting.said import Said
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import TokenConstraint

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol
 
-import numpy as np
-
 from edgellm.drafting.choosers import PlanChooser
 from edgellm.drafting.controller import DraftingReport, Forecast
 from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.worth import ASKING_SHARE, WAITED, Budget, Proposed, Rates, Trust, rate_name
+from edgellm.drafting.said import NOTHING, Drafted, Said, allowed, chain_of, cut
+from edgellm.drafting.worth import WAITED, Proposed, Rates, Trust, rate_name
 from edgellm.engines.errors import ConstraintError
-from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.suffix_index import Proposal
@@ -42,27 +41,16 @@ GAIN = 1.15
 JOINT_GAIN = 1.05
 #: After so many rounds one step is taken without, so that what they are compared with stays known as load changes.
 MOST_ROUNDS = 50
+#: Under rules, after so many steps that were waited for in vain the next ones begin early, until one was missed.
+MOST_IN_VAIN = 2
 #: How quickly the share of steps under rules that could have been rounds follows what is seen.
-_PACE = 0.1
+_PACE = 0.05
 #: Where what the index proposed was not worth a round, it is asked again after so many tokens at the most.
 MOST_PATIENCE = 15
+#: Candidates that are less likely are left out.
+LEAST_CHANCE = 0.02
 #: How likely a forced token is: the text is forced, but other tokens may spell it.
 FORCED_CHANCE = 0.97
-
-
-class Drafted(Protocol):
-    """A sequence that is drafted for; `said` is what `GivenDrafting` keeps of it."""
-
-    said: Said | None
-    is_over: bool
-
-    @property
-    def constraint(self) -> TokenConstraint | None:
-        """The rules on its next token."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether its answer has ended, or failed."""
 
 
 class Runs(Protocol):
@@ -84,7 +72,7 @@ class Proposer(Protocol):
     def close(self, sequence: Any) -> None:
         """It has ended."""
 
-    def propose(self, sequence: Any, nodes: int, depth: int, width: int) -> Proposal:
+    def propose(self, sequence: Any, nodes: int, depth: int, width: int, least: float = 0.0) -> Proposal:
         """A tree of what may follow."""
 
 
@@ -118,14 +106,26 @@ class GivenDrafting:
         )
         self._untimed = CAPTURED_WARM_UPS if captured else 0  # plain steps
         self._rates: dict[tuple[int, bool], Rates] = {}
-        self._trust, self._budget = Trust(), Budget()
+        #: The plans of given candidates alone: each with its name and places, by size.
+        self._own = [(plan, plan.name, plan.given_nodes) for plan in self.plans]
+        self._trust = Trust()
+        #: Seconds that the index took since the latest step ended, and before that since the one before.
+        self._asking, self._asked_before = 0.0, 0.0
         self._lessons: list[tuple[Proposed, Sequence[int]]] = []  # learned when the next step is under way
+        #: Of the rounds under way, in order, whether the index proposed what was given.
+        self._indexed: deque[bool] = deque()
         self._rounds: dict[str, int] = {}
         self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
+        #: How many tokens the latest sequence to end was let go for at last, without rules and with.
+        self._patience = [0, 0]
+        #: Without rules: whether a round is under way, whether its tokens are known and what follows was not looked at,
+        #: and how often another round was best then.
+        self._under_way, self._ended, self._again = False, False, 0.5
         #: Under rules: how often a round was best, behind a plain step and behind a round; whether the latest step was
-        #: one; and whether it could have been, but had begun as a plain one.
-        self._shares, self._was_round, self._missed = [0.5, 0.5], False, False
+        #: one, or an answer has begun; whether it could have been, but had begun as a plain one; and how many steps
+        #: were waited for since a round was best.
+        self._shares, self._was_round, self._missed, self._in_vain = [0.5, 0.5], False, False, 0
 
     @property
     def joint_plans(self) -> list[DraftPlan]:
@@ -133,42 +133,71 @@ class GivenDrafting:
         own = () if self._chooser is None else self._chooser.plans
         return [plan for each in own for plan in self._joined(each)]
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether there is an index to ask."""
+        return self.index is not None
+
     def open(self, sequence: Drafted, prompt_ids: Sequence[int]) -> None:
         """A sequence begins."""
         if self.index is not None:
             sequence.said = Said(self.index.open(prompt_ids))
+            sequence.said.patience = self._patience[sequence.constraint is not None] // 2
+            self._under_way = self._ended = False
+        self._indexed.clear()  # no round is under way
+        if sequence.constraint is not None:
+            self._was_round, self._in_vain = True, 0  # answers often begin with what is forced
 
     def take(self, sequence: Drafted, tokens: Sequence[int]) -> None:
-        """A sequence said these tokens, by whichever step."""
+        """A sequence said these tokens, by whichever step. What was proposed behind them stays proposed."""
         said = sequence.said
-        if said is not None and tokens:
-            if said.proposed is not None:
-                self._lessons.append((said.proposed, tokens))
-            said.news += tokens
+        if said is None or not tokens:
+            return
+        if said.proposed is not None and said.proposed.kinds:
+            self._lessons.append((said.proposed, tokens))
+            said.proposed = said.proposed.behind(tokens)
+        else:
             said.proposed = None
-            said.quiet -= len(tokens)
+        said.news += tokens
+        said.quiet -= len(tokens)
+        self._ended, self._under_way = self._ended or self._under_way, False
 
     def close(self, sequence: Drafted) -> None:
         """A sequence has ended: later ones may say what it said."""
         said, sequence.said = sequence.said, None
         if said is not None and self.index is not None:
+            self._patience[sequence.constraint is not None] = said.patience
             self._tell(said)
             self.index.close(said.history)
 
     def choose(
-        self, runner: Runs, sequences: Sequence[Drafted], room: int, begun: bool = False
+        self,
+        runner: Runs,
+        sequences: Sequence[Drafted],
+        room: int,
+        begun: bool = False,
+        waited: bool = False,
     ) -> tuple[DraftPlan, list[GivenTree]] | None:
         """The best round of given candidates for sequences in the leading slots, all of whose tokens are known and none
         of which takes more than `room` tokens; None where something else is better, there is nothing to propose, or a
-        plain step has `begun`."""
+        plain step has `begun`. `waited` says whether the device has nothing to do meanwhile: then the index is asked
+        behind a round alone, and not under rules, where more is likely to be forced."""
         ruled = any(sequence.constraint is not None for sequence in sequences)
-        if not ruled and (self.index is None or not self._budget.affords):
+        rates = self._rates.get((len(sequences), ruled))
+        if rates is None or not (ruled or (self.index is not None and rates.affords)):
             return None
-        found, best = self._asked(runner, sequences, room, ruled, not begun)
+        asks = not waited or (self._ended and not ruled)
+        found, best = self._asked(runner, rates, sequences, room, asks, waited)
         if ruled:
             self._shares[self._was_round] += _PACE * ((best is not None) - self._shares[self._was_round])
             self._was_round, self._missed = best is not None and not begun, best is not None and begun
-        return None if best is None or begun else (best, [_cut(each.tree, best) for each in found])
+            self._in_vain = 0 if best is not None else self._in_vain + (not begun)
+        else:
+            self._under_way = best is not None
+        if best is None or begun:
+            return None
+        self._indexed.append(any(each.kinds for each in found))
+        return best, [cut(each.tree, best) for each in found]
 
     def expects_round(self, batch: int, waits: float) -> bool:
         """Whether a round is so likely to be the next step under rules that nothing should begin before the host knows
@@ -177,32 +206,61 @@ class GivenDrafting:
         rates = self._rates.get((batch, True))
         if self._missed or rates is None:
             return self._missed
-        share = 0.0 if rates.rounds >= MOST_ROUNDS else self._shares[self._was_round]
-        return share * rates.seconds(PLAIN) > (1.0 - share) * waits
+        if rates.rounds >= MOST_ROUNDS or self._in_vain >= MOST_IN_VAIN:
+            return False
+        return rates.waits_for(self._shares[self._was_round], waits)
+
+    def goes_on(self, batch: int, waits: float) -> bool:
+        """Whether another round is so likely to follow the one under way, and worth so much, that no plain step should
+        be launched behind it, though the device `waits` so many seconds for the host then."""
+        rates = self._rates.get((batch, False))
+        if rates is None or not rates.affords or rates.rounds >= MOST_ROUNDS:
+            return False
+        return rates.waits_for(self._again, waits)
 
     def promises(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> bool:
-        """Whether a round of what is proposed now would be taken, so that the tokens under way are worth waiting for:
-        what follows them is mostly as likely."""
-        if self.index is None or not self._budget.affords:
+        """Whether a round should follow the plain step that is under way, so that its tokens are worth waiting for: it
+        is taken if they are among what is proposed. Nothing is asked but behind a round, when something is likely."""
+        rates = self._rates.get((len(sequences), False))
+        if self.index is None or rates is None or not rates.affords:
             return False
-        return self._asked(runner, sequences, room, False, False)[1] is not None
+        asks = self._ended
+        if not asks and not any(each.said is not None and each.said.proposed for each in sequences):
+            return False
+        return self._asked(runner, rates, sequences, room, asks, False, True)[1] is not None
+
+    def look_up(self, runner: Runs, sequences: Sequence[Drafted], room: int) -> None:
+        """Ask the index what follows the tokens that are known, where it is time to: while the device computes what was
+        launched already."""
+        rates = self._rates.get((len(sequences), False))
+        if self.index is None or rates is None or not rates.affords:
+            return
+        if any(each.said is not None and each.said.is_due for each in sequences):
+            self._asked(runner, rates, sequences, room, True, False, True)
 
     def _asked(
-        self, runner: Runs, sequences: Sequence[Drafted], room: int, ruled: bool, waited: bool
+        self,
+        runner: Runs,
+        rates: Rates,
+        sequences: Sequence[Drafted],
+        room: int,
+        asks: bool,
+        waited: bool,
+        ahead: bool = False,
     ) -> tuple[list[Proposed], DraftPlan | None]:
-        """What is proposed for each sequence, and the best round of it where the device has `waited` for the host, or
-        would have to."""
-        began = time.perf_counter()
-        found = [self._proposed(sequence, room - 1) for sequence in sequences]
-        best = self._best(runner, found, ruled, room, waited)
+        """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
+        host, or with `ahead` behind a step that is under way."""
+        found = [self._proposed(sequence, room - 1, asks and rates.affords) for sequence in sequences]
+        best = self._best(runner, rates, found, room, waited, ahead)
         if best is None:
-            self._ask_less(sequences, found)
+            self._ask_less(sequences)
         else:
             for sequence in sequences:
                 if sequence.said is not None:
-                    sequence.said.patience = 0
-        if not ruled:
-            self._budget.spend(time.perf_counter() - began)
+                    sequence.said.patience, sequence.said.was_asked = 0, False
+        if self._ended and asks:
+            self._again += 2 * _PACE * ((best is not None) - self._again)
+            self._ended = False
         return found, best
 
     def record(
@@ -216,17 +274,16 @@ class GivenDrafting:
         taken = plan if plan is not None and plan.takes_given else None
         name = PLAIN if taken is None else taken.name
         self._rounds[name] = self._rounds.get(name, 0) + 1
-        key, saved = (len(emitted), ruled), 0.0
-        rates = self._rates.get(key)
+        key, asked = (len(emitted), ruled), self._asking + self._asked_before
+        self._asking, self._asked_before = 0.0, self._asking
+        rates, seconds = self._rates.get(key), max(seconds, 1e-9)
+        indexed = self._indexed.popleft() if taken is not None and self._indexed else True
         if rates is not None:
-            if taken is not None:
-                saved = max(0.0, sum(emitted) * rates.seconds(PLAIN) / rates.tokens - seconds)
-            rates.record(taken, emitted, seconds, waited)
+            rates.record(taken, emitted, seconds, waited, asked, indexed)
         elif taken is None:
             self._steps[key] = self._steps.get(key, 0) + 1
             if self._steps[key] > self._untimed:
                 self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
-        self._budget.earn(ASKING_SHARE * seconds + saved)
 
     def report(self) -> DraftingReport:
         """What was chosen so far, and the forecasts of the latest choice between a round and what is done otherwise."""
@@ -236,69 +293,77 @@ class GivenDrafting:
         chosen = forecasts[0].name if forecasts else "plain"
         return DraftingReport(chosen, reason, dict(self._rounds), 0, self._trust.shares(), forecasts)
 
-    def _best(self, runner: Runs, found: Sequence[Proposed], ruled: bool, room: int, waited: bool) -> DraftPlan | None:
-        batch, longest = len(found), max(len(each.chances) for each in found)
-        rates = self._rates.get((batch, ruled))
-        if not longest or rates is None or rates.rounds >= MOST_ROUNDS:
+    def _best(
+        self, runner: Runs, rates: Rates, found: Sequence[Proposed], room: int, waited: bool, ahead: bool
+    ) -> DraftPlan | None:
+        batch, longest = len(found), max([len(each.chances) for each in found])
+        if not longest or rates.rounds >= MOST_ROUNDS:
             return None
+        other = rates.other()  # a draft model's rounds count there, too
+        if ahead:  # a round comes if the step under way draws a candidate; else the device will have waited in vain
+            firsts = [each.first for each in found]
+            misses = math.prod([1.0 - first for first in firsts])
+            share, spent, before = 1.0 - misses, misses * rates.waiting, (1.0 - misses) * batch - sum(firsts)
+        else:  # a plain step would be behind the same waiting, so that a round is charged with the rest alone
+            share, spent, before = 1.0, -rates.waiting if waited else 0.0, float(batch)
+        ranked: list[tuple[float, DraftPlan, float, float]] = []
+        least = GAIN * other.tokens_per_second
+        for plan, name, nodes in self._own:
+            if plan.longest <= room:
+                tokens, seconds = before + sum([each.expected(nodes + ahead) for each in found]), rates.seconds(name)
+                charged = max(0.5 * share * seconds, share * seconds + spent)
+                ranked.append((tokens / charged - least, plan, tokens, charged))
+            if longest <= nodes + ahead:
+                break
         beside = None if self._chooser is None else self._chooser.likely(room, batch)
-        other = rates.other(waited)  # a draft model's rounds count here, too
-        best, forecast, ahead = None, other, -math.inf
-        for plans, gain in ((self.plans, GAIN), (() if beside is None else self._joined(beside), JOINT_GAIN)):
-            for plan in plans:
-                if plan.longest <= room:
-                    tokens = self._expected(plan, found, rates)
-                    seconds = rates.seconds(rate_name(plan))
-                    margin = tokens / seconds - gain * other.tokens_per_second
-                    if margin > ahead and runner.takes_given(batch, plan):
-                        best, forecast, ahead = plan, Forecast(plan.name, tokens, seconds, tokens / seconds), margin
-                if longest <= plan.given_nodes:
-                    break
-        if best is None:
-            return None
-        self._latest = other, forecast
-        if best.is_joint:
-            rates.promise(forecast.tokens)
-        return best if ahead > 0.0 else None
+        for plan in () if beside is None else self._joined(beside):
+            if plan.longest <= room:
+                tokens, seconds = rates.joined(plan, found), rates.seconds(rate_name(plan))
+                margin = tokens / seconds - JOINT_GAIN * other.tokens_per_second
+                ranked.append((margin, plan, tokens, seconds))
+            if longest <= plan.given_nodes:
+                break
+        ranked.sort(key=_margin, reverse=True)
+        for margin, plan, tokens, seconds in ranked:
+            if runner.takes_given(batch, plan):
+                self._latest = other, Forecast(plan.name, tokens, seconds, tokens / seconds)
+                if plan.is_joint:
+                    rates.promise(tokens)
+                return plan if margin > 0.0 else None
+        return None
 
-    @staticmethod
-    def _expected(plan: DraftPlan, found: Sequence[Proposed], rates: Rates) -> float:
-        """The tokens that a round of the plan should give all sequences."""
-        if plan.is_joint:
-            return rates.joined(plan, found)
-        return len(found) + sum([each.expected(plan.given_nodes) for each in found])
-
-    def _proposed(self, sequence: Drafted, most: int) -> Proposed:
+    def _proposed(self, sequence: Drafted, most: int, asks: bool) -> Proposed:
         """What may follow the tokens of a sequence that are known, the likeliest first: of what rules force, `most`."""
         constraint, said = sequence.constraint, sequence.said
         if most < 1 or sequence.is_over or sequence.finished:
-            return _NOTHING
+            return NOTHING
         forced: list[int] = []
         if constraint is not None:
             try:
                 forced = constraint.forced(min(most, self.plans[-1].steps))
             except ConstraintError:
-                return _NOTHING  # whoever asks for the mask hears of it
+                return NOTHING  # whoever asks for the mask hears of it
         if forced:
-            return Proposed.of(_chain(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
+            return Proposed.of(chain_of(forced, True), [FORCED_CHANCE**depth for depth in range(len(forced))])
         if said is None or self.index is None:
-            return _NOTHING
-        if said.proposed is None:
-            if said.quiet > 0:
-                return _NOTHING
+            return NOTHING
+        if asks and said.is_due:
+            began = time.perf_counter()
             self._tell(said)
             largest = self.plans[-1]
-            proposal = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH)
-            said.proposed = self._trust.weighed(proposal if constraint is None else _allowed(constraint, proposal))
-        return said.proposed
+            found = self.index.propose(said.history, largest.top_k, largest.steps, WIDTH, LEAST_CHANCE)
+            said.proposed = self._trust.weighed(found if constraint is None else allowed(constraint, found))
+            said.whole, said.was_asked = len(found.tokens), True
+            self._asking += time.perf_counter() - began
+        return said.proposed or NOTHING
 
-    def _ask_less(self, sequences: Sequence[Drafted], found: Sequence[Proposed]) -> None:
+    def _ask_less(self, sequences: Sequence[Drafted]) -> None:
         """What the index proposed was not worth a round: let more and more tokens go before it is asked again."""
-        for sequence, proposed in zip(sequences, found, strict=True):
+        for sequence in sequences:
             said = sequence.said
-            if said is not None and said.proposed is proposed and said.quiet <= 0:
+            if said is not None and said.was_asked:
                 said.patience = min(2 * said.patience + 1, MOST_PATIENCE)
-                said.quiet = said.patience
+                said.quiet, said.was_asked = said.patience, False
 
     def _tell(self, said: Said) -> None:
         """Let the index know the tokens that it does not know yet."""
@@ -318,39 +383,5 @@ class GivenDrafting:
         }
 
 
-class Said:
-    """What is kept of a running sequence: its `history` in the index, the `news` that it does not know yet, and what
-    was `proposed` for its end."""
-
-    def __init__(self, history: Any) -> None:
-        self.history = history
-        self.news: list[int] = []
-        self.proposed: Proposed | None = None
-        #: How many tokens are let go after it was asked in vain, and how many of these are to come.
-        self.patience = self.quiet = 0
-
-
-def _chain(tokens: Sequence[int], leads: bool = False) -> GivenTree:
-    return GivenTree(tokens, range(-1, len(tokens) - 1), leads)
-
-
-_NOTHING = Proposed.of(_chain([]), [])
-
-
-def _cut(tree: GivenTree, plan: DraftPlan) -> GivenTree:
-    """The first candidates of a tree, as far as a plan has places for them: it has the levels then, too."""
-    return GivenTree(tree.tokens[: plan.given_nodes], tree.parents[: plan.given_nodes], tree.leads)
-
-
-def _allowed(constraint: TokenConstraint, found: Proposal) -> Proposal:
-    """What rules allow of a proposal: the likeliest path alone, since a chain is tried at the least cost."""
-    path: list[int] = []
-    try:
-        for node, parent in enumerate(found.parents.tolist()):
-            if parent == (path[-1] if path else -1) and constraint.try_advance(int(found.tokens[node])):
-                path.append(node)
-    except ConstraintError:
-        pass  # the path ends there
-    finally:
-        constraint.rollback(len(path))
-    return Proposal(found.tokens[path], np.arange(-1, len(path) - 1, dtype=np.int32), found.scores[path], found.match)
+def _margin(ranked: tuple[float, DraftPlan, float, float]) -> float:
+    return ranked[0]

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from edgellm.drafting.controller import CostModel, Forecast
-from edgellm.drafting.costs import PLAIN, RoundCosts
+from edgellm.drafting.controller import Forecast
+from edgellm.drafting.costs import PLAIN
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.suffix_index import Proposal
 
-#: The share of the steps' time that the index may take, and seconds that it may take at first and at most beyond.
-ASKING_SHARE, FIRST_CREDIT, MOST_CREDIT = 0.02, 0.02, 0.05
-#: Of each kind of step so many are timed one after the other, then one in so many.
-OFTEN, SELDOM = 16, 8
+#: What drafting may lose of the time of all steps, and beyond, in plain steps: at first, and at most, where rounds
+#: saved time before. A debt is forgotten beyond the last of these.
+LOSS_SHARE, FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.01, 16.0, 16.0, 1.0
+#: What a round saves over its time, as a first guess.
+FIRST_SAVED = 0.5
+#: At first as many seconds at least: the first look-ups take much longer than all others.
+FIRST_SECONDS = 0.003
+#: No round, and no plain step that was waited for, counts as having lost more plain steps: it was interrupted.
+MOST_LOSS = 3.0
+#: Asking the index for longer than this share of a plain step may have delayed what was to be launched.
+DISTURBING = 0.15
 #: A plain step before which the device waited for the host: for its tokens, and for it to choose.
 WAITED = "waited"
-#: How quickly the tokens of other steps follow what is seen.
-_PACE = 0.15
+#: How quickly the tokens of other steps follow what is seen, the time of any, that of faster plain ones, and what
+#: rounds are worth.
+_PACE, _TIME_PACE, _FASTER_PACE, _WORTH_PACE = 0.15, 0.08, 0.2, 0.1
+#: A step counts as at most so many times slower or faster than expected.
+_SURPRISE = 2.0
 #: What joint rounds give at first over what they promise, for how many tokens this first guess counts, and what was
 #: seen at most. Both drafts are often right at the same places, so it is less than two that know nothing of each other
 #: give.
@@ -59,6 +68,41 @@ class Proposed(NamedTuple):
         """How many of the first `count` candidates should come."""
         return self.sums[min(count, len(self.chances))]
 
+    def behind(self, tokens: Sequence[int]) -> Proposed | None:
+        """What is left of it behind tokens that came; None where they are not a path of candidates, or nothing is."""
+        said, parents = self.tree.tokens, self.tree.parents
+        count, place = len(said), -1
+        for token in tokens:
+            for node in range(place + 1, count):
+                if parents[node] == place and said[node] == token:
+                    place = node
+                    break
+            else:
+                return None
+        kept: list[int] = []
+        moved, places = {place: -1}, []
+        for node in range(place + 1, count):
+            parent = moved.get(int(parents[node]))
+            if parent is not None:
+                moved[node] = len(kept)
+                kept.append(node)
+                places.append(parent)
+        if not kept:
+            return None
+        came = self.chances[place]
+        return Proposed.of(
+            GivenTree([said[node] for node in kept], places),
+            [self.chances[node] / came for node in kept],
+            [self.promises[node] for node in kept] if self.promises else (),
+            [self.kinds[node] for node in kept] if self.kinds else (),
+        )
+
+    @property
+    def first(self) -> float:
+        """How likely the next token is one of the candidates."""
+        parents = self.tree.parents
+        return sum([chance for parent, chance in zip(parents, self.chances, strict=True) if parent < 0])
+
     def expected_beside(self, plan: DraftPlan, reach: Sequence[float]) -> float:
         """How many more tokens than its draft model's a joint plan should give with these candidates: where these come
         and that one's do not, which come to depth d + 1 with probability `reach[d]`, whatever comes of the others; and
@@ -95,42 +139,35 @@ class Trust:
 
     def weighed(self, proposal: Proposal) -> Proposed:
         """A proposal with the probabilities that were seen in place of those that the index promises."""
-        tokens, parents, scores = proposal.tokens.tolist(), proposal.parents.tolist(), proposal.scores.tolist()
-        first = len(self.PROMISES) * (sum(proposal.match >= least for least in self.MATCHES) - 1)
-        ratios = self._ratios
+        tokens, parents, _, promises, match = proposal
+        first = len(self.PROMISES) * (sum([match >= least for least in self.MATCHES]) - 1) - 1
+        ratios, bounds, most = self._ratios, self.PROMISES, self.MOST
         chances: list[float] = []
-        promises: list[float] = []
         kinds: list[int] = []
-        for parent, score in zip(parents, scores, strict=True):
-            promise = math.exp(score - (scores[parent] if parent >= 0 else 0.0))
-            kind = first + bisect_right(self.PROMISES, promise) - 1
-            chance = min(self.MOST, promise * ratios[kind])
-            chances.append(chance * (chances[parent] if parent >= 0 else 1.0))
-            promises.append(promise)
+        for parent, promise in zip(parents, promises, strict=True):
+            kind = first + bisect_right(bounds, promise)
+            chance = promise * ratios[kind]
+            chance = most if chance > most else chance
+            chances.append(chance * chances[parent] if parent >= 0 else chance)
             kinds.append(kind)
         return Proposed.of(GivenTree(tokens, parents), chances, promises, kinds)
 
     def learn(self, proposed: Proposed, tokens: Sequence[int]) -> None:
         """Take note of the tokens that came where a tree was proposed."""
-        if not proposed.kinds:
-            return
-        children: dict[int, list[int]] = {}
-        for node, parent in enumerate(proposed.tree.parents):
-            children.setdefault(int(parent), []).append(node)
-        place = -1
-        for token in tokens:
-            following = None
-            for node in children.get(place, ()):
-                kind, came = proposed.kinds[node], proposed.tree.tokens[node] == token
-                fading = min(1.0, self.MEMORY / (self._promised[kind] + 1.0))
-                self._promised[kind] = fading * self._promised[kind] + proposed.promises[node]
-                self._came[kind] = fading * self._came[kind] + came
-                guessed = self.FIRST_EVIDENCE * self.FIRST[kind % len(self.FIRST)]
-                self._ratios[kind] = (self._came[kind] + guessed) / (self._promised[kind] + self.FIRST_EVIDENCE)
-                following = node if came else following
-            if following is None:
-                return
-            place = following
+        reached, promises, kinds = {-1: 0}, proposed.promises, proposed.kinds
+        said, parents = proposed.tree.tokens, proposed.tree.parents
+        for node, kind in enumerate(kinds):
+            depth = reached.get(parents[node])
+            if depth is None or depth == len(tokens):
+                continue
+            came = said[node] == tokens[depth]
+            fading = min(1.0, self.MEMORY / (self._promised[kind] + 1.0))
+            self._promised[kind] = fading * self._promised[kind] + promises[node]
+            self._came[kind] = fading * self._came[kind] + came
+            guessed = self.FIRST_EVIDENCE * self.FIRST[kind % len(self.FIRST)]
+            self._ratios[kind] = (self._came[kind] + guessed) / (self._promised[kind] + self.FIRST_EVIDENCE)
+            if came:
+                reached[node] = depth + 1
 
     def shares(self) -> dict[str, list[float]]:
         """By the kind of match, the ratio for each kind of promise."""
@@ -141,42 +178,86 @@ class Trust:
 
 
 class Rates:
-    """What the steps of one batch size take, the `tokens` that those without given candidates give, and how many
-    `rounds` were taken since the latest of these."""
+    """What the steps of one batch size take, the `tokens` that those without given candidates give, how many `rounds`
+    were taken since the latest of these, and what drafting may lose.
+
+    Times of other steps are kept over that of a plain one which nothing disturbed, so that load, clocks and the length
+    of the context change all alike.
+    """
 
     def __init__(self, guesses: Mapping[str, float], tokens: float, warm_ups: int) -> None:
         self.tokens, self.rounds = tokens, 0
-        self._costs = CostModel(RoundCosts({name: {1: value} for name, value in guesses.items()}), list(guesses))
+        self._plain = guesses[PLAIN]
+        self._over = {name: value / self._plain for name, value in guesses.items()}
+        self._seen = dict.fromkeys(guesses, 0)
         self._most_warm_ups = warm_ups
         self._warm_ups: dict[str, int] = {}
-        self._seen = dict.fromkeys(guesses, 0)
-        self._seconds: dict[str, float] = {}
+        #: In seconds, what may be lost, and what was lately by asking; and what rounds saved over their time.
+        self._credit, self._late, self._saved = max(FIRST_SECONDS, FIRST_CREDIT * self._plain), 0.0, FIRST_SAVED
         #: How often the draft model's own rounds came to each depth; what joint rounds promised and gave.
         self._reach: list[float] = []
         self._promise, self._promised, self._came = 0.0, JOINT_EVIDENCE, JOINT_FIRST * JOINT_EVIDENCE
 
-    def record(self, plan: DraftPlan | None, emitted: Sequence[int], seconds: float, waited: bool = False) -> None:
-        """A step has ended, of a plan that took given candidates or (None) another one."""
+    def record(
+        self,
+        plan: DraftPlan | None,
+        emitted: Sequence[int],
+        seconds: float,
+        waited: bool = False,
+        asked: float = 0.0,
+        indexed: bool = True,
+    ) -> None:
+        """A step has ended, of a plan that took given candidates or (None) another one; for `asked` seconds of it or of
+        the step before the host was asking the index, when it should have launched something, perhaps. Rounds of what
+        was not `indexed`, but forced, neither pay for asking nor are paid for."""
         name, tokens = (WAITED if waited else PLAIN) if plan is None else rate_name(plan), sum(emitted)
         self.rounds = 0 if plan is None else self.rounds + 1
         if plan is not None and plan.is_joint and self._promise:
             fading = min(1.0, JOINT_MEMORY / self._promised)
             self._promised = fading * self._promised + self._promise
             self._came = fading * self._came + tokens
+        saved = tokens * self._plain / self.tokens - seconds
         if plan is not None and self._warm_ups.setdefault(plan.name, 0) < self._most_warm_ups:
             self._warm_ups[plan.name] += 1
+            self._credit += max(0.0, saved) if indexed else 0.0
             return
         if plan is None:
             self.tokens += _PACE * (tokens - self.tokens)
             self._follow(emitted)
-        self._seen[name] += 1
-        if self._seen[name] <= OFTEN or self._seen[name] % SELDOM == 0:  # taking notice has a price, too
-            self._costs.record(name, 1, seconds)
-            self._seconds.clear()
+        else:
+            self._saved += _WORTH_PACE * (saved / seconds - self._saved)
+        disturbed = asked > DISTURBING * self._plain
+        if plan is not None or waited:
+            saved = max(saved, -MOST_LOSS * self._plain) if indexed else 0.0
+        else:  # what was launched late is made up for by what the device had still to do
+            saved = max(-asked, min(saved, self._late)) if disturbed else 0.0
+            self._late = max(0.0, self._late - saved) if disturbed else 0.0
+        change = LOSS_SHARE * seconds + saved
+        most = max(self._credit, MOST_CREDIT * self._plain)
+        self._credit = max(-MOST_DEBT * self._plain, min(most, self._credit + change))
+        if name != PLAIN or not disturbed:
+            self._time(name, seconds)
+
+    def _time(self, name: str, seconds: float) -> None:
+        expected = self.seconds(name)
+        seen = min(max(seconds, expected / _SURPRISE), expected * _SURPRISE)
+        count = self._seen[name] = self._seen[name] + 1
+        pace = _TIME_PACE if name != PLAIN or seen > expected else _FASTER_PACE  # what disturbs makes steps slower
+        change = max(pace, 1.0 / (count + 1)) * (seen - expected)
+        if name == PLAIN:
+            self._plain += change
+        else:
+            self._over[name] += change / self._plain
+        if self._seen[WAITED] and self._over[WAITED] < 1.0:  # no step is slower for not having been waited for
+            less = self._over[WAITED]
+            self._plain *= less
+            self._over = {each: over if each == PLAIN else over / less for each, over in self._over.items()}
 
     def _follow(self, emitted: Sequence[int]) -> None:
-        reach = self._reach
-        reach += [0.0] * (max(emitted) - 1 - len(reach))
+        reach, most = self._reach, max(emitted) - 1
+        if most < 1 and not reach:
+            return
+        reach += [0.0] * (most - len(reach))
         for depth in range(len(reach)):
             reached = sum([count > depth + 1 for count in emitted]) / len(emitted)
             reach[depth] += _PACE * (reached - reach[depth])
@@ -193,35 +274,25 @@ class Rates:
 
     def seconds(self, name: str) -> float:
         """What a step should take."""
-        if name not in self._seconds:
-            self._seconds[name] = self._costs.seconds(name, 1)
-        return self._seconds[name]
+        return self._plain * self._over[name]
 
-    def other(self, waited: bool) -> Forecast:
-        """What a step without given candidates should give, where the device has `waited` for the host already, or else
-        where it would not."""
-        seconds = self.seconds(WAITED if waited and self._seen[WAITED] else PLAIN)
-        return Forecast(PLAIN, self.tokens, seconds, self.tokens / seconds)
+    @property
+    def waiting(self) -> float:
+        """How much longer a plain step takes where the device waits for the host before."""
+        return max(0.0, self.seconds(WAITED) - self._plain)
 
-
-class Budget:
-    """The host's seconds for asking the index: a share of the time of all steps, and what rounds of its candidates
-    saved. So a model whose steps are as quick as the host is not slowed where nothing is said again."""
-
-    def __init__(self) -> None:
-        self._credit, self._price = FIRST_CREDIT, 0.0
+    def waits_for(self, chance: float, seconds: float) -> bool:
+        """Whether no plain step should be launched where a round comes with this `chance`, though the device waits so
+        many seconds for the host then. Behind a plain step the round may still come: what that draws the round would
+        have given for less, and it hides half of the waiting."""
+        seconds = max(seconds, self.waiting)
+        return chance * (self._plain * self._saved + 0.5 * seconds) > seconds
 
     @property
     def affords(self) -> bool:
-        """Whether there is enough for one more time."""
-        return self._credit >= self._price
+        """Whether more may be lost: by asking the index, and by rounds."""
+        return self._credit > 0.0
 
-    def spend(self, seconds: float) -> None:
-        """It was asked, which took so long; the first time may take much longer than all others."""
-        seconds = min(seconds, 2.0 * self._price if self._price else FIRST_CREDIT / 4)
-        self._credit -= seconds
-        self._price = seconds if self._price == 0.0 else self._price + _PACE * (seconds - self._price)
-
-    def earn(self, seconds: float) -> None:
-        """So much may be spent later."""
-        self._credit = min(MOST_CREDIT, self._credit + seconds)
+    def other(self) -> Forecast:
+        """What steps without given candidates should give."""
+        return Forecast(PLAIN, self.tokens, self._plain, self.tokens / self._plain)

@@ -30,6 +30,8 @@ SLOW_MASK_SECONDS = 0.01
 MOST_GRAMMARS, MASK_BYTES = 64, 4 * 2**20
 #: Answers rarely share more tokens from their beginning on.
 CACHED_TOKENS = 256
+#: So many forced tokens are kept of a place at the most, and of so many places.
+MOST_FORCED, FORCED_PLACES = 32, 4096
 #: Texts that forced tokens were spelled of.
 SPELLED_TEXTS = 4096
 _SAMPLE = '{"name": ["caf\u00e9 1", -2.5e3], "x y": null}'
@@ -47,6 +49,7 @@ class Grammar:
         self.generation = 0
         self._masks: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
         self._most = max(1, MASK_BYTES // self.ending_mask.nbytes)
+        self._forced: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
         #: How often a mask was asked for, and found.
         self.lookups = self.hits = 0
 
@@ -79,6 +82,18 @@ class Grammar:
             self._masks[path] = mask
             if len(self._masks) > self._most:
                 self._masks.popitem(last=False)
+
+    def forced(self, path: tuple[int, ...]) -> list[int] | None:
+        """The tokens that are forced behind these, the first `MOST_FORCED` of them, where they are known."""
+        with self._lock:
+            return self._forced.get(path)
+
+    def keep_forced(self, path: tuple[int, ...], tokens: list[int]) -> None:
+        """Know them, until there are too many others."""
+        with self._lock:
+            self._forced[path] = tokens
+            if len(self._forced) > FORCED_PLACES:
+                self._forced.popitem(last=False)
 
 
 class GrammarConstraint:
@@ -148,6 +163,15 @@ class GrammarConstraint:
         """See `TokenConstraint`; the end of sequence is forced, too, the first of several."""
         if self._endings:
             return []
+        path = tuple(self._path) if len(self._path) <= CACHED_TOKENS else None
+        known = None if path is None else self._grammar.forced(path)
+        if known is None:
+            known = self._spelled_ahead(max(most, MOST_FORCED))
+            if path is not None:
+                self._grammar.keep_forced(path, known)
+        return known[:most]
+
+    def _spelled_ahead(self, most: int) -> list[int]:
         matcher = self._live()
         found: list[int] = matcher.compute_ff_tokens()[:most]
         count = matcher.try_consume_tokens(found) if found else 0

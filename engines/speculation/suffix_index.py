@@ -52,14 +52,16 @@ _BITS = 2**30 - 1
 class Proposal(NamedTuple):
     """What may follow: a tree of N candidates below the last token, the likeliest first.
 
-    `tokens` [N] int32; `parents` [N] int32 are indices of earlier candidates, or -1 for the last token said; `scores`
-    [N] float32 are logarithms of the estimated probability that all tokens of the node's path are accepted; `match` is
-    the number of tokens of the longest suffix that was found (at most 32; 0 where none was, and N is 0).
+    `parents` are indices of earlier candidates, or -1 for the last token said; `promises` the estimated probabilities
+    that a candidate is accepted if its parent is, `scores` logarithms of that for all of its path; `match` is the
+    number of tokens of the longest suffix that was found (at most 32; 0 where none was, and N is 0). Lists, since they
+    are read node by node: in microseconds, while a device may be waiting.
     """
 
-    tokens: np.ndarray
-    parents: np.ndarray
-    scores: np.ndarray
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    promises: list[float]
     match: int
 
 
@@ -204,16 +206,18 @@ class SuffixIndex:
         if said.end > 1 + sequence.prompt_size and self._most_tokens > 1:
             self._closed.append_whole(said.tokens[max(1, 1 + sequence.prompt_size - _LONGEST) :].tolist())
 
-    def propose(self, sequence: SaidSequence, nodes: int, depth: int, width: int) -> Proposal:
-        """At most `nodes` candidates, at most `depth` below the last token, at most `width` below the same one.
+    def propose(self, sequence: SaidSequence, nodes: int, depth: int, width: int, least: float = 0.0) -> Proposal:
+        """At most `nodes` candidates, at most `depth` below the last token, at most `width` below the same one, each
+        with a probability of at least `least`.
 
         Of equally likely ones that of the longer match comes first, then the sequence's own, then the latest.
         """
         _check_open(sequence)
         said = sequence.history
         places = self._places(said, width)
-        match = places[0][0] if places else 0
-        depth = min(depth, _LONGEST)
+        if not places:
+            return Proposal([], [], [], [], 0)
+        match, depth = places[0][0], min(depth, _LONGEST)
         followers: dict[bytes, list] = {}
         for length, history, position in places:
             following = history.tokens[position + 1 : position + 1 + depth]
@@ -225,8 +229,12 @@ class SuffixIndex:
                 followers[key][0] += _WEIGHTS[length]
             else:
                 followers[key] = [_WEIGHTS[length], following.tolist()]
-        tokens, parents, scores = _grown(list(followers.values()), _DOUBTS[match], nodes, width)
-        return Proposal(np.array(tokens, np.int32), np.array(parents, np.int32), np.array(scores, np.float32), match)
+        highest = -math.log(least) if least > 0.0 else math.inf
+        speaking = list(followers.values())
+        if len(speaking) == 1:
+            weight, following = speaking[0]
+            return _chain(weight, following, _DOUBTS[match][:nodes], highest, match)
+        return _grown(speaking, _DOUBTS[match], nodes, width, highest, match)
 
     def _places(self, said: _History, enough: int) -> list[tuple[int, _History, int]]:
         """Length, history and position of at most `_VISITS` matches, in the order of `propose`. Shorter ones are
@@ -250,23 +258,41 @@ def _longest_first(place: tuple[int, _History, int]) -> int:
     return -place[0]
 
 
-def _grown(
-    followers: list[list], doubts: list[float], nodes: int, width: int
-) -> tuple[list[int], list[int], list[float]]:
-    """Tokens, parents and scores of the likeliest `nodes` paths that begin what `followers` say: each has a weight and
-    tokens up to a gap. `doubts` are the weights of something else, by depth."""
+def _chain(weight: float, following: list[int], doubts: list[float], highest: float, match: int) -> Proposal:
+    """What `_grown` gives where all places agree."""
+    scores: list[float] = []
+    promises: list[float] = []
+    cost = 0.0
+    for token, doubt in zip(following, doubts, strict=False):
+        cost += math.log1p(doubt / weight)
+        if token == _GAP or cost > highest:
+            break
+        scores.append(-cost)
+        promises.append(weight / (weight + doubt))
+    count = len(scores)
+    return Proposal(following[:count], [*range(-1, count - 1)], scores, promises, match)
+
+
+def _grown(followers: list[list], doubts: list[float], nodes: int, width: int, highest: float, match: int) -> Proposal:
+    """The likeliest `nodes` paths that begin what `followers` say: each has a weight and tokens up to a gap. `doubts`
+    are the weights of something else, by depth; the logarithm of no path's probability is below -`highest`."""
     tokens: list[int] = []
     parents: list[int] = []
     scores: list[float] = []
-    waiting: list[tuple[float, int, int, int, int, list]] = []
+    promises: list[float] = []
+    waiting: list[tuple[float, int, int, int, int, float, list]] = []
     made, node, cost, level, speaking = 0, -1, 0.0, 0, followers
+    push, pop, log = heapq.heappush, heapq.heappop, math.log
     while len(tokens) < nodes:
         if len(speaking) == 1:
             weight, following = speaking[0]
-            if following[level] != _GAP:
-                path = cost + math.log1p(doubts[level] / weight), made, node, following[level], level + 1, speaking
-                heapq.heappush(waiting, path)
-                made += 1
+            token = following[level]
+            if token != _GAP:
+                total = weight + doubts[level]
+                path = cost + log(total / weight)
+                if path <= highest:
+                    push(waiting, (path, made, node, token, level + 1, weight / total, speaking))
+                    made += 1
         else:
             shares: dict[int, list] = {}
             total = doubts[level]
@@ -283,16 +309,19 @@ def _grown(
             if len(children) > width:
                 children = sorted(children, key=_heaviest_first)[:width]
             for weight, token, agreed in children:
-                heapq.heappush(waiting, (cost + math.log(total / weight), made, node, token, level + 1, agreed))
-                made += 1
+                path = cost + log(total / weight)
+                if path <= highest:
+                    push(waiting, (path, made, node, token, level + 1, weight / total, agreed))
+                    made += 1
         if not waiting:
             break
-        cost, _, parent, token, level, speaking = heapq.heappop(waiting)
+        cost, _, parent, token, level, promise, speaking = pop(waiting)
         node = len(tokens)
         tokens.append(token)
         parents.append(parent)
         scores.append(-cost)
-    return tokens, parents, scores
+        promises.append(promise)
+    return Proposal(tokens, parents, scores, promises, match)
 
 
 def _heaviest_first(child: tuple[float, int, list]) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,8 +11,10 @@ import numpy as np
 import pytest
 from drafted_conversations import ask_freely
 
+from edgellm.drafting import given as given_module
 from edgellm.drafting.costs import PLAIN
-from edgellm.drafting.given import COMPUTED_TREES, MOST_PATIENCE, MOST_ROUNDS, GivenDrafting, Said
+from edgellm.drafting.given import COMPUTED_TREES, MOST_PATIENCE, MOST_ROUNDS, GivenDrafting
+from edgellm.drafting.said import Said
 from edgellm.engines.speculation.constraints import AllowedTokens
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain
 from edgellm.engines.speculation.suffix_index import SuffixIndex
@@ -208,29 +209,68 @@ def test_what_does_not_come_is_trusted_less_and_what_comes_again_more() -> None:
     assert promised() > 2 * distrusted
 
 
-def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The index is asked while a small share of the steps' time pays for it; rounds that save time pay too."""
-    monkeypatch.setattr("edgellm.drafting.worth.FIRST_CREDIT", 0.005)
-    monkeypatch.setattr("edgellm.drafting.worth.MOST_CREDIT", 0.05)
+class Clock:
+    """A clock that stands still but for what it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_model_whose_steps_are_quick_is_not_slowed_by_asking(hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is said again, what asking costs is lost: a hundredth of the steps' time. What the device hides
+    costs nothing, so that the index is asked as often as it would be otherwise."""
+    for name, value in (("FIRST_CREDIT", 2.0), ("MOST_CREDIT", 20.0), ("FIRST_SECONDS", 0.0)):
+        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", value)
+    clock, step = Clock(), 1e-4
+    monkeypatch.setattr(given_module, "time", clock)
+    monkeypatch.setattr(given_module, "MOST_PATIENCE", 0)  # as eager as can be
     drafts = drafting()
     propose, asked = drafts.index.propose, []
 
     def slow(*arguments: Any) -> Any:
         asked.append(1)
-        time.sleep(0.001)
+        clock.now += step / 2
         return propose(*arguments)
 
     drafts.index.propose = slow
-    sequence = opened(drafts, [*TEXT, *TEXT[:12]])
-    for token in range(200):
-        record(drafts, None, 1e-5, 1)
-        drafts.promises(Takes(), [sequence], 100)
+    sequence, lost = opened(drafts, TEXT), 0.0
+    record(drafts, None, step, 1)
+    for token in range(2000):
+        began = clock.now
+        drafts.look_up(Takes(), [sequence], 100)
+        late = 0.0 if hidden else clock.now - began
+        lost += late
         drafts.take(sequence, [100 + token])
-    assert 1 <= len(asked) <= 8  # 5 ms at first, and 0.04 ms of the steps
-    record(drafts, drafts.plans[0], 1e-5, 1, tokens=2001)  # 20 ms of plain steps
-    assert drafts.promises(Takes(), [sequence], 100) is not None and len(asked) <= 9
-    drafts.close(sequence)
-    assert drafts.index.propose(drafts.index.open([*TEXT[:3], 100, 101, 102]), 4, 4, 1).tokens[0] == 103
+        record(drafts, None, step + late, 1)
+    assert len(asked) == 2000 if hidden else lost <= 2 * step + 0.01 * 2000 * step + step
+    if not hidden:
+        assert len(asked) > 20, "now and then it is tried again"
+        record(drafts, drafts.plans[0], step, 2, tokens=11)  # the first warms up
+        count = len(asked)
+        for token in range(30):
+            drafts.look_up(Takes(), [sequence], 100)
+            drafts.take(sequence, [5000 + token])
+            record(drafts, None, step * 1.5, 1)
+        assert len(asked) == count + 30, "what a round has saved may be spent"
+
+
+def test_rounds_that_lose_are_left_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each of them promises more than it gives."""
+    for name, value in (("FIRST_CREDIT", 4.0), ("MOST_CREDIT", 8.0), ("FIRST_SECONDS", 0.0)):
+        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", value)
+    drafts, taken = drafting(), 0
+    record(drafts, None, 0.01, 1)
+    for _ in range(400):
+        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+        chosen = drafts.choose(Takes(), [sequence], 100)
+        drafts.record(None if chosen is None else chosen[0], [1], 0.01 if chosen is None else 0.02)
+        taken += chosen is not None
+        drafts.close(sequence)
+    assert len(drafts.plans) < taken < 30
 
 
 def test_a_slow_first_step_is_not_what_steps_take() -> None:
@@ -315,25 +355,31 @@ def test_plain_steps_begin_early_where_no_round_is_likely() -> None:
 
 
 def test_rounds_are_weighed_against_what_is_the_alternative() -> None:
-    """Steps ahead before the host waits for tokens; once it has waited, steps that were waited for."""
+    """Before the host waits for tokens, waiting belongs to the round; once it has waited, a plain step would be behind
+    that as well."""
     drafts = drafting(captured=True)
     sequence = opened(drafts, [*TEXT, *TEXT[:12]])
-    for _ in range(30):
+    for _ in range(60):
         drafts.record(None, [1], 0.001)
         drafts.record(None, [1], 0.004, waited=True)
-    for plan in drafts.plans:
-        record(drafts, plan, 0.01, 8)
-    for _ in range(8):
-        drafts.record(None, [1], 0.001)
-    assert drafts.choose(Takes(), [sequence], 100) is not None
-    sequence.said.patience = sequence.said.quiet = 0
-    expected = sequence.said.proposed.sums[-1] + 1
-    assert expected > 0.01 / 0.004
-    for plan in drafts.plans:
-        record(drafts, plan, 0.002 * expected, 30)
-        drafts.record(None, [1], 0.001)
-    assert not drafts.promises(Takes(), [sequence], 100), "half as quick as steps that are launched ahead"
-    assert drafts.choose(Takes(), [sequence], 100) is not None, "twice as quick as what is left to do"
+        for plan in drafts.plans:
+            record(drafts, plan, 0.004, 1)
+    drafts.record(None, [1], 0.001)
+    drafts.look_up(Takes(), [sequence], 100)
+    expected, first = sequence.said.proposed.sums[-1] + 1, sequence.said.proposed.first
+    assert 5 < expected < 20 and 0.5 < first < 1
+
+    def told(seconds: float) -> tuple[bool, bool, bool]:
+        for _ in range(80):
+            for plan in drafts.plans:
+                record(drafts, plan, seconds, 1)
+            drafts.record(None, [1], 0.001)
+        chosen = drafts.choose(Takes(), [sequence], 100), drafts.choose(Takes(), [sequence], 100, waited=True)
+        return drafts.promises(Takes(), [sequence], 100), chosen[0] is not None, chosen[1] is not None
+
+    assert told(0.001 * expected / 2) == (True, True, True)
+    assert told(0.001 * expected) == (False, False, True), "three of these milliseconds are lost in any case"
+    assert told(0.001 * expected + 0.004) == (False, False, False)
 
 
 def test_what_is_proposed_in_vain_is_asked_for_less_and_less() -> None:
@@ -344,20 +390,66 @@ def test_what_is_proposed_in_vain_is_asked_for_less_and_less() -> None:
     said: list[int] = []
 
     def say(token: int) -> None:
-        drafts.promises(Takes(), [sequence], 100)
+        drafts.look_up(Takes(), [sequence], 100)
         drafts.take(sequence, [token])
         said.append(token)
 
     for token in range(100, 160):
         say(token)
     assert asked == [0, 1, 4, 11, *range(26, 60, MOST_PATIENCE)]
-    for token in TEXT:
-        say(token)
-    assert drafts.promises(Takes(), [sequence], 100) or len(asked) > 7
-    drafts.take(sequence, TEXT[:3])
-    sequence.said.quiet = 0
-    drafts.take(sequence, TEXT[3:12])
+    drafts.close(sequence)
+    sequence = opened(drafts, [*TEXT, 200])
     count = len(asked)
+    for token in range(300, 310):
+        say(token)
+    assert len(asked) == count + 1, "the next answer begins with half of that patience"
+    sequence = opened(drafts, TEXT)
+    drafts.take(sequence, TEXT[:12])
+    sequence.said.quiet = 0
+    count = len(asked)
+    drafts.look_up(Takes(), [sequence], 100)
     assert drafts.promises(Takes(), [sequence], 100) and sequence.said.patience == 0
     drafts.take(sequence, TEXT[12:13])
-    assert drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 2, "where it pays it is asked each time"
+    assert drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 1, "what is left was proposed already"
+    drafts.take(sequence, [*TEXT[13:], *TEXT[:1]])
+    drafts.look_up(Takes(), [sequence], 100)
+    assert len(asked) == count + 2, "less than half of it is left"
+    drafts.take(sequence, [999])
+    assert not drafts.promises(Takes(), [sequence], 100) and len(asked) == count + 2, "and nothing now"
+    drafts.look_up(Takes(), [sequence], 100)
+    assert len(asked) == count + 3, "where it pays it is asked each time"
+
+
+def test_nothing_is_asked_while_the_device_waits_but_behind_a_round() -> None:
+    drafts = drafting(captured=True)
+    record(drafts, None, 0.001, 3)
+    sequence, asked, propose = opened(drafts, [*TEXT, *TEXT[:12]]), [], drafts.index.propose
+    drafts.index.propose = lambda *arguments: (asked.append(1), propose(*arguments))[1]
+    assert drafts.choose(Takes(), [sequence], 100, waited=True) is None and not asked
+    assert not drafts.promises(Takes(), [sequence], 100) and not asked
+    drafts.look_up(Takes(), [sequence], 100)
+    drafts.take(sequence, TEXT[12:13])
+    _, (tree,) = drafts.choose(Takes(), [sequence], 100, waited=True)
+    assert list(tree.tokens[:3]) == TEXT[13:16] and len(asked) == 1
+    drafts.take(sequence, [*TEXT[13:15], 5])
+    drafts.choose(Takes(), [sequence], 100, waited=True)
+    assert len(asked) == 2
+    drafts.take(sequence, [6])
+    drafts.choose(Takes(), [sequence], 100, waited=True)
+    assert len(asked) == 2
+
+
+def test_a_plain_step_stands_behind_a_round_unless_another_is_likely() -> None:
+    drafts = drafting(captured=True)
+    record(drafts, None, 0.001, 3)
+    assert drafts.goes_on(1, 0.0001)
+    assert not drafts.goes_on(1, 0.01) and not drafts.goes_on(2, 0.0001)
+    for _ in range(40):
+        sequence = opened(drafts, [*TEXT, *TEXT[:12]])
+        assert drafts.choose(Takes(), [sequence], 100) is not None
+        drafts.take(sequence, [*TEXT[12:18], 7])
+        assert drafts.choose(Takes(), [sequence], 100) is None
+        record(drafts, drafts.plans[0], 0.001, 1, tokens=7)
+        record(drafts, None, 0.001, 1)
+    assert not drafts.goes_on(1, 0.0001), "behind a round there never was one"
+    assert drafts.goes_on(1, 0.000001)

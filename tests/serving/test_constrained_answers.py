@@ -52,12 +52,14 @@ class GivenTrees:
     ones; plain steps begin in the place of every other round, where steps begin before tokens are known. Beside a
     `chooser`'s plans in one tree, if there is one."""
 
+    looks_up = True
+
     def __init__(self, seed: int = 0, chooser: Any = None) -> None:
         self._random, self._plan, self.rounds, self.joint = random.Random(seed), given(7, 3), 0, 0
         self._chooser = chooser
 
     def choose(
-        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False
+        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False, waited: bool = False
     ) -> tuple[DraftPlan, list[GivenTree]] | None:
         plan, beside = self._plan, None if self._chooser is None else self._chooser.likely(room, len(sequences))
         if beside is not None:
@@ -73,10 +75,12 @@ class GivenTrees:
     def expects_round(self, batch: int, waits: float) -> bool:
         return self._random.random() < 0.5
 
+    goes_on = expects_round
+
     def open(self, *_: Any) -> None:
         """Nothing is learned."""
 
-    take = close = record = open
+    take = close = record = look_up = open
 
     def _tree(self, constraint: Any) -> GivenTree:
         try:
@@ -395,7 +399,7 @@ class KnownAnswers(GivenTrees):
         self._expected = expected
 
     def choose(
-        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False
+        self, runner: Any, sequences: Sequence[Any], room: int, begun: bool = False, waited: bool = False
     ) -> tuple[DraftPlan, list[GivenTree]] | None:
         chosen = super().choose(runner, sequences, room, begun)
         if chosen is None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from edgellm.engines.speculation.suffix_index import Proposal, SuffixIndex
 from tools.bench.suffix_replay import SHAPES, Replayed, Replays, accepted_path, calibration, replay, rounds, summary
 
 
 def test_the_accepted_path_follows_the_answer_through_the_tree() -> None:
-    tokens, parents = np.array([5, 6, 7, 8], np.int32), np.array([-1, -1, 1, 0], np.int32)
-    proposal = Proposal(tokens, parents, np.zeros(4, np.float32), 2)
+    proposal = Proposal([5, 6, 7, 8], [-1, -1, 1, 0], [0.0] * 4, [1.0] * 4, 2)
     assert accepted_path(proposal, [6, 7, 8]) == [1, 2]
     assert accepted_path(proposal, [5, 7]) == [0]
     assert accepted_path(proposal, [7]) == []

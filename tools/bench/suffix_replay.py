@@ -13,7 +13,6 @@ prompts, one request after the other. Answers are those that its evaluation acce
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 import time
@@ -142,7 +141,7 @@ def rounds(index: SuffixIndex, request: Replayed, shape: tuple[int, int, int]) -
 def accepted_path(proposal: Proposal, answer: list[int]) -> list[int]:
     """The indices of the nodes that an answer follows."""
     path: list[int] = []
-    named = zip(proposal.parents.tolist(), proposal.tokens.tolist(), strict=True)
+    named = zip(proposal.parents, proposal.tokens, strict=True)
     below = {name: node for node, name in enumerate(named)}
     for token in answer:
         node = below.get((path[-1] if path else -1, token))
@@ -168,10 +167,9 @@ def calibration(played: list[Round]) -> list[dict[str, float]]:
     bins: dict[int, list[tuple[float, bool]]] = defaultdict(list)
     for proposal, accepted, *_ in played:
         reached = {-1, *accepted}
-        for node, parent in enumerate(proposal.parents.tolist()):
+        for node, parent in enumerate(proposal.parents):
             if parent in reached:
-                above = float(proposal.scores[parent]) if parent >= 0 else 0.0
-                probability = math.exp(float(proposal.scores[node]) - above)
+                probability = proposal.promises[node]
                 bins[min(9, int(probability * 10))].append((probability, node in accepted))
     return [
         {
