@@ -230,6 +230,16 @@ class PromptOptions:
         return None if self.system is None else checked_argument(self.system, "--system")
 
 
+Lora = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--lora",
+        metavar="NAME=DIR",
+        help="Load a LoRA adapter (a PEFT directory) beside those of the engine directory; may be given several times.",
+    ),
+]
+
+
 @dataclass(frozen=True)
 class AdapterOptions:
     """LoRA adapters; None or [] is an option that was not given."""
@@ -239,15 +249,7 @@ class AdapterOptions:
     adapter: Annotated[
         str | None, typer.Option("--adapter", metavar="NAME", help="Answer with this LoRA adapter [default: none].")
     ] = None
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--lora",
-            metavar="NAME=DIR",
-            help="Load a LoRA adapter (a PEFT directory) beside those of the engine directory; may be given several "
-            "times.",
-        ),
-    ] = None
+    lora: Lora = None
 
     def applied_to(self, settings: Settings) -> dict[str, Any]:
         """The settings of adapters with these options on top, by their names; a wrong one is a usage error."""

@@ -156,15 +156,7 @@ class ServedAdapters:
 
     PANEL: ClassVar[str] = ADAPTERS
 
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--lora",
-            metavar="NAME=DIR",
-            help="Load a LoRA adapter (a PEFT directory) beside those of the engine directory; may be given several "
-            "times.",
-        ),
-    ] = None
+    lora: options.Lora = None
 
 
 @with_option_groups

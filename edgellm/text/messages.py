@@ -1,4 +1,4 @@
-"""Messages, tools and variables before a chat template sees them: checked, with their images and a message to go on."""
+"""Messages, tools and variables before a chat template sees them: checked, with their images."""
 
 from __future__ import annotations
 
@@ -350,48 +350,3 @@ def strings_in(value: Any) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [string for item in value for string in strings_in(item)]
     return []
-
-
-class FinalMessage:
-    """The last message of a conversation, an assistant's, which the model is to go on with.
-
-    A mark, a character that occurs nowhere in what the template is given, is written behind its text, with a space that
-    tells whether the template trims messages. What is rendered is cut there, and ends with the text.
-    """
-
-    def __init__(self, message: dict[str, Any], texts: Sequence[str]) -> None:
-        """`message` was checked; `texts` are all that the template is given."""
-        if message["role"] != "assistant":
-            raise RequestError(
-                f"continue_final_message is true, but the last message is of the role {message['role']!r}: expected an "
-                "assistant's message, whose text is gone on with"
-            )
-        used = set().union(*texts)
-        self._mark = next(mark for mark in map(chr, reversed(DISGUISES)) if mark not in used)
-        content = message["content"]
-        if isinstance(content, str):
-            self.marked = {**message, "content": f"{content}{self._mark} "}
-            return
-        parts = list(content or ())
-        places = [place for place, part in enumerate(parts) if part["type"] == "text"]
-        if not places:
-            raise RequestError("continue_final_message is true, but the last message has no text to go on with")
-        parts[places[-1]] = {"type": "text", "text": f"{parts[places[-1]]['text']}{self._mark} "}
-        self.marked = {**message, "content": parts}
-
-    def cut(self, rendered: str, marked: dict[str, Any]) -> str:
-        """A rendered conversation up to the end of the message's text; `marked` is the message as the template saw it.
-
-        Raises RequestError where the text does not stand there.
-        """
-        content = marked["content"]
-        texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-        text = next(each for each in reversed(texts) if self._mark in each).split(self._mark)[0]
-        kept, mark, rest = rendered.rpartition(self._mark)
-        if not mark or not kept.rstrip().endswith(text.strip()):
-            raise RequestError(
-                "the chat template does not end the conversation with the last message's text as it is, so that "
-                "continue_final_message cannot go on with it: leave it out, or send a prompt as text"
-            )
-        trims = not rest.startswith(" ")
-        return kept.rstrip() if trims and text.strip() else kept

@@ -20,8 +20,8 @@ from tokenizers import AddedToken
 from edgellm.engines.directories.small_files import check_tokenizer_file, encoded, largest_id, read_tokenizer
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError, shown
-from edgellm.text.earlier_calls import EarlierCalls, WriteCalls
-from edgellm.text.messages import DISGUISES, FinalMessage, checked_messages, strings_in, unsplit_parts
+from edgellm.text.marked_messages import EarlierCalls, FinalMessage, WriteCalls
+from edgellm.text.messages import DISGUISES, checked_messages, strings_in, unsplit_parts
 from edgellm.text.output import Detokenizer, TokenText
 from edgellm.text.template import ChatTemplate
 

@@ -231,8 +231,7 @@ class NumpyOperations(Operations[np.ndarray]):
         batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
         grouped = _grouped(query, kv_heads, scale)
-        scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
-        rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
+        rows = [each[:, :, : visible.count] for each in _caches(keys, values, key_scales, value_scales)]
         if tokens == 1:
             context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens)
         else:  # one head at a time: its scores stay in the processor's cache
@@ -292,13 +291,13 @@ class NumpyOperations(Operations[np.ndarray]):
         value_scales: np.ndarray | None = None,
     ) -> np.ndarray:
         tokens, (kv_heads, held) = query.shape[2], keys.shape[1:3]
-        scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
+        caches = _caches(keys, values, key_scales, value_scales)
         grouped = _grouped(query, kv_heads, scale)
         context = np.empty_like(grouped)
         for b, start in enumerate(start_index.tolist()):
             first, hidden = _hidden_in_window(mask[b, 0], start, window)
             places = np.arange(first, start + tokens) % held
-            rows = [each[b].take(places, axis=1) for each in (keys, values, *scales)]
+            rows = [each[b].take(places, axis=1) for each in caches]
             bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
             context[b] = _attend(grouped[b], rows, bias, 0, tokens)
         return context.reshape(query.shape)
@@ -316,7 +315,7 @@ class NumpyOperations(Operations[np.ndarray]):
         value_scales: np.ndarray | None = None,
     ) -> np.ndarray:
         tokens, (kv_heads, held) = query.shape[2], keys.shape[1:3]
-        scales = () if key_scales is None or value_scales is None else (key_scales, value_scales)
+        caches = _caches(keys, values, key_scales, value_scales)
         grouped = _grouped(query, kv_heads, scale)
         context = np.empty_like(grouped)
         for b, start in enumerate(start_index.tolist()):
@@ -327,7 +326,7 @@ class NumpyOperations(Operations[np.ndarray]):
                 hidden |= positions <= own - window
             bias = np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
             for h in range(kv_heads):  # one at a time: its scores stay in the processor's cache
-                rows = [each[b, h].take(positions % held, axis=0) for each in (keys, values, *scales)]
+                rows = [each[b, h].take(positions % held, axis=0) for each in caches]
                 context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens)
         return context.reshape(query.shape)
 
@@ -430,6 +429,11 @@ def _wide_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         piece = weight[start : start + step].astype(np.float64)
         result[:, start : start + step] = np.dot(piece, x[0]) if x.shape[0] == 1 else np.dot(x, piece.T)
     return result
+
+
+def _caches(keys: np.ndarray, values: np.ndarray, *scales: np.ndarray | None) -> list[np.ndarray]:
+    """Keys, values, and where these are int8 the scales of both."""
+    return [keys, values, *(each for each in scales if each is not None)]
 
 
 def _grouped(query: np.ndarray, kv_heads: int, scale: float) -> np.ndarray:

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from edgellm.engines.building.checks import check_checkpoint_places
 from edgellm.engines.building.inputs import copy_hashed
 from edgellm.engines.checkpoints.safetensors_file import DTYPES, LARGEST_HEADER, SafetensorsFile
 from edgellm.engines.checkpoints.torch_file import TorchFile
 from edgellm.engines.checkpoints.torch_pickle import TensorView
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
-from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, published_file_names
+from edgellm.engines.directories.engine_directory import published_file_names
 from edgellm.engines.directories.small_files import check_ordinary, size_limit
-from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
+from edgellm.engines.directories.staged_directory import StagedDirectory, lack_of_space
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.kernels.user_paths import printable
@@ -81,7 +82,7 @@ def convert_checkpoint(
     source, target = Path(source), Path(target)
     if max_shard_size < 1:
         raise CheckpointError(f"The largest size of a shard is {max_shard_size} bytes: expected at least 1")
-    _check_places(source, target, force)
+    check_checkpoint_places(source, target, force, "converted checkpoint")
     with ExitStack() as stack:
         files, weight_map = _weight_files(source)
         opened = [stack.enter_context(TorchFile(path)) for path in files]
@@ -217,20 +218,6 @@ def _files_to_copy(source: Path) -> list[str]:
     for name in names:
         check_ordinary(source / name, size_limit(name), CheckpointError, "Copy it from the checkpoint's source")
     return names
-
-
-def _check_places(source: Path, target: Path, force: bool) -> None:
-    if holds(target, source):
-        raise CheckpointError(f"{target} is the source {source} or holds it: name another place for the new directory")
-    if is_vacant(target):
-        return
-    is_converted = any((target / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
-    if not is_converted or (target / DESCRIPTION_NAME).exists():
-        raise CheckpointError(
-            f"{target} exists and is no converted checkpoint: name another place, or remove it yourself"
-        )
-    if not force:
-        raise CheckpointError(f"{target} exists: --force replaces it")
 
 
 def _check_disk_space(target: Path, needed: int) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from edgellm.engines.building.checks import check_checkpoint_places
 from edgellm.engines.building.inputs import copy_hashed
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile
@@ -23,7 +24,7 @@ from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, published_file_names
 from edgellm.engines.directories.small_files import size_limit
-from edgellm.engines.directories.staged_directory import StagedDirectory, holds, is_vacant, lack_of_space
+from edgellm.engines.directories.staged_directory import StagedDirectory, lack_of_space
 from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
@@ -112,7 +113,7 @@ def quantize_checkpoint(
     started, progress = time.perf_counter(), progress or _no_progress
     source, target = Path(source), Path(target)
     refuse_quantized(source)
-    _check_places(source, target, force)
+    check_checkpoint_places(source, target, force)
     with Checkpoint.open(source) as checkpoint:
         if is_eagle_head(checkpoint):
             report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
@@ -376,18 +377,6 @@ def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:
             else "Take --bits 8, which has no groups"
         )
     )
-
-
-def _check_places(source: Path, target: Path, force: bool) -> None:
-    if holds(target, source):
-        raise CheckpointError(f"{target} is the source {source} or holds it: name another place for the new directory")
-    if is_vacant(target):
-        return
-    is_checkpoint = any((target / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
-    if not is_checkpoint or (target / DESCRIPTION_NAME).exists():
-        raise CheckpointError(f"{target} exists and is no checkpoint: name another place, or remove it yourself")
-    if not force:
-        raise CheckpointError(f"{target} exists: --force replaces it")
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:

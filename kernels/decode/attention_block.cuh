@@ -95,9 +95,9 @@ struct Division {
     int rounds;    // the most tiles of a slot of the block
 };
 
-// Waits until so many threads of the block, in whole warps, are at this barrier (0 is __syncthreads').
-__device__ __forceinline__ void wait_for_threads(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+// Waits until the warps that share a tile, the first or the second of a block, are here. (0 is the barrier of __syncthreads.)
+template <int BARRIER> __device__ __forceinline__ void wait_for_warps() {
+    asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(32 * TILE_WARPS) : "memory");
 }
 
 template <typename T, int STEPS> struct Block : Arguments<T> {
@@ -167,8 +167,10 @@ template <typename T, int STEPS> struct Block : Arguments<T> {
 
     // Waits for the warps that share the warp's tile.
     __device__ __forceinline__ void wait_for_tile() const {
+        static_assert(TILE_WARPS == 1 || HOST_MAX_WARPS <= 2 * TILE_WARPS, "a block has two shared tiles at most");
         if constexpr (TILE_WARPS == 1) __syncwarp();
-        else wait_for_threads(1 + warp / TILE_WARPS, 32 * TILE_WARPS);
+        else if (warp < TILE_WARPS) wait_for_warps<1>();
+        else wait_for_warps<2>();
     }
 
     // Reads the sequence's length.

@@ -20,8 +20,9 @@ MAX_PACKED_ROWS, MAX_NORMED_ROWS = 8, 2
 #: first, of GPUs whose kernels overlap and of others.
 _OVERLAPPING = (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 4, 1, 2), (2, 2, 1, 2)
 _ALONE = (2, 2, 2, 2), (1, 2, 2, 2), (1, 0, 2, 2), (2, 0, 1, 1), (1, 2, 1, 2)
-#: Before those that overlap, for one row: where a warp has one block, or up to eight, or a multiprocessor more tiles.
-_ONE_BLOCK, _EIGHT_BLOCKS, _MORE_TILES = (1, 0, 1, 2), (1, 8, 1, 2, True), (1, 4, 1, 1)
+#: Before those that overlap, for one row: where a multiprocessor has so many tiles, or up to eight, or more.
+_BY_TILES = {1: (1, 0, 1, 2), 3: (2, 2, 2, 2), 4: (2, 4, 1, 2)}
+_EIGHT_TILES, _MORE_TILES = (1, 8, 1, 2, True), (1, 4, 1, 1)
 #: Clocks in which a layer begins and ends; instructions of a warp for eight weights of each lane; bytes that a
 #: multiprocessor takes from memory in a clock.
 _EDGES, _WORD, _STREAMED = 3700, 17, 36
@@ -135,6 +136,6 @@ def _forms(one: bool, layout: DeviceLayout, gpu: Capacity) -> tuple[tuple[int, .
         return _OVERLAPPING
     if tiles > 8:
         return _MORE_TILES, *_OVERLAPPING
-    if slice_steps(layout.columns) * STEP != BLOCK_COLUMNS or 1 < tiles <= 4:
+    if slice_steps(layout.columns) * STEP != BLOCK_COLUMNS or tiles == 2:
         return _OVERLAPPING
-    return _ONE_BLOCK if tiles == 1 else _EIGHT_BLOCKS, *_OVERLAPPING
+    return _BY_TILES.get(tiles, _EIGHT_TILES), *_OVERLAPPING

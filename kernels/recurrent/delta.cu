@@ -10,8 +10,8 @@ namespace recurrent {
 constexpr unsigned WALKERS = 4, HELPERS = 2, THREADS = 32 * (WALKERS + HELPERS);  // warps
 constexpr unsigned WALKING_GROUPS = 32 * WALKERS / LANES, HELPING_GROUPS = 32 * HELPERS / LANES;
 // Blocks of a multiprocessor, for whose registers the kernels are compiled: a single token asks for few, and waits for
-// memory alone.
-constexpr unsigned BLOCKS = 2, BLOCKS_OF_ONE = 4;
+// memory alone; a commit of one, which reads and writes all matrices of a model, has none of its outputs to hold.
+constexpr unsigned BLOCKS = 2, BLOCKS_OF_ONE = 4, BLOCKS_OF_COMMIT = 6;
 static_assert(THREADS == HOST_DELTA_THREADS, "the host launches them");
 
 // Of keys that are padded to SIZE elements: how many columns a lane has, and how many tokens are ready at once.
@@ -368,7 +368,7 @@ struct Kept {
 
 // Grid: blocks of columns, value heads, sequences of all layers. ONE: there is one accepted token at most.
 template <int SIZE, bool ONE>
-__global__ void __launch_bounds__(THREADS, ONE ? BLOCKS_OF_ONE : BLOCKS) commit_matrices(const __grid_constant__ CommitMatrices a) {
+__global__ void __launch_bounds__(THREADS, ONE ? BLOCKS_OF_COMMIT : BLOCKS) commit_matrices(const __grid_constant__ CommitMatrices a) {
     extern __shared__ __align__(16) float shared[];
     const unsigned slot = blockIdx.z % a.batch, layer = blockIdx.z / a.batch, own = blockIdx.y;
     launch_next_kernel();

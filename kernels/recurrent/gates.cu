@@ -3,34 +3,40 @@
 
 namespace recurrent {
 
-constexpr int THREADS = 128, GROUPS = THREADS / LANES, PARTS = HOST_MOST_SIZE / WIDTH;
+constexpr int THREADS = 128, PARTS = HOST_MOST_SIZE / WIDTH, OWN = HOST_MOST_SIZE / THREADS;
 static_assert(THREADS == HOST_GATES_THREADS, "the host makes the grids");
 
-// Grid: blocks of heads, tokens, sequences. A group of lanes a head.
+// Grid: heads, tokens, sequences. Each group of lanes adds up the whole head; a thread puts out one element of it, or two. All
+// that is read is under way before the sum is awaited, and there is little code: a decode step comes to it with a cold cache.
 template <class Gate, class Compute>
 __global__ void __launch_bounds__(THREADS) gated_norm(const __grid_constant__ GatedNormArguments a) {
-    const unsigned head = blockIdx.x * GROUPS + threadIdx.x / LANES, lane = threadIdx.x % LANES;
     const size_t row = size_t(blockIdx.z) * a.T + blockIdx.y;
-    const bool exists = (head + 1) * a.E <= a.O;
+    const unsigned begin = blockIdx.x * a.E;
+    const float* head = a.value + row * a.O + begin;
     float4 values[PARTS];
+    float own[OWN], weights[OWN], gates[OWN];
     launch_next_kernel();
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        const unsigned element = threadIdx.x + i * THREADS;
+        if (element < a.E) weights[i] = to_float(__ldg(reinterpret_cast<const Compute*>(a.norm.weight) + element));
+    }
     wait_for_previous_kernel();
-    load_vector(a.value + row * a.O + (exists ? head * a.E : 0), lane, a.E, values);
+    load_vector(head, threadIdx.x % LANES, a.E, values);
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        const unsigned element = threadIdx.x + i * THREADS;
+        if (element >= a.E) break;
+        own[i] = __ldcg(head + element);
+        gates[i] = loaded<Gate>(a.gate, row * a.V + a.norm.first + begin + element);
+    }
     const float mean = __fdiv_rn(sum_of_lanes(share(values, values)), float(a.E));
-    scale(values, reciprocal_root(mean + float(a.norm.epsilon)));
-    if (!exists) return;
+    const float factor = reciprocal_root(mean + float(a.norm.epsilon));
+    Compute* output = reinterpret_cast<Compute*>(a.output) + row * a.O + begin;
 #pragma unroll
-    for (int part = 0; part < PARTS; ++part) {
-        const float four[4] = {values[part].x, values[part].y, values[part].z, values[part].w};
-        const unsigned first = part * WIDTH + 4 * lane;
-        if (first >= a.E) break;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const unsigned column = head * a.E + first + i;
-            const float gate = loaded<Gate>(a.gate, row * a.V + a.norm.first + column);
-            const float normed = four[i] * to_float(__ldg(reinterpret_cast<const Compute*>(a.norm.weight) + first + i));
-            reinterpret_cast<Compute*>(a.output)[row * a.O + column] = rounded<Compute>(normed * portable_silu(gate));
-        }
+    for (int i = 0; i < OWN; ++i) {
+        const unsigned element = threadIdx.x + i * THREADS;
+        if (element < a.E) output[element] = rounded<Compute>(own[i] * factor * weights[i] * portable_silu(gates[i]));
     }
 }
 

@@ -33,7 +33,7 @@ from edgellm.kernels.recurrent.contract import (
     norm_refusal,
 )
 
-_CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS, _LANES = 128, 32, 128, 16
+_CONVOLUTION_THREADS, _CONVOLUTION_TILE, _GATES_THREADS = 128, 32, 128
 #: Warps that walk, and those that help.
 _WALKERS, _HELPERS = 4, 2
 _DELTA_THREADS = 32 * (_WALKERS + _HELPERS)
@@ -200,8 +200,7 @@ class CudaRecurrent:
         refusal = norm_refusal(sizes["E"])
         if refusal is not None:
             raise KernelError(f"gated_norm: {refusal}")
-        groups = _GATES_THREADS // _LANES
-        grid = (-(-sizes["O"] // (sizes["E"] * groups)), sizes["T"], sizes["B"])
+        grid = (sizes["O"] // sizes["E"], sizes["T"], sizes["B"])
         kernel = gates_kernel("gated_norm", gate.dtype, output.dtype)
         packed = self._check.pack("gated_norm", sizes, *arguments)
         return Launch(self._module, kernel, grid, _GATES_THREADS, 0, (packed,))

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from kept_snapshots import flip_what_is_written
 from typer.testing import CliRunner, Result
 
 from edgellm.commands.cache import cache
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.errors import EdgeLLMError
 from edgellm.snapshots.file import read_snapshot
-from edgellm.snapshots.staging import StagedFile
 from edgellm.snapshots.system_prompt import PromptRecord, system_prompt_ids
 from edgellm.text.tokenizer import Tokenizer
 
@@ -220,15 +219,7 @@ def test_what_is_replaced_stays_until_the_new_one_is_verified(
 ) -> None:
     done("build", "--prompt", "You patrol.", "--name", "patrol", *options)
     before = contents(folder)
-    sync = StagedFile.sync
-
-    def sync_and_flip(self: StagedFile) -> None:
-        sync(self)
-        with self.path.open("r+b") as file:
-            file.seek(-100, os.SEEK_END)
-            file.write(b"\xff\x00\xff")
-
-    monkeypatch.setattr(StagedFile, "sync", sync_and_flip)
+    flip_what_is_written(monkeypatch)
     for prompt in ("You patrol.", "You patrol the hall."):
         result = run("build", "--prompt", prompt, "--name", "patrol", "--replace", *options)
         assert "did not read back" in str(result.exception)

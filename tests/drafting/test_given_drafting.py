@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafted_conversations import ask_freely
 
 from edgellm.drafting import given as given_module
 from edgellm.drafting.costs import PLAIN
@@ -46,8 +47,7 @@ class Takes:
 def asks_freely() -> Iterator[None]:
     """What is taken does not depend on how long the index takes on this machine."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("FIRST_CREDIT", "MOST_CREDIT"):
-            patch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
+        ask_freely(patch)
         yield
 
 

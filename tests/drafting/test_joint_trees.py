@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafted_conversations import ask_freely
 from served_answers import answer
 from token_rules import RuledSequence
 
@@ -136,8 +137,7 @@ JOINT = DraftingConfig(4, 4, 16, suffix_decoding=True)
 @pytest.fixture
 def always_joint(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is proposed stands beside the draft model's, also where that does not pay."""
-    monkeypatch.setattr("edgellm.drafting.worth.FIRST_CREDIT", 1e6)
-    monkeypatch.setattr("edgellm.drafting.worth.MOST_CREDIT", 1e6)
+    ask_freely(monkeypatch)
     monkeypatch.setattr(given_module, "GAIN", 1e9)
     monkeypatch.setattr(given_module, "JOINT_GAIN", -1e9)
 
@@ -246,8 +246,7 @@ def test_the_best_of_three_is_taken(joint_seconds: float, given_seconds: float, 
 
 @pytest.fixture
 def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("edgellm.drafting.worth.FIRST_CREDIT", 1e6)
-    monkeypatch.setattr("edgellm.drafting.worth.MOST_CREDIT", 1e6)
+    ask_freely(monkeypatch)
 
 
 @pytest.mark.usefixtures("always_asked")

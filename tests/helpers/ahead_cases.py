@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from window_cases import ring_caches
 
 from edgellm.kernels.prefill.contract import KeyValueRows, RowScales
-from edgellm.kernels.quantization.rows import quantize_rows
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,8 @@ class AheadCase:
             "context": np.full((batch, self.tokens, self.heads * self.size), np.nan, np.float32),
             "last_seen": seen,
         }
-        for kind in "kv":
-            values = random.standard_normal((batch, self.kv_heads, self.rows, self.size), np.float32)
-            if self.int8:
-                arrays[f"{kind}_cache"], arrays[f"{kind}_scale"] = quantize_rows(values)
-                continue
-            for b, start in enumerate(self.starts):
-                first = max(0, start + 1 - self.window) if self.window else 0
-                held = np.arange(first, start) % self.rows
-                values[b, :, np.setdiff1d(np.arange(self.rows), held)] = np.nan
-            arrays[f"{kind}_cache"] = values
-        return arrays
+        shape = (batch, self.kv_heads, self.rows, self.size)
+        return arrays | ring_caches(random, shape, self.starts, self.window, self.int8)
 
     def run(self, kernels: Any, arrays: dict[str, Any], causal: bool = False, **tiling: int) -> None:
         """Rows of the new tokens, then attention, on arrays of either kind; `tiling` is another than the fastest of the

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
 _ARGUMENTS = "{% if c.arguments is string %}{{ c.arguments }}{% else %}{{ c.arguments | tojson }}{% endif %}"
 _PYTHON = "{% for k, v in c.arguments.items() %}{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}"
 #: How templates write one call `c` of a message.
@@ -27,6 +32,15 @@ def call_template(written: str) -> str:
         "{% for call in m.tool_calls or [] %}{% set c = call.function %}" + written + "{% endfor %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
+
+
+def add_calls(checkpoint: Path) -> None:
+    """Give a tiny checkpoint Hermes's template, and the token that begins its calls."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<tool_call>"])
+    tokenizer.save(str(checkpoint / "tokenizer.json"))
+    path = checkpoint / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": call_template(WRITTEN["hermes"])}))
 
 
 #: As LFM2's: tools between marks, and in messages their text alone; calls are part of it.

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 import pytest
+from device_bits import from_bits, relative, rounded, to_bits
 from gpu_device import cuda_device
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
@@ -272,33 +273,6 @@ def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernel
         capacity_of(module),
         CudaRecurrent(module),
     )
-
-
-def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 rounded to nearest even, as the bits that the device holds."""
-    if dtype == "float16":
-        return values.astype(np.float16)
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def from_bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    if dtype == "float16":
-        return values.astype(np.float32)
-    return (values.astype(np.uint32) << 16).view(np.float32)
-
-
-def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """The model as its dtype holds it, in float32."""
-    return {
-        name: from_bits(to_bits(array, dtype), dtype) if array.dtype == np.float32 else array
-        for name, array in arrays.items()
-    }
-
-
-def relative(found: np.ndarray, expected: np.ndarray) -> float:
-    """Not a number in what was found makes the result not a number, which is within no tolerance."""
-    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
 
 
 #: widths that do not fill a warp's slice, a block's units, a head of each number of pairs, each group

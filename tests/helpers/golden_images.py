@@ -23,6 +23,11 @@ NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.
 TOLERANCE = 1e-4
 
 
+def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
+    """No logit is farther from the expected one than float32's rounding explains."""
+    assert np.abs(found - expected).max() <= TOLERANCE
+
+
 @dataclass(frozen=True, eq=False)
 class GoldenImage:
     """An image as a vision engine would put it out."""
@@ -78,3 +83,10 @@ class GoldenModel:
         """The language model on NumPy."""
         with Checkpoint.open(self.path) as checkpoint:
             return BaseEngineRunner(NumpyBackend(self.config), self.config, limits, checkpoint)
+
+    def assert_continued(self, runner: BaseEngineRunner, slot: int = 0) -> None:
+        """Decode steps of the slots up to this one give the expected logits behind the prompt that it has."""
+        for token, expected in zip(self.expected["continued"], self.expected["continued_logits"], strict=True):
+            runner.force_token(slot, int(token))
+            runner.decode(slot + 1).wait()
+            assert_close(runner.logits(slot), expected)

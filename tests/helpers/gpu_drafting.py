@@ -1,4 +1,4 @@
-"""Drafted answers on a GPU: decoded with a step in flight, and differences that rounding explains."""
+"""Drafted answers on a GPU: decoded with a step in flight, differences that rounding explains, and given trees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.draft_plan import DraftPlan
+from edgellm.engines.speculation.draft_plan import DraftPlan, given
+from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 from tools.bench.draw_comparison import draw_gap, first_difference, spacing
 
@@ -75,3 +76,25 @@ def assert_explained(
         print(f"\n{what}: answer {index} differs at token {place}: gap {gap:.4g}, allowed {allowed:.4g}")
         assert gap < allowed
     return sum(place is not None for place in different)
+
+
+def assert_given_trees_change_no_token(
+    runner: DecodingRunner, ids: Sequence[int], images: PromptImages | None, count: int
+) -> None:
+    """Rounds of given trees give the first `count` greedy tokens of plain decoding: each tree is a path that goes on as
+    that does, often with one wrong token, and three tokens beside it."""
+    rng = np.random.default_rng(1)
+    plain = runner.start(0, ids, 0, SamplingValues(), images).wait().tolist()
+    while len(plain) < count + 10:
+        plain += runner.decode(1).wait()[0]
+    runner.stop(0)
+    said = runner.start(0, ids, 0, SamplingValues(), images).wait().tolist()
+    while len(said) < count:
+        depth = int(rng.integers(1, 9))
+        path = plain[len(said) : len(said) + depth]
+        wrong = int(rng.integers(0, depth + 1))
+        if wrong < depth:
+            path[wrong] = (path[wrong] + 1) % 250
+        tree = GivenTree([*path, *rng.integers(0, 250, 3).tolist()], [*range(-1, depth - 1), -1, -1, 0])
+        said += runner.round(1, given(len(tree.tokens), 8), None, [tree]).wait()[0]
+    assert said[:count] == plain[:count]

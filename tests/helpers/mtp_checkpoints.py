@@ -11,20 +11,13 @@ from typing import Any
 import numpy as np
 from golden_files import golden_folder
 from safetensors.numpy import load_file, save_file
+from tiny_families import RECURRENT
 
 DECODERS, GOLDENS = golden_folder("decoder"), golden_folder("mtp")
 #: The golden heads, by the names of their bases.
 HEADS = ("qwen3_5_text", "qwen3_5_tied")
 #: Fields of a tiny Qwen3.5 whose head drafts.
-TINY = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
+TINY = RECURRENT["qwen3_5"] | {
     "mtp_num_hidden_layers": 1,
     "mtp_use_dedicated_embeddings": False,
     "tie_word_embeddings": False,

@@ -4,6 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+#: The fields that a decoder's configuration cannot do without.
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
+)
 LLAMA_2_7B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from edgellm.runtime import SpecDecodeRuntime
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from edgellm.runtime import SpecDecodeRuntime
 
 FAMILIES = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": False},
@@ -84,6 +87,14 @@ WINDOWED = {
         "max_position_embeddings": 1024,
     },
 }
+#: Layers of Qwen3.5, with more value heads than key heads.
+DELTA_LAYERS = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
 #: Of families with recurrent layers.
 RECURRENT = {
     "lfm2": {
@@ -105,11 +116,7 @@ RECURRENT = {
     "qwen3_5": {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
+        **DELTA_LAYERS,
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]},
     },
 }

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tiny_families import DELTA_LAYERS
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import Array
 
 #: Ids of the tiny tokenizer's tokens.
 VISION_START, IMAGE_TOKEN, VISION_END = 258, 259, 260
+#: A prompt without images.
+TEXT = [(7 * index + 3) % 250 for index in range(23)]
 MARKERS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -59,11 +64,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3_5ForConditionalGeneration"],
         "model_type": "qwen3_5",
         "head_dim": 32,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 24,
+        **DELTA_LAYERS,
         "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
         "vision_config": _QWEN_VISION | {"model_type": "qwen3_5", "num_position_embeddings": 16},
     },
@@ -187,3 +188,20 @@ def prompt_with_images(
         ids += [VISION_START, *[IMAGE_TOKEN] * image.rows.shape[0], VISION_END]
         ids += random.integers(0, 256, text).tolist()
     return ids, place_images(ids, images, IMAGE_TOKEN, config)
+
+
+def logits_beside_a_text(
+    runner: BaseEngineRunner, prompt: tuple[list[int], PromptImages], answer: Sequence[int]
+) -> np.ndarray:
+    """Logits [len(answer), V] along an answer to a prompt with images, in slot 1, beside `TEXT` in slot 0."""
+    ids, images = prompt
+    runner.start(0, TEXT, 0, SamplingValues()).wait()
+    runner.start(1, ids, 0, SamplingValues(), images).wait()
+    found = []
+    for token in answer:
+        found.append(runner.logits(1))
+        runner.force_token(1, token)
+        runner.decode(2).wait()
+    for slot in (0, 1):
+        runner.stop(slot)
+    return np.stack(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,24 @@ from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, RotaryPart
 from edgellm.kernels.quantization.rows import quantize_rows
 
 EPSILON = 1e-6
+
+
+def ring_caches(
+    random: np.random.Generator, shape: tuple[int, int, int, int], starts: Sequence[int], window: int, int8: bool
+) -> dict[str, np.ndarray]:
+    """KV caches [B, kv heads, rows, size] of sequences of `starts` tokens, rings where there is a `window` (0: none),
+    with scales where they are `int8`. Rows that nobody may look at are not numbers, or of int8 anything."""
+    caches, rows = {}, shape[2]
+    for kind in "kv":
+        values = random.standard_normal(shape, np.float32)
+        if int8:
+            caches[f"{kind}_cache"], caches[f"{kind}_scale"] = quantize_rows(values)
+            continue
+        for b, start in enumerate(starts):
+            held = np.arange(max(0, start + 1 - window) if window else 0, start) % rows
+            values[b, :, np.setdiff1d(np.arange(rows), held)] = np.nan
+        caches[f"{kind}_cache"] = values
+    return caches
 
 
 @dataclass(frozen=True)
@@ -63,17 +82,8 @@ class WindowCase:
         }
         for name in ("q_norm", "k_norm") if self.norm else ():
             arrays[name] = random.uniform(-0.5, 0.5, self.size).astype(np.float32)
-        for kind in "kv":
-            values = random.standard_normal((batch, self.kv_heads, self.rows, self.size), np.float32)
-            if self.int8:
-                arrays[f"{kind}_cache"], arrays[f"{kind}_scale"] = quantize_rows(values)
-                continue
-            for b, start in enumerate(self.starts):
-                first = max(0, start + 1 - self.window)
-                seen = self.places(first, start - first)
-                values[b, :, np.setdiff1d(np.arange(self.rows), seen)] = np.nan
-            arrays[f"{kind}_cache"] = values
-        return arrays
+        shape = (batch, self.kv_heads, self.rows, self.size)
+        return arrays | ring_caches(random, shape, self.starts, self.window, self.int8)
 
     def bundles(self, arrays: dict) -> tuple[AttentionWeights, AttentionStep]:
         """The arguments of decode attention, of either kind of arrays."""

@@ -9,10 +9,9 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from call_templates import WRITTEN, call_template
+from call_templates import WRITTEN, add_calls, call_template
 from http_server import MODEL, ServerProcess, running
 from pydantic import BaseModel, ConfigDict
-from tokenizers import Tokenizer
 
 from edgellm import LLM, RequestError, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
@@ -127,11 +126,7 @@ def engines(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempP
     """A tiny model with a token that begins calls, so that a bias makes it call."""
     folder = tmp_path_factory.mktemp("free")
     checkpoint = make_checkpoint(folder / "checkpoint", max_position_embeddings=2048)
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<tool_call>"])
-    tokenizer.save(str(checkpoint / "tokenizer.json"))
-    path = checkpoint / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": call_template(WRITTEN["hermes"])}))
+    add_calls(checkpoint)
     build_engine_directory(checkpoint, folder / "robot", EngineLimits(2, 128, 1500), [])
     return folder / "robot"
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from decode_models import from_bits, relative, to_bits
+from device_bits import from_bits, relative, stored, to_bits, widened
 from gpu_device import device_copy
 from window_cases import CASES, WindowCase
 
@@ -32,16 +32,7 @@ def tolerance(case: WindowCase, dtype: str) -> float:
 
 def rounded(case: WindowCase, arrays: dict[str, np.ndarray], dtype: str, prompt: bool = False) -> dict[str, np.ndarray]:
     """As the device holds them: float32 for the values of decode steps, scales, and compute for the rest."""
-    wide = ("k_scale", "v_scale") if prompt else ("qkv", "k_scale", "v_scale")
-    return {
-        name: to_bits(array, dtype) if array.dtype == np.float32 and name not in wide else array
-        for name, array in arrays.items()
-    }
-
-
-def widened(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """The same in float32, for the twins."""
-    return {name: from_bits(array, dtype) if array.dtype.itemsize == 2 else array for name, array in arrays.items()}
+    return stored(arrays, dtype, ("k_scale", "v_scale") if prompt else ("qkv", "k_scale", "v_scale"))
 
 
 class Step:

@@ -89,7 +89,7 @@ def test_pixels_to_embeddings_beside_a_language_model(
     backend = open_backend("tensorrt", directory)
     runner = VisionEngineRunner.open(backend, directory)
     with directory.checkpoint() as files:
-        base = BaseEngineRunner(backend, directory.config, limits, files, vision_memory=runner.memory)
+        base = BaseEngineRunner(backend, directory.config, directory.limits, files, vision_memory=runner.memory)
     runner.load()
     assert base.memory_plan.items["vision weights"] > 0
     differences = []

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from drafted_conversations import (
+    GREEDY,
+    MODES,
+    SAMPLED,
+    Cold,
+    assert_same_in_every_order,
+    cold,
+    giving_way,
+    runtime,
+    text_request,
+    tokens_reused,
+)
 from fixed_shape_backend import FixedShapeBackend
 from tiny_families import RECURRENT, keeping_near
 
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
-from edgellm.decoding.sequence import DecodingSequence
-from edgellm.drafting import given
-from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 
-TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
-CHAIN = DraftingConfig(kind="chain", draft_top_k=1, draft_steps=3, adaptive=False)
-MODES = {"plain": None, "tree": TREE, "chain": CHAIN, "suffix": DraftingConfig(kind="suffix")}
-GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=3, max_tokens=10, ignore_eos=True)
+__all__ = ["cold", "runtime"]  # fixtures
+
 PROMPT = [(7 * index + 3) % 250 for index in range(40)]
 
 
@@ -44,42 +49,12 @@ def engines(
     return folder / "engines"
 
 
-@pytest.fixture(params=list(MODES))
-def runtime(
-    request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SpecDecodeRuntime]:
-    """Whatever is said before is drafted from, also where it does not pay."""
-    monkeypatch.setattr(given, "GAIN", 0.0)
-    for name in ("FIRST_CREDIT", "MOST_CREDIT"):
-        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
-    with SpecDecodeRuntime(engines, drafting=MODES[request.param], backend="numpy") as opened:
-        yield keeping_near(opened)
-
-
-@pytest.fixture
-def cold(engines: Path) -> Iterator[Callable[[list[int], SamplingParams], tuple[int, ...]]]:
-    """Answers prompts plainly, each as if it were the first."""
-    answered: dict[tuple[tuple[int, ...], SamplingParams], tuple[int, ...]] = {}
-    with SpecDecodeRuntime(engines, backend="numpy", state_budget=0) as opened:
-
-        def answer(prompt: list[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:
-            key = (tuple(prompt), params)
-            if key not in answered:
-                opened._forget_contents()
-                response = opened.handle_request(Request(prompt, None, params))
-                assert response.usage.reused_tokens == 0
-                answered[key] = tuple(response.token_ids)
-            return answered[key]
-
-        yield answer
-
-
 def ask(runtime: SpecDecodeRuntime, prompt: list[int], params: SamplingParams = GREEDY) -> tuple[list[int], int]:
     response = runtime.handle_request(Request(prompt, None, params))
     return list(response.token_ids), response.usage.reused_tokens
 
 
-def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Cold) -> None:
     def reused(prompt: list[int]) -> int:
         found, count = ask(runtime, prompt)
         assert tuple(found) == cold(prompt)
@@ -121,7 +96,7 @@ def test_the_places_of_a_conversation_in_words(engines: Path) -> None:
             before = response.usage.prompt_tokens
 
 
-def random_prompts(cold: Callable[..., tuple[int, ...]], seed: int, count: int) -> Iterator[list[int]]:
+def random_prompts(cold: Cold, seed: int, count: int) -> Iterator[list[int]]:
     """Turns of three conversations in no order: told further, edited, asked again, rendered otherwise, begun alike."""
     random = np.random.default_rng(seed)
     system = random.integers(0, 250, 15).tolist()
@@ -143,42 +118,26 @@ def random_prompts(cold: Callable[..., tuple[int, ...]], seed: int, count: int) 
 
 
 @pytest.mark.parametrize("budget", [3, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (None, 0))])
-def test_reuse_and_eviction_change_no_token(
-    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]], budget: int | None
-) -> None:
+def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Cold, budget: int | None) -> None:
     states = runtime._states
     assert states is not None
     if budget is not None:
         states.most = budget
-    total = 0
-    for number, prompt in enumerate(random_prompts(cold, 5, 40)):
-        params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
-        found, count = ask(runtime, prompt, params)
-        assert tuple(found) == cold(prompt, params), number
-        total += count
-        assert states.nbytes <= states.most * states.size
-    assert total > 1000 if budget is None else total > 300
+    assert tokens_reused(runtime, cold, random_prompts(cold, 5, 40)) > (1000 if budget is None else 300)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_batches_in_every_order(
-    runtime: SpecDecodeRuntime,
-    cold: Callable[..., tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    ahead: int,
+    runtime: SpecDecodeRuntime, cold: Cold, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
     """More sequences than slots, of different lengths, so that slots change owners; steps are read late or at once."""
     monkeypatch.setattr(NumpyBackend, "steps_ahead", ahead)
     prompts = [PROMPT, [*PROMPT[:20], 4, 5], [9, 8, 7], [*PROMPT, *cold(PROMPT), 1, 2, 3]]
-    params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
-    expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-    for order in list(itertools.permutations(range(4)))[::5]:
-        responses = runtime.handle_request([Request(prompts[place], None, params[place]) for place in order])
-        assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
+    assert_same_in_every_order(runtime, cold, prompts, 5)
 
 
 def test_an_answer_that_ends_before_its_last_step(
-    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+    runtime: SpecDecodeRuntime, cold: Cold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps and rounds go beyond a stop token: the states have taken tokens that belong to no answer."""
     monkeypatch.setattr(NumpyBackend, "steps_ahead", 1)
@@ -194,40 +153,19 @@ def test_an_answer_that_ends_before_its_last_step(
 
 
 @pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])
-def test_an_answer_that_gives_way(engines: Path, cold: Callable[..., tuple[int, ...]], budget: int) -> None:
-    expected = [cold(PROMPT, replace(SAMPLED, max_tokens=60)), cold(PROMPT[3:], GREEDY), cold(PROMPT[7:], GREEDY)]
+def test_an_answer_that_gives_way(engines: Path, cold: Cold, budget: int) -> None:
+    requests = [
+        text_request(PROMPT, replace(SAMPLED, max_tokens=60)),
+        text_request(PROMPT[3:], GREEDY),
+        text_request(PROMPT[7:], GREEDY),
+    ]
+    expected = [cold(request.prompt, request.params) for request in requests]
     for drafting in MODES.values():
         with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
             keeping_near(runtime)
             for rounds in (1, 2, 4):
-                loop = runtime.loop()
-                first, *others = (
-                    runtime.prepare(Request(prompt, None, params))
-                    for prompt, params in (
-                        (PROMPT, replace(SAMPLED, max_tokens=60)),
-                        (PROMPT[3:], GREEDY),
-                        (PROMPT[7:], GREEDY),
-                    )
-                )
-                loop.admit(first)
-                advance(loop, rounds)
-                list(loop.settle())
-                loop.give_way(first)
-                assert (first.kept is not None) == bool(budget)
-                for each in others:
-                    loop.admit(each)
-                while any(not each.finished for each in others):
-                    advance(loop, 1)
-                loop.admit(first)
-                while not first.finished:
-                    advance(loop, 1)
-                loop.abandon()
-                found = [tuple(each.answer.token_ids) for each in (first, *others)]
-                assert found == expected, (drafting, rounds)
-
-
-def advance(loop: object, rounds: int) -> list[DecodingSequence]:
-    return [token.sequence for _ in range(rounds) for token in loop.advance()]  # type: ignore[attr-defined]
+                was_kept, answers = giving_way(runtime, requests, rounds)
+                assert was_kept == bool(budget) and answers == expected, (drafting, rounds)
 
 
 def test_forced_tokens_and_rules(runtime: SpecDecodeRuntime, engines: Path) -> None:
@@ -245,9 +183,7 @@ def test_forced_tokens_and_rules(runtime: SpecDecodeRuntime, engines: Path) -> N
 
 
 @pytest.mark.parametrize("mode", ["plain", "tree"])
-def test_the_ways_of_a_gpu(
-    engines: Path, cold: Callable[..., tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, mode: str
-) -> None:
+def test_the_ways_of_a_gpu(engines: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Fixed shapes, padded chunks, captured steps, a step always under way: turns, edits, eviction, giving way."""
     monkeypatch.setattr("edgellm.runtime.open_backend", lambda _, directory: FixedShapeBackend(directory))
     with SpecDecodeRuntime(engines, drafting=MODES[mode]) as runtime:
@@ -256,13 +192,7 @@ def test_the_ways_of_a_gpu(
         assert states is not None
         states.most = 6
         prompts = list(random_prompts(cold, 8, 16))
-        total = 0
-        for number, prompt in enumerate(prompts):
-            params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
-            found, count = ask(runtime, prompt, params)
-            assert tuple(found) == cold(prompt, params), number
-            total += count
-        assert total > 150
+        assert tokens_reused(runtime, cold, prompts) > 150
         responses = runtime.handle_request([Request(prompt, None, GREEDY) for prompt in prompts[:6]])
         assert [tuple(each.token_ids) for each in responses] == [cold(prompt) for prompt in prompts[:6]]
 
@@ -308,9 +238,7 @@ def test_memory_of_many_turns_is_flat(engines: Path) -> None:
         assert runtime._open_runner().base.memory_plan.host["states at places of texts"] == 256 << 20
 
 
-def test_logits_behind_a_text_leave_nothing_to_reuse(
-    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]
-) -> None:
+def test_logits_behind_a_text_leave_nothing_to_reuse(runtime: SpecDecodeRuntime, cold: Cold) -> None:
     ask(runtime, PROMPT)
     taken: list[np.ndarray] = []
     text = [*PROMPT[:30], *cold(PROMPT[:30])]

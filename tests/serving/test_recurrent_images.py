@@ -4,30 +4,33 @@ token ids: what tells them apart is what they show."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from drafted_conversations import (
+    GREEDY,
+    MODES,
+    SAMPLED,
+    Cold,
+    answering_cold,
+    assert_same_in_every_order,
+    runtime,
+    tokens_reused,
+)
 from fixed_shape_backend import FixedShapeBackend
 from mtp_checkpoints import add_head
 from tiny_families import keeping_near
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, VISION_END, VISION_START
 
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
-from edgellm.drafting import given
-from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.requests import Response
 
-TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
-CHAIN = DraftingConfig(kind="chain", draft_top_k=1, draft_steps=3, adaptive=False)
-MODES = {"plain": None, "tree": TREE, "chain": CHAIN, "suffix": DraftingConfig(kind="suffix")}
-GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=3, max_tokens=10, ignore_eos=True)
+__all__ = ["runtime"]  # a fixture
+
 #: Three of one size, 9 tokens each, and one of 4 tokens.
 PICTURES = [
     *np.random.default_rng(7).integers(0, 256, (3, 24, 24, 3), np.uint8),
@@ -50,36 +53,9 @@ def engines(
     return folder / "engines"
 
 
-@pytest.fixture(params=list(MODES))
-def runtime(
-    request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[SpecDecodeRuntime]:
-    """Whatever is said before is drafted from, also where it does not pay."""
-    monkeypatch.setattr(given, "GAIN", 0.0)
-    for name in ("FIRST_CREDIT", "MOST_CREDIT"):
-        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
-    with SpecDecodeRuntime(engines, drafting=MODES[request.param], backend="numpy") as opened:
-        yield keeping_near(opened)
-
-
-Cold = Callable[..., tuple[int, ...]]
-
-
 @pytest.fixture(scope="module")
 def cold(engines: Path) -> Iterator[Cold]:
-    """Answers plainly, each text as if it were the first."""
-    answered: dict[tuple[tuple[int | str, ...], SamplingParams], tuple[int, ...]] = {}
-    with SpecDecodeRuntime(engines, backend="numpy", state_budget=0) as opened:
-
-        def answer(text: Text, params: SamplingParams = GREEDY) -> tuple[int, ...]:
-            key = (tuple(text), params)
-            if key not in answered:
-                opened._forget_contents()
-                response = opened.handle_request(asked(text, params))
-                assert response.usage.reused_tokens == 0
-                answered[key] = tuple(response.token_ids)
-            return answered[key]
-
+    with answering_cold(engines, asked) as answer:
         yield answer
 
 
@@ -180,13 +156,7 @@ def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Co
     assert states is not None
     if budget is not None:
         states.most = budget
-    total = 0
-    for number, text in enumerate(random_texts(cold, 5, 20)):
-        params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
-        found, reused = ask(runtime, text, params)
-        assert found == cold(text, params), number
-        total += reused
-        assert states.nbytes <= states.most * states.size
+    total = tokens_reused(runtime, cold, random_texts(cold, 5, 20), asked)
     assert budget == 0 or total > 200
 
 
@@ -199,11 +169,7 @@ def test_batches_in_every_order(runtime: SpecDecodeRuntime, cold: Cold) -> None:
         [9, 8, 7],
         [*text, *said(cold(text)), *picture(3), 3],
     ]
-    params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
-    expected = [cold(text, each) for text, each in zip(texts, params, strict=True)]
-    for order in list(itertools.permutations(range(4)))[::7]:
-        responses: list[Response] = runtime.handle_request([asked(texts[place], params[place]) for place in order])
-        assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
+    assert_same_in_every_order(runtime, cold, texts, 7, asked)
 
 
 @pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])
@@ -242,14 +208,9 @@ def test_the_ways_of_a_gpu(engines: Path, cold: Cold, monkeypatch: pytest.Monkey
         monkeypatch.undo()
         states = keeping_near(runtime)._states
         assert states is not None
-        states.most, total = 6, 0
+        states.most = 6
         texts = list(random_texts(cold, 8, 12))
-        for number, text in enumerate(texts):
-            params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
-            found, reused = ask(runtime, text, params)
-            assert found == cold(text, params), number
-            total += reused
-        assert total > 100
+        assert tokens_reused(runtime, cold, texts, asked) > 100
         responses = runtime.handle_request([asked(text) for text in texts[:5]])
         assert [tuple(each.token_ids) for each in responses] == [cold(text) for text in texts[:5]]
 

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import drafted_conversations
 import numpy as np
 import pytest
+from drafted_conversations import (
+    GREEDY,
+    SAMPLED,
+    Cold,
+    assert_same_in_every_order,
+    cold,
+    drafting_freely,
+    giving_way,
+    text_request,
+    tokens_reused,
+)
 from tiny_families import WINDOWED
 
 from edgellm import Request, SamplingParams, SpecDecodeRuntime
-from edgellm.drafting import given
-from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -23,10 +32,9 @@ from edgellm.errors import SnapshotError
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.snapshot import Snapshot
 
-TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
-MODES = {"plain": None, "tree": TREE, "suffix": DraftingConfig(kind="suffix")}
-GREEDY = SamplingParams(max_tokens=10, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=0.9, repetition_penalty=1.1, seed=3, max_tokens=10, ignore_eos=True)
+__all__ = ["cold"]  # a fixture
+
+MODES = {name: drafting for name, drafting in drafted_conversations.MODES.items() if name != "chain"}
 PROMPT = [(7 * index + 3) % 250 for index in range(150)]
 #: By how many tokens a text can be cut.
 SLACK = 12
@@ -52,26 +60,8 @@ def engines(
 def runtime(
     request: pytest.FixtureRequest, engines: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SpecDecodeRuntime]:
-    """Whatever is said before is drafted from, also where it does not pay."""
-    monkeypatch.setattr(given, "GAIN", 0.0)
-    for name in ("FIRST_CREDIT", "MOST_CREDIT"):
-        monkeypatch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
-    with SpecDecodeRuntime(engines, drafting=MODES[request.param], backend="numpy") as opened:
+    with drafting_freely(engines, MODES[request.param], monkeypatch) as opened:
         yield opened
-
-
-@pytest.fixture
-def cold(engines: Path) -> Iterator[Callable[..., tuple[int, ...]]]:
-    """Answers prompts plainly, each as if it were the first."""
-    with SpecDecodeRuntime(engines, backend="numpy") as opened:
-
-        def answer(prompt: list[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:
-            opened._forget_contents()
-            response = opened.handle_request(Request(prompt, None, params))
-            assert response.usage.reused_tokens == 0
-            return tuple(response.token_ids)
-
-        yield answer
 
 
 def ask(runtime: SpecDecodeRuntime, prompt: list[int], params: SamplingParams = GREEDY) -> tuple[tuple[int, ...], int]:
@@ -79,7 +69,7 @@ def ask(runtime: SpecDecodeRuntime, prompt: list[int], params: SamplingParams = 
     return tuple(response.token_ids), response.usage.reused_tokens
 
 
-def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Cold) -> None:
     """At the last token that it shares with what a slot holds, if that is no more than the slack behind: with a draft
     a few tokens before, whose rows follow the base's."""
 
@@ -100,7 +90,7 @@ def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Callable[..., 
     assert reused([*short[:4], 1, 2, 3]) in (3, 4)  # nothing has been written over
 
 
-def test_a_text_that_is_cut_again_and_again(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
+def test_a_text_that_is_cut_again_and_again(runtime: SpecDecodeRuntime, cold: Cold) -> None:
     """What was written behind a cut stays written over: a second cut must not count from the shorter text."""
     text, one = PROMPT[:130], replace(GREEDY, max_tokens=1)
     for _ in range(8):
@@ -109,7 +99,7 @@ def test_a_text_that_is_cut_again_and_again(runtime: SpecDecodeRuntime, cold: Ca
         text = [*text[: len(text) - 9], text[-1] + 1, 7]
 
 
-def random_prompts(cold: Callable[..., tuple[int, ...]], seed: int, count: int) -> Iterator[list[int]]:
+def random_prompts(cold: Cold, seed: int, count: int) -> Iterator[list[int]]:
     """Turns of three conversations in no order: told further, edited, asked again, begun alike."""
     random = np.random.default_rng(seed)
     system = random.integers(0, 250, 25).tolist()
@@ -130,19 +120,13 @@ def random_prompts(cold: Callable[..., tuple[int, ...]], seed: int, count: int) 
         yield text
 
 
-def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]]) -> None:
-    total = 0
-    for number, prompt in enumerate(random_prompts(cold, 5, 40)):
-        params = replace(SAMPLED, seed=number) if number % 3 == 0 else GREEDY
-        found, count = ask(runtime, prompt, params)
-        assert found == cold(prompt, params), number
-        total += count
-    assert total > 1000
+def test_reuse_and_eviction_change_no_token(runtime: SpecDecodeRuntime, cold: Cold) -> None:
+    assert tokens_reused(runtime, cold, random_prompts(cold, 5, 40)) > 1000
 
 
 @pytest.mark.parametrize("place", ["memory", "file"])
 def test_snapshots_go_on_where_their_rows_reach(
-    runtime: SpecDecodeRuntime, cold: Callable[..., tuple[int, ...]], tmp_path: Path, place: str
+    runtime: SpecDecodeRuntime, cold: Cold, tmp_path: Path, place: str
 ) -> None:
     """Of texts shorter and longer than a window and than a ring: whole, cut a little, and cut too far."""
     snapshots, base = runtime._open_snapshots(), runtime._open_runner().base
@@ -198,50 +182,23 @@ def test_a_snapshot_of_other_rows_is_refused(runtime: SpecDecodeRuntime, engines
 
 
 @pytest.mark.parametrize("budget", [1 << 24, 0], ids=["kept", "computed again"])
-def test_an_answer_that_gives_way(engines: Path, cold: Callable[..., tuple[int, ...]], budget: int) -> None:
+def test_an_answer_that_gives_way(engines: Path, cold: Cold, budget: int) -> None:
     params = replace(SAMPLED, max_tokens=60), GREEDY, GREEDY
     prompts = PROMPT, PROMPT[3:], PROMPT[7:]
     expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+    requests = [text_request(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
     for drafting in MODES.values():
         with SpecDecodeRuntime(engines, drafting=drafting, backend="numpy", preemption_budget=budget) as runtime:
             for rounds in (1, 4):
-                loop = runtime.loop()
-                first, *others = (
-                    runtime.prepare(Request(prompt, None, each)) for prompt, each in zip(prompts, params, strict=True)
-                )
-                loop.admit(first)
-                advance(loop, rounds)
-                list(loop.settle())
-                loop.give_way(first)
-                assert (first.kept is not None) == bool(budget)
-                for each in others:
-                    loop.admit(each)
-                while any(not each.finished for each in others):
-                    advance(loop, 1)
-                loop.admit(first)
-                while not first.finished:
-                    advance(loop, 1)
-                loop.abandon()
-                assert [tuple(each.answer.token_ids) for each in (first, *others)] == expected, (drafting, rounds)
-
-
-def advance(loop: object, rounds: int) -> None:
-    for _ in range(rounds):
-        list(loop.advance())  # type: ignore[attr-defined]
+                was_kept, answers = giving_way(runtime, requests, rounds)
+                assert was_kept == bool(budget) and answers == expected, (drafting, rounds)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_batches_in_every_order(
-    runtime: SpecDecodeRuntime,
-    cold: Callable[..., tuple[int, ...]],
-    monkeypatch: pytest.MonkeyPatch,
-    ahead: int,
+    runtime: SpecDecodeRuntime, cold: Cold, monkeypatch: pytest.MonkeyPatch, ahead: int
 ) -> None:
     """More sequences than slots, of different lengths, so that slots change owners; steps are read late or at once."""
     monkeypatch.setattr(NumpyBackend, "steps_ahead", ahead)
     prompts = [PROMPT, [*PROMPT[:140], 4, 5], [9, 8, 7], [*PROMPT, *cold(PROMPT), 1, 2, 3]]
-    params = [GREEDY, replace(SAMPLED, max_tokens=17), replace(GREEDY, max_tokens=3), SAMPLED]
-    expected = [cold(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-    for order in list(itertools.permutations(range(4)))[::5]:
-        responses = runtime.handle_request([Request(prompts[place], None, params[place]) for place in order])
-        assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
+    assert_same_in_every_order(runtime, cold, prompts, 5)

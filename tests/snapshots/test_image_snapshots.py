@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_snapshots import forget, keep
 from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
 
 from edgellm.commands.cache_prompts import with_cached_prompt
@@ -81,15 +82,6 @@ def logits_of(runner: Runner, ids: Sequence[int], reused: int, images: PromptIma
     logits = runner.base.logits(0)
     runner.stop(0)
     return logits
-
-
-def forget(runner: Runner) -> None:
-    """Leave nothing of earlier prompts in the caches."""
-    for cache in [
-        *runner.base.states.tensors.values(),
-        *(runner.draft.states.tensors.values() if runner.draft is not None else ()),
-    ]:
-        cache[...] = np.nan
 
 
 def missing_rows(runner: Runner) -> int:
@@ -169,14 +161,9 @@ def test_a_snapshot_with_an_image_changes_no_logit(slots: Slots, tmp_path: Path,
     assert made.facts.binding == snapshot_binding(
         directory, "numpy", "float32", runner.draft is not None, image_digests=shown.digests
     )
-    if place == "memory":
-        snapshots.store.put(made)
-    elif place == "disk":
-        snapshots.store.save(made)
+    keep(snapshots, made, place, tmp_path)
+    if place == "disk":
         snapshots = SlotSnapshots(SnapshotStore(folder=tmp_path / "folder"), *slots)
-    else:
-        write_snapshot(tmp_path / "x", made)
-        snapshots.load(tmp_path / "x")
     forget(runner)
     contents = KVContents(kept_states(runner))
     reused = snapshots.restore(0, ids, contents, None, images)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_snapshots import forget
 
 from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.opening import open_backend
@@ -46,12 +47,6 @@ def plain(tiny_draft_engines: Path, tmp_path: Path) -> Iterator[Opened]:
 def rows_of(runner: DecodingRunner, slot: int, tokens: int) -> dict[str, np.ndarray]:
     runner.base.await_rows()
     return {name: tensor[slot, :, :tokens].copy() for name, tensor in runner.base.states.tensors.items()}
-
-
-def forget(runner: DecodingRunner) -> None:
-    for states in (runner.base.states, runner.draft.states):
-        for tensor in states.tensors.values():
-            tensor[...] = 77 if tensor.dtype == np.int8 else np.nan
 
 
 def test_rows_and_scales_come_back_as_they_were_and_change_no_token(

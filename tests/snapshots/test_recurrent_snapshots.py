@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kept_snapshots import forget, keep
 from tiny_families import RECURRENT
 
 from edgellm import LLM, SamplingParams
@@ -73,13 +74,6 @@ def nothing() -> object:
     return Nothing()
 
 
-def forget(runner: Runner) -> None:
-    """Leave nothing of earlier prompts: what is used of it would show."""
-    for model in (runner.base, *([] if runner.draft is None else [runner.draft])):
-        for tensor in model.states.tensors.values():
-            tensor[...] = np.nan
-
-
 def restored(snapshots: SlotSnapshots, prompt: list[int], slot: int = 0) -> tuple[int, KVContents]:
     contents = KVContents(nothing())
     return snapshots.restore(slot, prompt, contents), contents
@@ -92,13 +86,7 @@ def test_a_snapshot_changes_no_token(slots: Slots, answer: Answer, tmp_path: Pat
     plan = tree(4, 3, 12) if runner.draft is not None else None
     expected = [answer(runner, prompt, 0, plan=plan) for prompt in (*PROMPTS, SYSTEM)]
     made = snapshots.compute(0, SYSTEM, KVContents(nothing()), "system")
-    if place == "memory":
-        snapshots.store.put(made)
-    elif place == "disk":
-        snapshots.store.save(made)
-    else:
-        write_snapshot(tmp_path / "x", made)
-        assert snapshots.load(tmp_path / "x").memory is not None
+    keep(snapshots, made, place, tmp_path)
     found = []
     for number, prompt in enumerate((*PROMPTS, SYSTEM)):  # the prompt itself goes on before its last token
         forget(runner)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kept_snapshots import forget, keep
 
 from edgellm.decoding.runner import Runner
 from edgellm.decoding.slots import KVContents
@@ -62,16 +63,6 @@ def rows_of(runner: Runner, slot: int, tokens: int) -> dict[str, np.ndarray]:
     return found
 
 
-def forget(runner: Runner) -> None:
-    """Leave nothing of earlier prompts in the caches."""
-    caches = [
-        *runner.base.states.tensors.values(),
-        *(runner.draft.states.tensors.values() if runner.draft is not None else ()),
-    ]
-    for cache in caches:
-        cache[...] = np.nan
-
-
 def same_rows(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
     return found.keys() == expected.keys() and all((found[name] == expected[name]).all() for name in found)
 
@@ -85,13 +76,7 @@ def test_a_snapshot_changes_no_token(slots: Slots, answer: Answer, tmp_path: Pat
     contents = KVContents()
     made = snapshots.compute(0, SYSTEM, contents, "system")
     assert contents.reusable([*SYSTEM, 1]) == len(SYSTEM) - (runner.draft is not None)
-    if place == "memory":
-        snapshots.store.put(made)
-    elif place == "disk":
-        snapshots.store.save(made)
-    else:
-        write_snapshot(tmp_path / "x", made)
-        assert snapshots.load(tmp_path / "x").memory is not None
+    keep(snapshots, made, place, tmp_path)
     found = []
     for prompt in PROMPTS:
         forget(runner)  # what is not restored would show

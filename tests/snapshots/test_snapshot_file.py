@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kept_snapshots import flip_what_is_written
 from safetensors import safe_open
 
 from edgellm.errors import SnapshotError
@@ -129,15 +130,7 @@ def test_a_disk_that_gives_back_something_else_is_noticed_and_the_old_file_stays
     path = tmp_path / "x"
     write_snapshot(path, make_snapshot([1, 2]))
     before = path.read_bytes()
-    sync = StagedFile.sync
-
-    def sync_and_flip(self: StagedFile) -> None:
-        sync(self)
-        with self.path.open("r+b") as file:
-            file.seek(-100, os.SEEK_END)
-            file.write(b"\xff\x00\xff")
-
-    monkeypatch.setattr(StagedFile, "sync", sync_and_flip)
+    flip_what_is_written(monkeypatch)
     with pytest.raises(SnapshotError, match="did not read back") as caught:
         write_snapshot(path, make_snapshot([1, 2, 3]))
     assert caught.value.reason == "not written"

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from call_templates import WRITTEN, call_template
-from tokenizers import Tokenizer
+from call_templates import add_calls, call_template
 
 from edgellm import LLM, AsyncLLM, Chunk, DraftingConfig, Request, RequestError, Response, SamplingParams, ToolCall
 from edgellm.engines.building.builder import build_engine_directory
@@ -40,11 +38,7 @@ def engines(make_checkpoint: Callable[..., Path], tiny_draft: Path, tmp_path_fac
     """A tiny model with a draft head, whose template shows Hermes's calls."""
     folder = tmp_path_factory.mktemp("answers")
     checkpoint = make_checkpoint(folder / "checkpoint", max_position_embeddings=2048)
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    tokenizer.add_special_tokens(["<tool_call>"])
-    tokenizer.save(str(checkpoint / "tokenizer.json"))
-    path = checkpoint / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": call_template(WRITTEN["hermes"])}))
+    add_calls(checkpoint)
     limits = EngineLimits(2, 128, 1500, draft_top_k=4, draft_steps=3, verify_tree_size=12)
     build_engine_directory(checkpoint, folder / "robot", limits, [], draft=tiny_draft)
     return folder / "robot"

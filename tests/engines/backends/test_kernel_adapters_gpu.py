@@ -15,9 +15,9 @@ from decode_models import (
     assert_equals_twin,
     random_adapters,
     random_model,
-    rounded,
     step_shape,
 )
+from device_bits import rounded
 
 from edgellm.engines.lora.config import SCALES
 from edgellm.engines.model.config import DecoderConfig

@@ -25,12 +25,10 @@ from decode_models import (
     draft_shape,
     random_draft,
     random_model,
-    relative,
-    rounded,
     step_shape,
-    to_bits,
     twin_step,
 )
+from device_bits import relative, rounded, to_bits
 
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DraftConfig

@@ -16,11 +16,10 @@ from decode_models import (
     assert_step_equals_twin,
     random_model,
     random_parents,
-    relative,
-    rounded,
     step_shape,
     twin_step,
 )
+from device_bits import relative, rounded
 
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
 from edgellm.engines.model.config import DecoderConfig

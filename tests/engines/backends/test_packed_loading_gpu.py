@@ -16,7 +16,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.quantization.device_layouts import packed_layouts
+from edgellm.engines.quantization.device_layouts import packed_layouts, with_delta_products
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, from_device_layout
 from edgellm.kernels.quantization.turn import AWQ_PLACES, TURNED, arrange, turn
@@ -35,7 +35,8 @@ UNLIKE += ("modelopt_int4_awq", "modelopt_nvfp4_awq")
 def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_loading, "_PIECE", 1500)  # bytes: some rows of a layer at a time
     with Checkpoint.open(GOLDENS / name) as checkpoint:
-        specs = decoder_weights(decoder_config(checkpoint.config, checkpoint.generation_config))
+        config = decoder_config(checkpoint.config, checkpoint.generation_config)
+        specs = decoder_weights(with_delta_products(config, checkpoint))
         dtype = checkpoint.dtype if checkpoint.dtype in ("float16", "bfloat16") else "float16"
         try:
             layouts = packed_layouts(checkpoint, specs, dtype)

@@ -6,15 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import (
-    RECURRENT,
-    TOLERANCE,
-    from_bits,
-    random_parents,
-    relative,
-    step_kernels,
-    to_bits,
-)
+from decode_models import RECURRENT, TOLERANCE, random_parents, step_kernels
+from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 

@@ -10,19 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import (
-    FAMILIES,
-    LLAMA,
-    SCALED,
-    TOLERANCE,
-    from_bits,
-    random_adapters,
-    random_model,
-    relative,
-    rounded,
-    step_kernels,
-    to_bits,
-)
+from decode_models import FAMILIES, LLAMA, SCALED, TOLERANCE, random_adapters, random_model, step_kernels
+from device_bits import from_bits, relative, rounded, to_bits
 from gpu_device import device_copy
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import packed_copy, random_packed

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import FAMILIES, LLAMA, SCALED, TOLERANCE, from_bits, random_model, relative, rounded, to_bits
+from decode_models import FAMILIES, LLAMA, SCALED, TOLERANCE, random_model
+from device_bits import from_bits, relative, rounded, to_bits
 
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.platform import load_tensorrt

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from golden_files import golden_folder
+from published_families import REQUIRED
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
@@ -253,18 +254,9 @@ def test_wrong_fields_are_named(change: dict, message: str) -> None:
 
 
 def test_all_problems_are_in_one_error() -> None:
-    required = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "max_position_embeddings",
-        "rms_norm_eps",
-    )
     with pytest.raises(UnsupportedModelError) as caught:
-        decoder_config(without(LLAMA_3_2, *required) | {"hidden_act": "relu"})
-    for name in required:
+        decoder_config(without(LLAMA_3_2, *REQUIRED) | {"hidden_act": "relu"})
+    for name in REQUIRED:
         assert f"{name} is missing, expected" in str(caught.value)
     assert 'hidden_act is "relu"' in str(caught.value)
     with pytest.raises(CheckpointError, match="num_key_value_heads is missing"):

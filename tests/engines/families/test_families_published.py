@@ -6,22 +6,11 @@ import math
 from typing import Any
 
 import pytest
-from published_families import LLAMA_2_7B, PUBLISHED, QWEN2_5_0_5B
+from published_families import LLAMA_2_7B, PUBLISHED, QWEN2_5_0_5B, REQUIRED
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
-
-REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
-
 
 #: The families by one published model each; `num_key_value_heads` may be left out where the class says so.
 FAMILIES = {config["model_type"]: config for config, _ in PUBLISHED.values()}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rounded_arithmetic import MARGIN, Distance, open_rounded_runner
 from tiny_families import TOLERANCES
-from tiny_multimodal import FAMILIES, prompt_with_images, tiny_image
+from tiny_multimodal import FAMILIES, TEXT, logits_beside_a_text, prompt_with_images, tiny_image
 
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -29,7 +29,6 @@ CASES = [(family, "composed", "float16") for family in FAMILIES if family not in
     ("qwen3_vl", "composed", "bfloat16"),
 ]
 GREEDY = SamplingValues()
-TEXT = [(7 * index + 3) % 250 for index in range(23)]
 STEPS = 10
 
 
@@ -64,21 +63,6 @@ def reused_logits(runner: BaseEngineRunner, reused: int) -> np.ndarray:
     return logits
 
 
-def batch_logits(runner: BaseEngineRunner, answer: list[int]) -> np.ndarray:
-    """Logits [STEPS, V] along an answer to the prompt with images, in slot 1, beside a text in slot 0."""
-    ids, images = prompt_of(runner)
-    runner.start(0, TEXT, 0, GREEDY).wait()
-    runner.start(1, ids, 0, GREEDY, images).wait()
-    found = []
-    for token in answer:
-        found.append(runner.logits(1))
-        runner.force_token(1, token)
-        runner.decode(2).wait()
-    for slot in (0, 1):
-        runner.stop(slot)
-    return np.stack(found)
-
-
 def text_logits(runner: BaseEngineRunner) -> np.ndarray:
     """Logits [1, V] after a text that follows a prompt with images in the same slot."""
     ids, images = prompt_of(runner)
@@ -92,7 +76,7 @@ def measured(runner: BaseEngineRunner, answer: list[int]) -> dict[str, np.ndarra
     ids, images = prompt_of(runner)
     return {
         "alone": teacher_forced_logits(runner, ids, answer, images),
-        "in a batch": batch_logits(runner, answer),
+        "in a batch": logits_beside_a_text(runner, (ids, images), answer),
         "reused": reused_logits(runner, images.spans[1][0] + 3),
         "text": text_logits(runner),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,11 @@ import pytest
 from golden_images import FOLDER, GoldenModel
 from golden_images import WHOLE_IMAGES as GOLDENS
 from golden_vision import golden_checkpoint
+from gpu_drafting import assert_given_trees_change_no_token
 from rounded_arithmetic import Distance, open_rounded_runner
 from synthetic_images import synthetic_image
 from tiny_families import TOLERANCES
-from tiny_multimodal import WHOLE_IMAGES, prompt_with_images, stored, tiny_image
+from tiny_multimodal import TEXT, WHOLE_IMAGES, logits_beside_a_text, prompt_with_images, stored, tiny_image
 
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place
@@ -24,8 +26,6 @@ from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.draft_plan import given
-from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
@@ -34,7 +34,6 @@ from edgellm.sampling_params import SamplingParams
 pytestmark = pytest.mark.gpu
 
 GREEDY = SamplingValues()
-TEXT = [(7 * index + 3) % 250 for index in range(23)]
 STEPS = 40
 
 
@@ -67,28 +66,13 @@ def reused_logits(runner: BaseEngineRunner) -> np.ndarray:
     return np.stack(found)
 
 
-def batch_logits(runner: BaseEngineRunner, answer: list[int]) -> np.ndarray:
-    """Logits [STEPS, V] along an answer to the prompt with images, in slot 1, beside a text in slot 0."""
-    ids, images = prompt_of(runner)
-    runner.start(0, TEXT, 0, GREEDY).wait()
-    runner.start(1, ids, 0, GREEDY, images).wait()
-    found = []
-    for token in answer:
-        found.append(runner.logits(1))
-        runner.force_token(1, token)
-        runner.decode(2).wait()
-    for slot in (0, 1):
-        runner.stop(slot)
-    return np.stack(found)
-
-
 def measured(runner: BaseEngineRunner, answer: list[int]) -> dict[str, np.ndarray]:
     ids, images = prompt_of(runner)
     short, one = prompt_of(runner, (3,))
     return {
         "alone": teacher_forced_logits(runner, ids, answer, images),
         "one chunk": teacher_forced_logits(runner, short, answer[:3], one),
-        "in a batch": batch_logits(runner, answer),
+        "in a batch": logits_beside_a_text(runner, (ids, images), answer),
         "reused": reused_logits(runner),
         "text": teacher_forced_logits(runner, TEXT, [0]),
     }
@@ -140,24 +124,8 @@ def test_logits_are_those_of_transformers_and_not_of_a_causal_mask(name: str, tm
 
 
 def test_trees_give_the_tokens_of_plain_decoding(directory: EngineDirectory) -> None:
-    backend = open_backend("tensorrt", directory)
-    runner, rng = DecodingRunner.open(backend, directory, drafts=False), np.random.default_rng(1)
-    ids, images = prompt_of(runner.base)
-    plain = runner.start(0, ids, 0, GREEDY, images).wait().tolist()
-    while len(plain) < 110:
-        plain += runner.decode(1).wait()[0]
-    runner.stop(0)
-    said = runner.start(0, ids, 0, GREEDY, images).wait().tolist()
-    while len(said) < 100:
-        depth = int(rng.integers(1, 9))
-        path = plain[len(said) : len(said) + depth]
-        wrong = int(rng.integers(0, depth + 1))
-        if wrong < depth:
-            path[wrong] = (path[wrong] + 1) % 250
-        tree = GivenTree([*path, *rng.integers(0, 250, 3).tolist()], [*range(-1, depth - 1), -1, -1, 0])
-        said += runner.round(1, given(len(tree.tokens), 8), None, [tree]).wait()[0]
-    runner.close()
-    assert said[:100] == plain[:100]
+    with closing(DecodingRunner.open(open_backend("tensorrt", directory), directory, drafts=False)) as runner:
+        assert_given_trees_change_no_token(runner, *prompt_of(runner.base), 100)
 
 
 def test_conversations_from_pixels_on(directory: EngineDirectory) -> None:

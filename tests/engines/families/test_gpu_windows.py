@@ -4,11 +4,13 @@ slots."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gpu_drafting import assert_given_trees_change_no_token
 from tiny_families import TOLERANCES, WINDOWED
 
 from edgellm.engines.backends.opening import open_backend
@@ -17,8 +19,6 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.draft_plan import given
-from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 
 pytestmark = pytest.mark.gpu
@@ -59,23 +59,8 @@ def test_logits_agree_with_numpy(directory: EngineDirectory) -> None:
 
 
 def test_trees_give_the_tokens_of_plain_decoding(directory: EngineDirectory) -> None:
-    backend = open_backend("tensorrt", directory)
-    runner, rng = DecodingRunner.open(backend, directory, drafts=False), np.random.default_rng(1)
-    plain = runner.start(0, PROMPT, 0, SamplingValues()).wait().tolist()
-    while len(plain) < 320:
-        plain += runner.decode(1).wait()[0]
-    runner.stop(0)
-    said = runner.start(0, PROMPT, 0, SamplingValues()).wait().tolist()
-    while len(said) < 300:
-        depth = int(rng.integers(1, 9))
-        path = plain[len(said) : len(said) + depth]
-        wrong = int(rng.integers(0, depth + 1))
-        if wrong < depth:
-            path[wrong] = (path[wrong] + 1) % 250
-        tree = GivenTree([*path, *rng.integers(0, 250, 3).tolist()], [*range(-1, depth - 1), -1, -1, 0])
-        said += runner.round(1, given(len(tree.tokens), 8), None, [tree]).wait()[0]
-    runner.close()
-    assert said[:300] == plain[:300]
+    with closing(DecodingRunner.open(open_backend("tensorrt", directory), directory, drafts=False)) as runner:
+        assert_given_trees_change_no_token(runner, PROMPT, None, 300)
 
 
 def test_a_shorter_ring_changes_no_bit(directory: EngineDirectory) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from golden_images import FOLDER, NAMES, TOLERANCE, GoldenModel
+from golden_images import FOLDER, NAMES, GoldenModel, assert_close
 from safetensors import safe_open
 
 from edgellm.engines.errors import EngineError
@@ -24,10 +24,6 @@ def golden(request: pytest.FixtureRequest) -> GoldenModel:
 
 def limits(chunk: int) -> EngineLimits:
     return EngineLimits(max_batch=2, prefill_chunk=chunk, kv_capacity=96)
-
-
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
-    assert np.abs(found - expected).max() <= TOLERANCE
 
 
 def test_the_goldens_show_mistakes(golden: GoldenModel) -> None:
@@ -65,10 +61,7 @@ def test_every_prefix_can_be_reused_even_half_an_image(golden: GoldenModel) -> N
 def test_decoding_goes_on_at_the_positions_after_the_images(golden: GoldenModel) -> None:
     runner = golden.runner(limits(16))
     runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
-    for token, expected in zip(golden.expected["continued"], golden.expected["continued_logits"], strict=True):
-        runner.force_token(0, int(token))
-        runner.decode(1).wait()
-        assert_close(runner.logits(0), expected)
+    golden.assert_continued(runner)
 
 
 def test_a_text_after_a_prompt_with_images_is_not_displaced(golden: GoldenModel) -> None:
@@ -86,10 +79,7 @@ def test_slots_of_one_batch_keep_their_own_positions(golden: GoldenModel) -> Non
     text = [token for token in golden.token_ids if token != golden.config.image_token_id]
     runner.start(0, text, 0, GREEDY).wait()
     runner.start(1, golden.token_ids, 0, GREEDY, golden.placed()).wait()
-    for token, expected in zip(golden.expected["continued"], golden.expected["continued_logits"], strict=True):
-        runner.force_token(1, int(token))
-        runner.decode(2).wait()
-        assert_close(runner.logits(1), expected)
+    golden.assert_continued(runner, slot=1)
     runner.stop(0)
     runner.move(1, 0)
     whole = golden.expected["continued_logits"][-1].argmax()

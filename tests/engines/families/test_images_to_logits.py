@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from golden_images import FOLDER, NAMES, TOLERANCE, WHOLE_IMAGES, GoldenModel
+from golden_images import FOLDER, NAMES, TOLERANCE, WHOLE_IMAGES, GoldenModel, assert_close
 from golden_vision import GoldenImage, golden_directory, open_vision
 
 from edgellm.engines.backends.opening import open_backend
@@ -46,10 +46,7 @@ def test_patches_become_the_logits_of_transformers(name: str, tmp_path: Path) ->
         np.testing.assert_allclose(found.rows, image.rows, atol=TOLERANCE)
     images = place_images(golden.token_ids, embeddings, directory.vision.config.image_token_id, directory.config)
     runner.start(0, golden.token_ids, 0, SamplingValues(), images).wait()
-    assert np.abs(runner.logits(0) - golden.expected["logits"][-1]).max() <= TOLERANCE
-    for token, expected in zip(golden.expected["continued"], golden.expected["continued_logits"], strict=True):
-        runner.force_token(0, int(token))
-        runner.decode(1).wait()
-        assert np.abs(runner.logits(0) - expected).max() <= TOLERANCE
+    assert_close(runner.logits(0), golden.expected["logits"][-1])
+    golden.assert_continued(runner)
     vision.close()
     runner.close()

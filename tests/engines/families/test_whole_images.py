@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from golden_images import TOLERANCE, WHOLE_IMAGES, GoldenModel
+from golden_images import TOLERANCE, WHOLE_IMAGES, GoldenModel, assert_close
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.numpy_operations import NumpyOperations
@@ -51,10 +51,6 @@ def replaced(golden: GoldenModel, **changes: object) -> GoldenModel:
     other = GoldenModel(golden.path.name)
     other.config = replace(golden.config, **changes)
     return other
-
-
-def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
-    assert np.abs(found - expected).max() <= TOLERANCE
 
 
 def all_logits(golden: GoldenModel, config: DecoderConfig) -> np.ndarray:
@@ -135,10 +131,7 @@ def test_greedy_tokens_are_those_of_transformers(golden: GoldenModel, chunk: int
 def test_decoding_goes_on_behind_the_images(golden: GoldenModel) -> None:
     runner = runner_of(golden, 12)
     runner.start(0, golden.token_ids, 0, GREEDY, golden.placed()).wait()
-    for token, expected in zip(golden.expected["continued"], golden.expected["continued_logits"], strict=True):
-        runner.force_token(0, int(token))
-        runner.decode(1).wait()
-        assert_close(runner.logits(0), expected)
+    golden.assert_continued(runner)
 
 
 def test_every_place_outside_of_images_can_be_reused_and_none_inside(golden: GoldenModel) -> None:

@@ -9,21 +9,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from packed_twins import DRAFTING, answer_logits, answers
 from safetensors.numpy import load_file, save_file
 
-from edgellm import LLM, Request, SamplingParams
-from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
+from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
 from edgellm.llm import SHIPPED_MODEL
-from edgellm.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
 
-QUESTIONS = ("What is your name?", "Where is the red cup?", "Can you fly to the moon?")
-DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=4, verify_tree_size=24, adaptive=False)
 LIMITS = EngineLimits(3, 64, 512, 4, 4, 24)  # prompts go through kernels, as of dense models
 MODEL, EMBEDDING, HEAD = "model.safetensors", "model.embed_tokens.weight", "lm_head.weight"
 KINDS = [("int8", "as-published"), ("int4", "head"), ("int8", "head")]
@@ -60,22 +56,6 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return packed, folder / "twin_engines"
 
 
-def answers(directory: Path, drafting: DraftingConfig | None) -> list[object]:
-    """A batch of three, greedy and drawn; then a question behind a system prompt's snapshot."""
-    system = (SHIPPED_MODEL / "system_prompt.txt").read_text()
-    chats = [[{"role": "system", "content": system}, {"role": "user", "content": text}] for text in QUESTIONS]
-    with LLM(directory, backend="tensorrt", drafting=drafting) as llm:
-        asked = []
-        for number, chat in enumerate(chats):
-            params = SamplingParams(temperature=0.9 * (number % 2), top_k=20, seed=number, max_tokens=32)
-            asked.append(Request(llm.tokenizer.encode_chat(chat), None, params))
-        batch = llm.handle(asked)
-        kept = llm.cache_system_prompt(system)
-        again = llm.chat(chats[1], SamplingParams(max_tokens=24))
-        assert again.usage.reused_tokens >= kept.tokens - 1
-        return [response.token_ids for response in (*batch, again)]
-
-
 def test_answers_are_those_of_the_dense_twin(twins: tuple[Path, Path]) -> None:
     packed, twin = twins
     plain = answers(twin, None)
@@ -85,15 +65,8 @@ def test_answers_are_those_of_the_dense_twin(twins: tuple[Path, Path]) -> None:
 
 
 def test_logits_are_the_dense_twins_bit_by_bit_and_near_numpys(twins: tuple[Path, Path]) -> None:
-    found = []
-    for path in twins:
-        directory = EngineDirectory.open(path)
-        prompt = Tokenizer.from_directory(path).encode(" ".join(QUESTIONS) * 4)
-        with open_runner("tensorrt", directory) as runner:
-            answer = greedy_tokens(runner, prompt, 8)
-            found.append(teacher_forced_logits(runner, prompt, answer))
-            print(f"\n{path.name}: weights {runner.memory_plan.items['weights']:,} bytes")
-    np.testing.assert_array_equal(*found)
+    (*_, found), (prompt, answer, dense) = map(answer_logits, twins)
+    np.testing.assert_array_equal(found, dense)
     with open_runner("numpy", EngineDirectory.open(twins[0])) as runner:
         expected = teacher_forced_logits(runner, prompt, answer)
-    assert np.abs(found[0] - expected).max() <= LOGIT_TOLERANCES["float16"] * np.abs(expected).max()
+    assert np.abs(found - expected).max() <= LOGIT_TOLERANCES["float16"] * np.abs(expected).max()

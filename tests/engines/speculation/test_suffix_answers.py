@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+from drafted_conversations import ask_freely
 
 from edgellm.drafting import given
 from edgellm.drafting.config import DraftingConfig
@@ -29,8 +30,7 @@ REPEATED = "The quick brown fox. The quick brown fox. The"
 def asks_freely() -> Iterator[None]:
     """What is taken does not depend on how long the index takes on this machine."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("FIRST_CREDIT", "MOST_CREDIT"):
-            patch.setattr(f"edgellm.drafting.worth.{name}", 1e6)
+        ask_freely(patch)
         yield
 
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from decode_models import TOLERANCE, from_bits, relative, to_bits
+from decode_models import TOLERANCE
+from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
 from packed_weights import random_packed
 

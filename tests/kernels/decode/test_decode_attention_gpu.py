@@ -7,7 +7,8 @@ from itertools import product
 
 import numpy as np
 import pytest
-from decode_models import ancestors, from_bits, random_parents, relative, to_bits
+from decode_models import ancestors, random_parents
+from device_bits import from_bits, relative, to_bits, widened
 from gpu_device import device_copy
 
 from edgellm.kernels.decode.attention import AttentionGeometry, AttentionShape, attention_launch, attention_partials
@@ -148,7 +149,7 @@ def test_equals_its_twin(gpu, name: str, dtype: str) -> None:
     case = CASES[name]
     arrays = case.arrays(dtype)
     attention = Attention(gpu, case, arrays)
-    wide = {key: from_bits(array, dtype) if array.dtype.itemsize == 2 else array for key, array in arrays.items()}
+    wide = widened(arrays, dtype)
     caches = [np.nan_to_num(wide[key]) for key in ("k_cache", "v_cache")]
     expected = np.empty(attention.arrays["context"].shape, np.float32)
     NumpyDecodeKernels().attention(wide["qkv"], *case.bundles(wide, tuple(caches)), None, expected)()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decode_models import TOLERANCE, from_bits, relative, to_bits
+from decode_models import TOLERANCE
+from device_bits import from_bits, relative, to_bits
 
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.contract import Kept, LinearWeights, NormedInput, padded_columns

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_models import relative
+from device_bits import relative
 from gpu_device import device_copy
 from packed_weights import compute_bits, packed_copy, random_packed
 

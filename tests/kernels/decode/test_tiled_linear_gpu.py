@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from decode_models import relative
+from device_bits import relative
 from gpu_device import device_copy
 
 from edgellm.kernels.arrays import DeviceArray

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ahead_cases import CASES, AheadCase
-from decode_models import from_bits, relative, to_bits
+from device_bits import from_bits, relative, stored, widened
 from gpu_device import device_copy
 
 from edgellm.kernels.prefill.launcher import CudaPrefill
@@ -16,15 +16,7 @@ pytestmark = pytest.mark.gpu
 
 #: As in `test_prefill_attention_gpu.py`; rows of int8 are rounded to other values now and then.
 TOLERANCE = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
-EXACT = (np.dtype(np.int32), np.dtype(np.int8))
-
-
-def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """The arguments as the dtype holds them; scales stay as they are."""
-    return {
-        key: array if array.dtype in EXACT or key.endswith("_scale") else to_bits(array, dtype)
-        for key, array in arrays.items()
-    }
+SCALES = ("k_scale", "v_scale")
 
 
 def context_of(gpu, case: AheadCase, arrays: dict[str, np.ndarray], **options: int) -> np.ndarray:
@@ -38,12 +30,9 @@ def context_of(gpu, case: AheadCase, arrays: dict[str, np.ndarray], **options: i
 @pytest.mark.parametrize("name", CASES)
 def test_equals_its_twin(gpu, name: str, dtype: str) -> None:
     case = CASES[name]
-    arrays = rounded(case.arrays(), dtype)
+    arrays = stored(case.arrays(), dtype, SCALES)
     found = context_of(gpu, case, arrays)
-    wide = {
-        key: array if array.dtype in EXACT or key.endswith("_scale") else from_bits(array, dtype)
-        for key, array in arrays.items()
-    }
+    wide = widened(arrays, dtype)
     case.run(NumpyPrefill(), wide)
     values = from_bits(found.view(np.float16) if dtype == "float16" else found, dtype)
     assert relative(values, wide["context"]) < TOLERANCE[dtype] * (4 if case.int8 else 1)
@@ -53,7 +42,7 @@ def test_equals_its_twin(gpu, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.size <= 128])
 def test_every_tiling_gives_the_same_bits(gpu, name: str, dtype: str) -> None:
     case = CASES[name]
-    arrays = rounded(case.arrays(), dtype)
+    arrays = stored(case.arrays(), dtype, SCALES)
     np.testing.assert_array_equal(*(context_of(gpu, case, arrays, tiles=tiles) for tiles in (1, 2)))
 
 
@@ -61,7 +50,7 @@ def test_every_tiling_gives_the_same_bits(gpu, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_token_that_sees_nothing_behind_it_has_the_bits_of_causal_attention(gpu, name: str, dtype: str) -> None:
     case = CASES[name]
-    arrays = rounded(case.arrays(), dtype)
+    arrays = stored(case.arrays(), dtype, SCALES)
     ahead, causal = context_of(gpu, case, arrays), context_of(gpu, case, arrays, causal=True)
     same = arrays["last_seen"] == arrays["start"][:, None] + np.arange(case.tokens)
     np.testing.assert_array_equal(ahead[same], causal[same])

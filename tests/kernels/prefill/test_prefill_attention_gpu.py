@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decode_models import from_bits, relative, to_bits
+from device_bits import from_bits, relative, stored, to_bits, widened
 from gpu_device import device_copy
 from prefill_cases import CASES, Case
 
@@ -16,11 +16,6 @@ pytestmark = pytest.mark.gpu
 #: Queries, weights and results are rounded to the dtype once each: by half its spacing at most, 2^-11 and 2^-8 of a
 #: value. Twice the bound of one of them.
 TOLERANCE = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
-
-
-def rounded(arrays: dict[str, np.ndarray], dtype: str) -> dict[str, np.ndarray]:
-    """The arguments as the dtype holds them."""
-    return {key: array if array.dtype == np.int32 else to_bits(array, dtype) for key, array in arrays.items()}
 
 
 def run_on_device(gpu, case: Case, arrays: dict[str, np.ndarray], **tiling: int) -> dict[str, np.ndarray]:
@@ -40,9 +35,9 @@ def values_of(array: np.ndarray, dtype: str) -> np.ndarray:
 @pytest.mark.parametrize("name", CASES)
 def test_equals_its_twin(gpu, name: str, dtype: str) -> None:
     case = CASES[name]
-    arrays = rounded(case.arrays(), dtype)
+    arrays = stored(case.arrays(), dtype)
     found = run_on_device(gpu, case, arrays)
-    wide = {key: array if array.dtype == np.int32 else from_bits(array, dtype) for key, array in arrays.items()}
+    wide = widened(arrays, dtype)
     case.run(NumpyPrefill(), wide)
     for b, start in enumerate(case.starts):
         new = slice(start, start + case.tokens)
@@ -59,7 +54,7 @@ def test_equals_its_twin(gpu, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.size <= 128])
 def test_every_tiling_gives_the_same_bits(gpu, name: str, dtype: str) -> None:
     case = CASES[name]
-    arrays = rounded(case.arrays(), dtype)
+    arrays = stored(case.arrays(), dtype)
     one, two = (run_on_device(gpu, case, arrays, tiles=tiles)["context"] for tiles in (1, 2))
     np.testing.assert_array_equal(one, two)
 
@@ -92,7 +87,7 @@ def cut(gpu, case: Case, arrays: dict[str, np.ndarray], sizes: tuple[int, ...], 
 @pytest.mark.parametrize("start", [0, 37, 128])
 def test_a_row_has_the_same_bits_however_its_prompt_was_cut(gpu, size: int, start: int, dtype: str) -> None:
     case = Case((start,), 300, 4, 2, size, 16)
-    arrays = rounded(case.arrays(), dtype)
+    arrays = stored(case.arrays(), dtype)
     values = arrays["qkv"][:, :, (case.heads + case.kv_heads) * size :]  # of which a query sees some and not others
     values[:, ::7] = to_bits(np.full(values[:, ::7].shape, 3e4, np.float32), dtype)
     whole = cut(gpu, case, arrays, (300,), 0.0, dtype)
@@ -103,7 +98,7 @@ def test_a_row_has_the_same_bits_however_its_prompt_was_cut(gpu, size: int, star
 
 def test_repeats_its_bits(gpu) -> None:
     case = Case((1000,), 500, 32, 8, 64, 64, 1600)
-    arrays = rounded(case.arrays(), "float16")
+    arrays = stored(case.arrays(), "float16")
     first = run_on_device(gpu, case, arrays)["context"]
     for _ in range(5):
         np.testing.assert_array_equal(run_on_device(gpu, case, arrays)["context"], first)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from decode_models import from_bits, relative, to_bits
+from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
 
 from edgellm.kernels.decode.attention import (
