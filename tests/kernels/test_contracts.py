@@ -77,9 +77,10 @@ def test_the_compiler_is_given_structs_of_what_the_host_packs() -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     text = """
 #include "own.cuh"
+#define PLACE(TYPE, MEMBER) __INTADDR__(&((TYPE*)0)->MEMBER)  // NVRTC 13.0 has no offsetof
 static_assert(sizeof(ActArguments) == 88);
-static_assert(__builtin_offsetof(ActArguments, number) == 24 && __builtin_offsetof(ActArguments, last) == 40);
-static_assert(__builtin_offsetof(ActArguments, B) == 64 && sizeof(Pair) == 24);
+static_assert(PLACE(ActArguments, number) == 24 && PLACE(ActArguments, last) == 40);
+static_assert(PLACE(ActArguments, B) == 64 && sizeof(Pair) == 24);
 __global__ void act(ActArguments a) { a.pair.first[0] = a.number + a.T; }
 """
     headers = (("own.cuh", cuda_header(Example)), ("own.cu", text))
@@ -106,8 +107,9 @@ def test_records_are_words_that_host_and_compiler_lay_out_alike() -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     text = """
 #include "own.cuh"
+#define PLACE(TYPE, MEMBER) __INTADDR__(&((TYPE*)0)->MEMBER)
 static_assert(sizeof(UseArguments) == 24 && sizeof(Settings) == 24);
-static_assert(__builtin_offsetof(Settings, seed) == 8 && __builtin_offsetof(Settings, count) == 16);
+static_assert(PLACE(Settings, seed) == 8 && PLACE(Settings, count) == 16);
 __global__ void use(UseArguments a) { a.last[0] = a.rows[1].count + int(a.rows[1].bound); }
 """
     headers = (("own.cuh", cuda_header(Recorded)), ("own.cu", text))
