@@ -31,7 +31,20 @@ if TYPE_CHECKING:
     )
     from edgellm.generation import Generation
     from edgellm.llm import LLM
-    from edgellm.requests import Chunk, Messages, Request, Response, StopWhen, Timings, TokenLogprobs, Usage
+    from edgellm.requests import (
+        Chunk,
+        Messages,
+        Request,
+        RequestOptions,
+        Response,
+        SamplingOptions,
+        StopWhen,
+        Timings,
+        TokenLogprobs,
+        Tool,
+        TurnOptions,
+        Usage,
+    )
     from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams
     from edgellm.serving.async_generation import AsyncGeneration, AsyncSession
@@ -40,6 +53,7 @@ if TYPE_CHECKING:
     from edgellm.structure.description import Structure
     from edgellm.text.output import FinishReason
     from edgellm.tools.calls import ToolCall, ToolCallDelta
+    from edgellm.tools.functions import function_tool
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
@@ -90,7 +104,9 @@ __all__ = [
     "QueueFullError",
     "Request",
     "RequestError",
+    "RequestOptions",
     "Response",
+    "SamplingOptions",
     "SamplingParams",
     "Session",
     "SnapshotError",
@@ -100,50 +116,39 @@ __all__ = [
     "TemplateError",
     "Timings",
     "TokenLogprobs",
+    "Tool",
     "ToolCall",
     "ToolCallDelta",
+    "TurnOptions",
     "Usage",
+    "function_tool",
 ]
 
-_MODULES = {
-    "AsyncGeneration": "edgellm.serving.async_generation",
-    "AsyncSession": "edgellm.serving.async_generation",
-    "AsyncLLM": "edgellm.asynchronous",
-    "DraftingConfig": "edgellm.drafting.config",
-    "DraftingReport": "edgellm.drafting.controller",
-    "DraftingStatistics": "edgellm.drafting.acceptance",
-    "AdapterError": "edgellm.errors",
-    "ConstraintError": "edgellm.errors",
-    "ContextError": "edgellm.errors",
-    "EdgeLLMError": "edgellm.errors",
-    "EngineDirectoryError": "edgellm.errors",
-    "EngineError": "edgellm.errors",
-    "ImageError": "edgellm.errors",
-    "QueueFullError": "edgellm.errors",
-    "RequestError": "edgellm.errors",
-    "SnapshotError": "edgellm.errors",
-    "TemplateError": "edgellm.errors",
-    "Generation": "edgellm.generation",
-    "LLM": "edgellm.llm",
-    "TokenLogprobs": "edgellm.requests",
-    "Messages": "edgellm.requests",
-    "Request": "edgellm.requests",
-    "StopWhen": "edgellm.requests",
-    "Chunk": "edgellm.requests",
-    "Response": "edgellm.requests",
-    "Timings": "edgellm.requests",
-    "Usage": "edgellm.requests",
-    "SHIPPED_MODEL": "edgellm.runtime",
-    "SpecDecodeRuntime": "edgellm.runtime",
-    "SamplingParams": "edgellm.sampling_params",
-    "Content": "edgellm.sessions",
-    "Session": "edgellm.sessions",
-    "CachedPrompt": "edgellm.snapshots.system_prompt",
-    "Structure": "edgellm.structure.description",
-    "FinishReason": "edgellm.text.output",
-    "ToolCall": "edgellm.tools.calls",
-    "ToolCallDelta": "edgellm.tools.calls",
+_ERRORS = "AdapterError ConstraintError ContextError EdgeLLMError EngineDirectoryError EngineError ImageError"
+_REQUESTS = (
+    "Chunk Messages Request RequestOptions Response SamplingOptions StopWhen Timings TokenLogprobs Tool TurnOptions"
+)
+_NAMES = {
+    "asynchronous": "AsyncLLM",
+    "drafting.acceptance": "DraftingStatistics",
+    "drafting.config": "DraftingConfig",
+    "drafting.controller": "DraftingReport",
+    "errors": f"{_ERRORS} QueueFullError RequestError SnapshotError TemplateError",
+    "generation": "Generation",
+    "llm": "LLM",
+    "requests": f"{_REQUESTS} TurnOptions Usage",
+    "runtime": "SHIPPED_MODEL SpecDecodeRuntime",
+    "sampling_params": "SamplingParams",
+    "serving.async_generation": "AsyncGeneration AsyncSession",
+    "sessions": "Content Session",
+    "snapshots.system_prompt": "CachedPrompt",
+    "structure.description": "Structure",
+    "text.output": "FinishReason",
+    "tools.calls": "ToolCall ToolCallDelta",
+    "tools.functions": "function_tool",
 }
+#: The module of each public name.
+_MODULES = {name: f"edgellm.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,77 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
-from edgellm.llm import LLM, start_runtime
-from edgellm.requests import Messages, Request, Response, StopWhen, request_list
+from edgellm.llm import LLM, ServedModel, with_others
+from edgellm.requests import Messages, Request, RequestOptions, Response, request_list
 from edgellm.runtime import SpecDecodeRuntime
-from edgellm.sampling_params import SamplingParams
 from edgellm.serving.async_generation import AsyncGeneration, AsyncSession, asked_in_thread
 from edgellm.serving.batch_handling import failure_of
-from edgellm.serving.thread import QUEUE_LIMIT, description
-from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET
-from edgellm.snapshots.kept_states import STATE_BUDGET
-from edgellm.snapshots.store import MEMORY_BUDGET
+from edgellm.serving.thread import EngineThread
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from edgellm.drafting.config import DraftingConfig
     from edgellm.drafting.controller import DraftingReport
-    from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.observing.observer import Observer
     from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
-    from edgellm.text.tokenizer import Tokenizer
-    from edgellm.text.turns import Overflow
 
 
-class AsyncLLM:
+class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], AsyncSession]):
     """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`.
 
     It has what `LLM` has, under the same names and with the same arguments; what waits there is awaited here, and
-    `stream`, `stream_chat` and `AsyncSession.stream` give an `AsyncGeneration` to iterate over.
+    `stream`, `stream_chat` and `AsyncSession.stream` give an `AsyncGeneration`: `async for chunk in llm.stream(...)`.
+    Sessions may be made while the model is loading still: the first message waits for it.
 
     Opening, reading images, answering and closing leave the event loop free; prompts are tokenized in it, and a
     request's `stop_when` is called in it. The model is loaded from when this is made on: what is asked before it is
     open waits for that, and only properties of the model (`tokenizer`, `adapters`, ...) raise RequestError until then.
     """
 
-    def __init__(
-        self,
-        engine_directory: str | Path | None = None,
-        *,
-        multimodal_engine_directory: str | Path | None = None,
-        backend: str = "auto",
-        kv_cache: str | None = None,
-        drafting: DraftingConfig | Literal["auto"] | None = "auto",
-        adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
-        snapshots: Sequence[str | Path] = (),
-        snapshot_budget: int = MEMORY_BUDGET,
-        preemption_budget: int = PREEMPTION_BUDGET,
-        state_budget: int = STATE_BUDGET,
-        progress: Callable[[int, int], None] | None = None,
-        queue_limit: int = QUEUE_LIMIT,
-    ) -> None:
-        self._thread = start_runtime(
-            engine_directory,
-            queue_limit,
-            multimodal_engine_directory=multimodal_engine_directory,
-            backend=backend,
-            kv_cache=kv_cache,
-            drafting=drafting,
-            adapters=adapters,
-            snapshots=snapshots,
-            snapshot_budget=snapshot_budget,
-            preemption_budget=preemption_budget,
-            state_budget=state_budget,
-            progress=progress,
-        )
+    def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
+        self._thread = thread
         #: The same model for threads.
-        self.served = LLM.of_thread(self._thread)
+        self.served = LLM.of_thread(thread)
         self._is_open = False
 
     async def open(self) -> AsyncLLM:
@@ -84,63 +52,13 @@ class AsyncLLM:
         return self
 
     @property
-    def directory(self) -> EngineDirectory:
-        """See `LLM.directory`."""
-        return self._opened.directory
-
-    @property
-    def backend_name(self) -> str:
-        """See `LLM.backend_name`."""
-        return self._opened.backend_name
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """See `LLM.tokenizer`."""
-        return self._opened.tokenizer
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """See `LLM.adapters`."""
-        return self._opened.adapters
-
-    @property
-    def context_length(self) -> int:
-        """See `LLM.context_length`."""
-        return self._opened.context_length
-
-    @property
-    def default_system_prompt(self) -> str:
-        """See `LLM.default_system_prompt`."""
-        return self._opened.default_system_prompt
-
-    @property
-    def default_image_system_prompt(self) -> str:
-        """See `LLM.default_image_system_prompt`."""
-        return self._opened.default_image_system_prompt
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """See `LLM.default_params`."""
-        return self._opened.default_params
-
-    @property
-    def has_vision_model(self) -> bool:
-        """See `LLM.has_vision_model`."""
-        return self._opened.has_vision_model
-
-    @property
-    def drafting(self) -> DraftingConfig | None:
-        """See `LLM.drafting`."""
-        return self._opened.drafting
-
-    @property
     async def drafting_report(self) -> DraftingReport | None:
         """See `LLM.drafting_report`; `await llm.drafting_report`."""
         return await self.call(lambda runtime: runtime.drafting_report)
 
     async def submit(self, request: Request) -> AsyncGeneration:
         """See `LLM.submit`."""
-        return await AsyncGeneration(lambda: self._ask(self.served.submit, request))
+        return await self._streamed(request)
 
     async def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
         """See `LLM.handle`."""
@@ -153,157 +71,10 @@ class AsyncLLM:
             for task in answers:
                 task.cancel()
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        deadline: float | None = None,
-        images: Sequence[Any] = (),
-        stop_when: StopWhen | None = None,
-        priority: int = 0,
-    ) -> Response:
-        """See `LLM.generate`."""
-        return await self.stream(
-            prompt, params, adapter, deadline=deadline, images=images, stop_when=stop_when, priority=priority
-        ).result()
-
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        deadline: float | None = None,
-        images: Sequence[Any] = (),
-        stop_when: StopWhen | None = None,
-        priority: int = 0,
-    ) -> AsyncGeneration:
-        """`async for chunk in llm.stream(...)`; see `LLM.stream`."""
-        with self._thread.metrics.counting_refusals():
-            request = Request(
-                prompt, None, params, adapter, deadline, images=images, stop_when=stop_when, priority=priority
-            )
-        return AsyncGeneration(lambda: self._ask(self.served.submit, request))
-
-    async def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        deadline: float | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        stop_when: StopWhen | None = None,
-        structure: Any = None,
-        response_format: Any = None,
-        priority: int = 0,
-    ) -> Response:
-        """See `LLM.chat`."""
-        return await self.stream_chat(
-            messages,
-            params,
-            adapter,
-            deadline=deadline,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            template_variables=template_variables,
-            continue_final_message=continue_final_message,
-            stop_when=stop_when,
-            structure=structure,
-            response_format=response_format,
-            priority=priority,
-        ).result()
-
-    def stream_chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        deadline: float | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        stop_when: StopWhen | None = None,
-        structure: Any = None,
-        response_format: Any = None,
-        priority: int = 0,
-    ) -> AsyncGeneration:
-        """`async for chunk in llm.stream_chat(...)`; see `LLM.stream_chat`."""
-        with self._thread.metrics.counting_refusals():
-            request = Request(
-                None,
-                messages,
-                params,
-                adapter,
-                deadline,
-                tools=tools,
-                tool_choice=tool_choice,
-                parallel_tool_calls=parallel_tool_calls,
-                template_variables=template_variables,
-                continue_final_message=continue_final_message,
-                stop_when=stop_when,
-                structure=structure,
-                response_format=response_format,
-                priority=priority,
-            )
-        return AsyncGeneration(lambda: self._ask(self.served.submit, request))
-
-    async def count_tokens(
-        self,
-        prompt: str | Sequence[int] | Messages,
-        *,
-        images: Sequence[Any] = (),
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-    ) -> int:
+    async def count_tokens(self, prompt: str | Sequence[int] | Messages, **options: Unpack[RequestOptions]) -> int:
         """See `LLM.count_tokens`."""
         await self.open()
-        return await asyncio.to_thread(
-            self.served.count_tokens,
-            prompt,
-            images=images,
-            tools=tools,
-            template_variables=template_variables,
-            continue_final_message=continue_final_message,
-        )
-
-    def create_session(
-        self,
-        system: str | None = None,
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-        overflow: Overflow = "drop_oldest",
-        priority: int = 0,
-    ) -> AsyncSession:
-        """See `LLM.create_session`. The model may be loading still: the first message waits for it."""
-        session = self.served.create_session(
-            system,
-            params,
-            adapter,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            template_variables=template_variables,
-            overflow=overflow,
-            priority=priority,
-        )
-        return AsyncSession(session, self.open)
+        return await asyncio.to_thread(self.served.count_tokens, prompt, **options)
 
     async def cache_system_prompt(
         self,
@@ -338,14 +109,6 @@ class AsyncLLM:
         await self.open()
         return await asyncio.wrap_future(self.served.call(function))
 
-    def metrics(self) -> dict[str, Any]:
-        """See `LLM.metrics`."""
-        return self.served.metrics()
-
-    def metrics_text(self) -> str:
-        """See `LLM.metrics_text`."""
-        return self.served.metrics_text()
-
     async def close(self) -> None:
         """End all requests as cancelled and free everything."""
         await asyncio.shield(asyncio.wrap_future(self._thread.stop()))
@@ -363,15 +126,24 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
-    def __repr__(self) -> str:
-        return f"<AsyncLLM {description(self._thread)}>"
-
     @property
-    def _opened(self) -> LLM:
-        """The model, whose properties are there at once."""
+    def _runtime(self) -> SpecDecodeRuntime:
+        """The model, which does not keep the event loop waiting."""
         if not self._thread.opened.done():
             raise RequestError("the model is not open yet: await llm.open() first, or use it in `async with`")
-        return self.served
+        return self._thread.opened.result()
+
+    def _streamed(self, request: Request) -> AsyncGeneration:
+        return AsyncGeneration(lambda: self._ask(self.served.submit, request))
+
+    def _session(self, *arguments: Any, **options: Any) -> AsyncSession:
+        return AsyncSession(self.served._submit, self.open, *arguments, **options)
+
+    async def _answered(self, request: Request, n: int) -> Response:
+        requests = request.repeated(n)
+        if len(requests) > 1:
+            return with_others(await self.handle(requests))
+        return await self._streamed(request).result()
 
     async def _ask(self, ask: Callable[[Request], Generation], request: Request) -> Generation:
         """Ask when the model is open, in a thread where that reads images: it would keep the event loop waiting."""

@@ -7,10 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.directories.small_files import read_text, size_limit
+from edgellm.engines.formats.small_files import read_text, size_limit
 from edgellm.errors import EngineDirectoryError, RequestError
 from edgellm.sampling_params import SamplingParams, checked_value
-from edgellm.text.messages import is_image
+from edgellm.text.messages import SYSTEM_ROLES, is_image
 from edgellm.text.tokenizer import read_json_object
 
 SYSTEM_PROMPT = "system_prompt.txt"
@@ -18,8 +18,6 @@ IMAGE_SYSTEM_PROMPT = "system_prompt_image.txt"
 GENERATION_CONFIG = "generation_config.json"
 #: What `GENERATION_CONFIG` may say of sampling.
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-#: Messages with these roles say how the model should behave.
-SYSTEM_ROLES = ("system", "developer")
 
 
 class ModelDefaults:
@@ -56,11 +54,11 @@ class ModelDefaults:
     def with_system_prompt(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages of a checked conversation (`checked_messages`) as the chat template gets them.
 
-        Where none of them is a system message, the default prompt comes first, the one for images if any is shown. An
-        empty system message leaves it out: the template then gets no system message at all.
+        Where none of them is a system message, which may be empty, the default prompt comes first, the one for images
+        if any is shown.
         """
         if any(message["role"] in SYSTEM_ROLES for message in messages):
-            return [message for message in messages if not _is_empty_system_message(message)]
+            return list(messages)
         prompt = self.image_system_prompt if any(map(_shows_image, messages)) else self.system_prompt
         return [{"role": "system", "content": prompt}, *messages] if prompt else list(messages)
 
@@ -75,11 +73,3 @@ def _prompt_text(path: Path) -> str | None:
 def _shows_image(message: dict[str, Any]) -> bool:
     content = message.get("content")
     return isinstance(content, list) and any(map(is_image, content))
-
-
-def _is_empty_system_message(message: dict[str, Any]) -> bool:
-    if message["role"] not in SYSTEM_ROLES:
-        return False
-    content = message["content"]
-    texts = [content] if isinstance(content, str) else [part.get("text", "image") for part in content]
-    return not any(texts)

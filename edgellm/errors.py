@@ -55,6 +55,16 @@ class ContextError(RequestError):
         super().__init__(message)
         self.needed, self.limit = needed, limit
 
+    @classmethod
+    def of_prompt(cls, count: int, capacity: int, is_least: bool = False) -> ContextError:
+        """The error for a prompt of `count` tokens, or at least so many, in a context of `capacity`."""
+        return cls(
+            f"the prompt has {'at least ' if is_least else ''}{count} tokens and the context {capacity}, of which at "
+            "least one is for the answer: shorten the prompt or the history, or build with a larger --kv-capacity",
+            count + 1,
+            capacity,
+        )
+
     def __reduce__(self) -> tuple[type[ContextError], tuple[str, int, int]]:
         """Errors cross processes as other errors do."""
         return type(self), (str(self), self.needed, self.limit)
@@ -88,9 +98,13 @@ class SettingsError(EdgeLLMError):
     """A settings file cannot be read, or holds an unknown key or a wrong value."""
 
 
+#: Names are compared up to so many characters: what is longer is no slip of a known one.
+_LONGEST_NAME = 100
+
+
 def did_you_mean(name: str, known: tuple[str, ...] | list[str]) -> str:
     """ ": did you mean ...?" where a known name is close, else the list of known names."""
     import difflib  # errors alone need it
 
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name[:_LONGEST_NAME], known, n=1)
     return f": did you mean {close[0]}?" if close else f": expected one of {', '.join(known)}"

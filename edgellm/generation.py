@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from numbers import Real
 from types import TracebackType
@@ -89,12 +89,17 @@ class RequestState:
             return "cancelled"
         return "deadline" if self.deadline is not None and now >= self.deadline else None
 
-    def deliver(self, chunk: Chunk) -> None:
-        """Hand over a piece of the answer."""
+    def deliver(self, chunks: Sequence[Chunk]) -> None:
+        """Hand over what came of the answer at a time, token by token: read as one piece, unless a `stop_when` is to
+        see each token as it would without drafts."""
         with self.changed:
             if self._stopped:
                 return
-            _join_unread(self.chunks, chunk)
+            if self._stop_when is not None:
+                self.chunks.extend(chunks)
+            else:
+                full = len(self.chunks) == UNREAD_CHUNKS
+                self.chunks.append(_joined([self.chunks.pop(), *chunks] if full else chunks))
             self.changed.notify_all()
         if self._listeners:
             self._tell()
@@ -114,7 +119,7 @@ class RequestState:
         with self._reading:
             try:
                 while (chunk := self._next_shown(self._stop_when)) is not None:
-                    _join_unread(self._let_pass, chunk)
+                    self._let_pass.append(chunk)
             except Exception as error:
                 self._raised = error
 
@@ -263,10 +268,10 @@ class Generation:
 
         Raises what the request failed with.
         """
-        chunk = None
-        while (following := self._take()) is not None:
-            chunk = following if chunk is None else _joined(chunk, following)
-        return chunk
+        chunks = []
+        while (chunk := self._take()) is not None:
+            chunks.append(chunk)
+        return _joined(chunks) if chunks else None
 
     def result(self, timeout: float | None = None) -> Response:
         """Wait for the whole answer. Raises what the request failed with, TimeoutError after `timeout` seconds."""
@@ -345,18 +350,14 @@ def _seconds_to(until: float) -> float | None:
     return seconds if seconds < threading.TIMEOUT_MAX else None
 
 
-def _join_unread(unread: deque[Chunk], chunk: Chunk) -> None:
-    if len(unread) < UNREAD_CHUNKS:
-        unread.append(chunk)
-    else:
-        unread[-1] = _joined(unread[-1], chunk)
-
-
-def _joined(first: Chunk, second: Chunk) -> Chunk:
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Pieces that follow each other as one."""
+    if len(chunks) == 1:
+        return chunks[0]
     return Chunk(
-        first.text + second.text,
-        first.token_ids + second.token_ids,
-        first.from_draft + second.from_draft,
-        first.logprobs + second.logprobs,
-        joined_deltas(first.tool_calls + second.tool_calls),
+        "".join(chunk.text for chunk in chunks),
+        tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
+        tuple(flag for chunk in chunks for flag in chunk.from_draft),
+        tuple(each for chunk in chunks for each in chunk.logprobs),
+        joined_deltas(delta for chunk in chunks for delta in chunk.tool_calls),
     )

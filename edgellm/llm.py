@@ -4,26 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from weakref import finalize
 
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.generation import Generation
-from edgellm.requests import Messages, Request, Response, StopWhen, request_of
+from edgellm.metrics import Metrics
+from edgellm.requests import Messages, Request, RequestOptions, Response, TurnOptions
 from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import handle_requests
-from edgellm.serving.metrics import Metrics
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread, description
-from edgellm.sessions import Session
+from edgellm.sessions import Answer, Growing, Session
 from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET
 from edgellm.snapshots.kept_states import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.text.turns import OngoingConversation, Overflow
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from edgellm.drafting.config import DraftingConfig
     from edgellm.drafting.controller import DraftingReport
     from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -32,21 +35,12 @@ if TYPE_CHECKING:
     from edgellm.text.tokenizer import Tokenizer
 
 
-class LLM:
-    """A language model, opened from an engine directory (by default the one that ships with the package).
+#: `Session`, or `AsyncSession`.
+Conversing = TypeVar("Conversing")
 
-    It has a thread of its own, which alone uses the engines; any threads may ask it. As many requests are computed
-    together as the engines were built for; up to `queue_limit` wait, first come, first served, but for those of a
-    higher `priority` (see `Request`), which go first. Each has its own sampling, limits, stop strings, adapter and
-    deadline, and the answer that it would have alone. KV rows of earlier prompts are reused where a prompt begins
-    alike.
 
-    `drafting` "auto" drafts where the directory has a draft model, as this machine's preset says; None loads none.
-    Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy, or `sampled`). `progress` is
-    called from the model's thread while it loads, with bytes done and in all. What else there is goes to
-    `SpecDecodeRuntime`. Use it as a context manager, or call `close`, which ends what is under way; one that nobody
-    holds any more, nor an answer of it, closes itself. Raises EdgeLLMError subclasses that say what is wrong.
-    """
+class ServedModel(Generic[Growing, Answer, Conversing]):
+    """What `LLM` and `AsyncLLM` have in common: how they are opened and asked, what they say of their model."""
 
     def __init__(
         self,
@@ -64,42 +58,32 @@ class LLM:
         progress: Callable[[int, int], None] | None = None,
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
-        self._own(
-            start_runtime(
-                engine_directory,
-                queue_limit,
-                multimodal_engine_directory=multimodal_engine_directory,
+        path, metrics = SHIPPED_MODEL if engine_directory is None else engine_directory, Metrics()
+
+        def open_runtime() -> SpecDecodeRuntime:
+            return SpecDecodeRuntime(
+                path,
+                multimodal_engine_directory,
+                adapters,
+                drafting,
                 backend=backend,
                 kv_cache=kv_cache,
-                drafting=drafting,
-                adapters=adapters,
                 snapshots=snapshots,
                 snapshot_budget=snapshot_budget,
                 preemption_budget=preemption_budget,
                 state_budget=state_budget,
                 progress=progress,
+                metrics=metrics,
             )
-        )
-        try:
-            self._thread.opened.result()
-        except BaseException:  # an interrupt, too: what is being loaded is closed as soon as it is there
-            self._thread.stop()
-            raise
 
-    @classmethod
-    def of_thread(cls, thread: EngineThread[SpecDecodeRuntime]) -> LLM:
-        """The model of a thread, whose `opened` what is asked of it waits for."""
-        llm = cls.__new__(cls)
-        llm._own(thread)
-        return llm
+        self._own(EngineThread(open_runtime, metrics, queue_limit))
 
     def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
         self._thread = thread
-        # Nobody can close what nobody holds any more: it would keep its memory until the process ends.
-        finalize(self, thread.stop).atexit = False  # then the thread closes itself
 
     @property
     def _runtime(self) -> SpecDecodeRuntime:
+        """The open model."""
         return self._thread.opened.result()
 
     @property
@@ -152,6 +136,156 @@ class LLM:
         """How requests are drafted; None: plainly."""
         return self._runtime.drafting
 
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[RequestOptions],
+    ) -> Answer:
+        """Complete a prompt (text, or token ids as they are) without a chat template; see `Request` and `chat`."""
+        return self._answered(self._request(prompt, None, params, adapter, options), n)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Growing:
+        """As `generate`, but gives the answer as it grows: a `Generation`, of `AsyncLLM` an `AsyncGeneration`."""
+        return self._streamed(self._request(prompt, None, params, adapter, options))
+
+    def chat(
+        self,
+        messages: Messages | str,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        n: int = 1,
+        **options: Unpack[RequestOptions],
+    ) -> Answer:
+        """Answer a conversation: dictionaries with "role" and "content", rendered by the model's chat template; or a
+        text, the user's only message. Gives a `Response`.
+
+        Without a system message it begins with `default_system_prompt`; see `Request`. Sampling keywords, such as
+        `temperature`, take the place of those fields of `params`, or of `SamplingParams()` without. `n` answers are
+        computed together, as many at a time as fit (`Response.choices`); with a seed each has its own (see
+        `Request.repeated`); the first failure of one is raised.
+        """
+        return self._answered(self._request(None, messages, params, adapter, options), n)
+
+    def stream_chat(
+        self,
+        messages: Messages | str,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Growing:
+        """As `chat`, but gives the answer as `stream` does."""
+        return self._streamed(self._request(None, messages, params, adapter, options))
+
+    def create_session(
+        self,
+        system: str | None = None,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        *,
+        overflow: Overflow = "drop_oldest",
+        **options: Unpack[TurnOptions],
+    ) -> Conversing:
+        """A conversation that remembers what was said: a `Session`, of `AsyncLLM` an `AsyncSession`.
+
+        Its system prompt is `system` (None: `default_system_prompt`, "": none). The `options` go with every message.
+        Where it outgrows the context its oldest turns leave; with the `overflow` "error" its next message raises
+        ContextError.
+        """
+        return self._session(system, params, adapter, overflow=overflow, **options)
+
+    def metrics(self) -> dict[str, Any]:
+        """What was done so far (`Metrics.snapshot`), and how many requests wait and run."""
+        return self._thread.metrics.snapshot() | {name: value for name, (_, value) in self._gauges().items()}
+
+    def metrics_text(self) -> str:
+        """The metrics in Prometheus's text form."""
+        return self._thread.metrics.prometheus(self._gauges())
+
+    def _streamed(self, request: Request) -> Growing:
+        raise NotImplementedError
+
+    def _answered(self, request: Request, n: int) -> Answer:
+        """The first of `n` answers, with the others; raises what the first of them that failed did."""
+        raise NotImplementedError
+
+    def _session(self, *arguments: Any, **options: Any) -> Conversing:
+        raise NotImplementedError
+
+    def _request(
+        self, prompt: Any, messages: Any, params: SamplingParams | None, adapter: str | None, options: RequestOptions
+    ) -> Request:
+        """See `Request.of`; what is refused is counted."""
+        with self._thread.metrics.counting_refusals():
+            return Request.of(prompt, messages, params, adapter, **options)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {description(self._thread)}>"
+
+    @property
+    def _kept_bytes(self) -> int:
+        opened = self._thread.opened
+        return opened.result().kept_bytes if opened.done() and opened.exception() is None else 0
+
+    def _gauges(self) -> Mapping[str, tuple[str, int]]:
+        return {
+            "requests_waiting": ("Requests that wait for a slot.", self._thread.waiting),
+            "requests_running": ("Requests that are being computed.", self._thread.running),
+            "requests_preempted": ("Requests that gave way to others, and wait to go on.", self._thread.preempted),
+            "preempted_bytes": ("Bytes of rows that are kept on the host for them.", self._kept_bytes),
+        }
+
+
+class LLM(ServedModel[Generation, Response, Session]):
+    """A language model, opened from an engine directory (by default the one that ships with the package).
+
+    It has a thread of its own, which alone uses the engines; any threads may ask it. As many requests are computed
+    together as the engines were built for; up to `queue_limit` wait, first come, first served, but for those of a
+    higher `priority` (see `Request`), which go first. Each has its own sampling, limits, stop strings, adapter and
+    deadline, and the answer that it would have alone. KV rows of earlier prompts are reused where a prompt begins
+    alike.
+
+    `drafting` "auto" drafts where the directory has a draft model, as this machine's preset says; None loads none.
+    Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy, or `sampled`). `progress` is
+    called from the model's thread while it loads, with bytes done and in all. What else there is goes to
+    `SpecDecodeRuntime`.
+
+    Requests take the keywords of `RequestOptions`, sampling among them: `llm.chat("Hello!", temperature=0.7)`.
+
+    Use it as a context manager, or call `close`, which ends what is under way; one that nobody holds any more, nor an
+    answer of it, closes itself. Raises EdgeLLMError subclasses that say what is wrong.
+    """
+
+    @classmethod
+    def of_thread(cls, thread: EngineThread[SpecDecodeRuntime]) -> LLM:
+        """The model of a thread, whose `opened` what is asked of it waits for."""
+        llm = cls.__new__(cls)
+        llm._hold(thread)
+        return llm
+
+    def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
+        self._hold(thread)
+        try:
+            thread.opened.result()
+        except BaseException:  # an interrupt, too: what is being loaded is closed as soon as it is there
+            thread.stop()
+            raise
+
+    def _hold(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
+        self._thread = thread
+        # Nobody can close what nobody holds any more: it would keep its memory until the process ends.
+        finalize(self, thread.stop).atexit = False  # then the thread closes itself
+
     @property
     def drafting_report(self) -> DraftingReport | None:
         """See `SpecDecodeRuntime.drafting_report`; it waits until requests that came before are answered."""
@@ -182,170 +316,28 @@ class LLM:
         """
         return handle_requests(self._queued, self._thread.metrics, requests)
 
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        deadline: float | None = None,
-        images: Sequence[Any] = (),
-        stop_when: StopWhen | None = None,
-        priority: int = 0,
-    ) -> Response:
-        """Complete a prompt (text, or token ids as they are) without a chat template; see `Request`."""
-        with self.stream(
-            prompt, params, adapter, deadline=deadline, images=images, stop_when=stop_when, priority=priority
-        ) as generation:
-            return generation.result()  # an interrupt while waiting cancels it
+    def _streamed(self, request: Request) -> Generation:
+        return self._submit(request)
 
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        deadline: float | None = None,
-        images: Sequence[Any] = (),
-        stop_when: StopWhen | None = None,
-        priority: int = 0,
-    ) -> Generation:
-        """As `generate`, but returns the answer as it grows."""
-        with self._thread.metrics.counting_refusals():
-            return self._queued(
-                Request(prompt, None, params, adapter, deadline, images=images, stop_when=stop_when, priority=priority)
-            )
-
-    def chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        deadline: float | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        stop_when: StopWhen | None = None,
-        structure: Any = None,
-        response_format: Any = None,
-        priority: int = 0,
-    ) -> Response:
-        """Answer a conversation: dictionaries with "role" and "content", rendered by the model's chat template.
-
-        Without a system message it begins with `default_system_prompt`; see `Request`.
-        """
-        with self.stream_chat(
-            messages,
-            params,
-            adapter,
-            deadline=deadline,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            template_variables=template_variables,
-            continue_final_message=continue_final_message,
-            stop_when=stop_when,
-            structure=structure,
-            response_format=response_format,
-            priority=priority,
-        ) as generation:
+    def _answered(self, request: Request, n: int) -> Response:
+        requests = request.repeated(n)
+        if len(requests) > 1:
+            return with_others(self.handle(requests))
+        with self._submit(request) as generation:  # an interrupt while waiting cancels it
             return generation.result()
 
-    def stream_chat(
-        self,
-        messages: Messages,
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        deadline: float | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        stop_when: StopWhen | None = None,
-        structure: Any = None,
-        response_format: Any = None,
-        priority: int = 0,
-    ) -> Generation:
-        """As `chat`, but returns the answer as it grows."""
-        with self._thread.metrics.counting_refusals():
-            return self._queued(
-                Request(
-                    None,
-                    messages,
-                    params,
-                    adapter,
-                    deadline,
-                    tools=tools,
-                    tool_choice=tool_choice,
-                    parallel_tool_calls=parallel_tool_calls,
-                    template_variables=template_variables,
-                    continue_final_message=continue_final_message,
-                    stop_when=stop_when,
-                    structure=structure,
-                    response_format=response_format,
-                    priority=priority,
-                )
-            )
-
-    def count_tokens(
-        self,
-        prompt: str | Sequence[int] | Messages,
-        *,
-        images: Sequence[Any] = (),
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-    ) -> int:
+    def count_tokens(self, prompt: str | Sequence[int] | Messages, **options: Unpack[RequestOptions]) -> int:
         """How many prompt tokens a request for this prompt, or conversation, would cost: `usage.prompt_tokens`.
 
         All that the chat template adds counts, and all tokens of images, which are read for it but not encoded. A
         prompt of more tokens than `context_length` is counted, too. Any thread may ask, while answers are computed.
         """
-        request = request_of(
-            prompt,
-            images=images,
-            tools=tools,
-            template_variables=template_variables,
-            continue_final_message=continue_final_message,
-        )
-        return self._runtime.count_tokens(request)
+        if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
+            return self._runtime.count_tokens(Request.of(None, prompt, **options))
+        return self._runtime.count_tokens(Request.of(prompt, **options))  # type: ignore[arg-type]
 
-    def create_session(
-        self,
-        system: str | None = None,
-        params: SamplingParams | None = None,
-        adapter: str | None = None,
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-        overflow: Overflow = "drop_oldest",
-        priority: int = 0,
-    ) -> Session:
-        """A conversation that remembers what was said; see `Session`.
-
-        Its system prompt is `system` (None: `default_system_prompt`, "": none). `tools` and `template_variables` go
-        with every message, see `Request`. Where it outgrows the context its oldest turns leave; with the `overflow`
-        "error" its next message raises ContextError.
-        """
-        return Session(
-            self._submit,
-            system,
-            params,
-            adapter,
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            template_variables=template_variables,
-            overflow=overflow,
-            priority=priority,
-        )
+    def _session(self, *arguments: Any, **options: Any) -> Session:
+        return Session(self._submit, *arguments, **options)
 
     def cache_system_prompt(
         self,
@@ -381,14 +373,6 @@ class LLM:
             raise RequestError(f"a call is a {type(function).__name__}: expected a function that takes the runtime")
         return self._thread.call(function)
 
-    def metrics(self) -> dict[str, Any]:
-        """What was done so far (`Metrics.snapshot`), and how many requests wait and run."""
-        return self._thread.metrics.snapshot() | {name: value for name, (_, value) in self._gauges().items()}
-
-    def metrics_text(self) -> str:
-        """The metrics in Prometheus's text form."""
-        return self._thread.metrics.prometheus(self._gauges())
-
     def close(self) -> None:
         """End all requests as cancelled and free everything."""
         self._thread.close()
@@ -401,29 +385,12 @@ class LLM:
     ) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<LLM {description(self._thread)}>"
 
-    @property
-    def _kept_bytes(self) -> int:
-        opened = self._thread.opened
-        return opened.result().kept_bytes if opened.done() and opened.exception() is None else 0
-
-    def _gauges(self) -> Mapping[str, tuple[str, int]]:
-        return {
-            "requests_waiting": ("Requests that wait for a slot.", self._thread.waiting),
-            "requests_running": ("Requests that are being computed.", self._thread.running),
-            "requests_preempted": ("Requests that gave way to others, and wait to go on.", self._thread.preempted),
-            "preempted_bytes": ("Bytes of rows that are kept on the host for them.", self._kept_bytes),
-        }
-
-
-def start_runtime(
-    engine_directory: str | Path | None, queue_limit: int = QUEUE_LIMIT, **options: Any
-) -> EngineThread[SpecDecodeRuntime]:
-    """A thread that opens a runtime (by default of the shipped model), on which all work with the GPU is done.
-
-    `options` are those of `SpecDecodeRuntime`.
-    """
-    path, metrics = SHIPPED_MODEL if engine_directory is None else engine_directory, Metrics()
-    return EngineThread(lambda: SpecDecodeRuntime(path, metrics=metrics, **options), metrics, queue_limit)
+def with_others(answers: Sequence[Response | EdgeLLMError]) -> Response:
+    """The first of several answers of one prompt, which knows the others; raises the first failure among them."""
+    found: list[Response] = []
+    for answer in answers:
+        if isinstance(answer, EdgeLLMError):
+            raise answer
+        found.append(answer)
+    return replace(found[0], others=tuple(found[1:]))

@@ -5,33 +5,86 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 
 from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.drafting.config import DraftingConfig
-from edgellm.errors import RequestError, shown
-from edgellm.sampling_params import SamplingParams, as_float, with_structure
+from edgellm.errors import RequestError, did_you_mean, shown
+from edgellm.sampling_params import LARGEST_SEED, SamplingParams, as_float, with_structure
 from edgellm.structure.description import Structure
 from edgellm.text.messages import checked_tools, checked_variables, is_image
 from edgellm.text.output import FinishReason
 from edgellm.tools.calls import ToolCall, ToolCallDelta, ToolChoice, checked_choice
+from edgellm.tools.functions import described_tools
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: What Linux takes, in bytes.
 _LONGEST_PATH, _LONGEST_NAME = 4096, 255
 #: A conversation: dictionaries with "role" and "content".
 Messages = Sequence[dict[str, Any]]
+#: A tool: an object as OpenAI's API has it, or a Python function.
+Tool = Mapping[str, Any] | Callable[..., Any]
 #: Gets the text of an answer so far; true ends the answer there.
 StopWhen = Callable[[str], bool]
 #: What 32 bits hold, in which kernels take token ids.
 _IDS = 2**31
 #: The largest priority; the smallest is its negative.
 _PRIORITIES = 1_000_000
+#: Of one request; OpenAI's API gives as many.
+MOST_ANSWERS = 128
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords. They stand in place of those of the `params` that are given; without
+    any, the others are as in `SamplingParams()`. `response_format` is another way to say `structure` (see `Request`).
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
+    max_tokens: int | None
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Collection[int]
+    ignore_eos: bool
+    logprobs: int | None
+    structure: Any
+    response_format: Any
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    allowed_token_ids: Collection[int] | None
+    bad_words: Sequence[str | Sequence[int]]
+
+
+class TurnOptions(SamplingOptions, total=False):
+    """Keywords of one answer of a session, and of all its answers: they are described with `Request`."""
+
+    tools: Sequence[Tool] | None
+    tool_choice: Any
+    parallel_tool_calls: bool | None
+    template_variables: Mapping[str, Any] | None
+    stop_when: StopWhen | None
+    priority: int
+
+
+class RequestOptions(TurnOptions, total=False):
+    """Keywords of a request, all there are: they are described with `Request`."""
+
+    deadline: float | None
+    images: Sequence[Any]
+    continue_final_message: bool
 
 
 @dataclass(frozen=True)
@@ -47,20 +100,21 @@ class Request:
 
     A conversation without a system message begins with the model's default system prompt
     (`LLM.default_system_prompt`); one whose content is "" leaves it out. `tools` are the functions that the model may
-    call, in the form of OpenAI's API or as functions' objects alone: at most 128, whose arguments are enforced, but
-    of those with "strict": False. `tool_choice` is "auto" (also None: the model calls or answers), "none" (its answer
-    is text), "required", or a tool's name, which make it call; without `parallel_tool_calls` it calls once.
-    `template_variables` are values for what else the
-    chat template reads, such as {"enable_thinking": False}. Both are for conversations, with values as JSON has them.
+    call, Python's own (see `function_tool`) or in the form of OpenAI's API, or the object
+    "function" of that alone: at most 128, whose arguments are enforced, but of those with "strict": False.
+    `tool_choice` is "auto" (also None: the model calls or answers), "none" (its answer is text), "required", or a
+    tool's name, which make it call; without `parallel_tool_calls` it calls once. `template_variables` are values for
+    what else the chat template reads, such as {"enable_thinking": False}. Both are for conversations, with values as
+    JSON has them.
 
     `continue_final_message` lets the model go on with the last message, an assistant's, instead of answering: the
     conversation is rendered up to the end of that message's text, and the answer is what follows it. RequestError where
     the template does not write that text out as it is.
 
-    `stop_when` is called with the text of the answer so far whenever a piece of it is read, and ends the answer there
-    where it returns true: the finish reason is "stop", and text and tokens end with that piece. The thread that reads
-    calls it: of `LLM` the one that iterates or waits for the result, also that of `handle`, for all its requests by
-    turns; of `AsyncLLM` the event loop's, so that it must be quick; of `SpecDecodeRuntime` the one that computes,
+    `stop_when` is called with the text of the answer so far, token by token as it is read, drafted or not, and ends the
+    answer where it returns true: the finish reason is "stop", and text and tokens end with that token. The thread that
+    reads calls it: of `LLM` the one that iterates or waits for the result, also that of `handle`, for all its requests
+    by turns; of `AsyncLLM` the event loop's, so that it must be quick; of `SpecDecodeRuntime` the one that computes,
     between rounds. What the engine has computed meanwhile is dropped; an answer that nobody reads is never stopped.
     What it raises is raised by reading, and cancels the request.
 
@@ -68,7 +122,8 @@ class Request:
     Where all slots are taken and a request outranks one of those that run, the one of the lowest priority gives way,
     and goes on later: its answer is the one that it would have had, only later (`timings.preempted_seconds`).
 
-    `structure` (see `SamplingParams`), or `response_format` in the form of OpenAI's API, becomes that of `params`.
+    `structure` (see `SamplingParams`), or `response_format` in the form of OpenAI's API, becomes that of `params`. An
+    answer that may call tools calls them, or has the structure.
     """
 
     prompt: str | Sequence[int] | None = None
@@ -77,7 +132,7 @@ class Request:
     adapter: str | None = None
     deadline: float | None = None
     images: Sequence[Any] = ()
-    tools: Sequence[Mapping[str, Any]] | None = None
+    tools: Sequence[Any] | None = None
     template_variables: Mapping[str, Any] | None = None
     continue_final_message: bool = False
     stop_when: StopWhen | None = None
@@ -95,7 +150,7 @@ class Request:
         object.__setattr__(self, "params", with_structure(self.params, structure, response_format))
         if not isinstance(self.images, (list, tuple)):
             raise RequestError(f"images is a {type(self.images).__name__}: expected a list of images")
-        object.__setattr__(self, "tools", checked_tools(self.tools))
+        object.__setattr__(self, "tools", checked_tools(described_tools(self.tools)))
         object.__setattr__(self, "template_variables", checked_variables(self.template_variables))
         if self.messages is None and (self.tools or self.template_variables):
             given = "tools" if self.tools else "template_variables"
@@ -114,17 +169,47 @@ class Request:
             found = type(self.stop_when).__name__
             raise RequestError(f"stop_when is a {found}: expected a callable that takes the text so far, or None")
 
+    @classmethod
+    def of(
+        cls,
+        prompt: str | Sequence[int] | None = None,
+        messages: Messages | str | None = None,
+        params: SamplingParams | None = None,
+        adapter: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Request:
+        """A request whose sampling is said in keywords, too: `Request.of("hello", temperature=0.7)`.
+
+        `messages` may be a text, the user's only message. Raises TypeError for an unknown keyword, as any call does.
+        """
+        check_choices(params, adapter)
+        given: dict[str, Any] = {**options}
+        known = (*_SAMPLING, *cls.__dataclass_fields__)
+        for name in given:
+            if name not in known:
+                raise TypeError(f"unknown keyword argument {name!r}{did_you_mean(name, known)}")
+        sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
+        if sampling:
+            params = replace(params or SamplingParams(), **sampling)
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        return cls(prompt, messages, params, adapter, **given)
+
+    def repeated(self, count: int) -> list[Request]:
+        """This request `count` times, for as many answers: where tokens are drawn with a seed, each has the one after
+        that of the request before it. Raises RequestError for a count that is not from 1 to 128."""
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_ANSWERS:
+            raise RequestError(f"n is {shown(count)}: expected a whole number from 1 to {MOST_ANSWERS}")
+        params = self.params
+        if count == 1 or params is None or params.seed is None:
+            return [self] * count
+        seeds = ((params.seed + more) % (LARGEST_SEED + 1) for more in range(count))
+        return [replace(self, params=replace(params, seed=seed)) for seed in seeds]
+
     @cached_property
     def choice(self) -> ToolChoice | None:
         """What is wanted of the tools; None without any. Raises RequestError."""
-        choice = checked_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
-        structured = self.params is not None and self.params.structure is not None
-        if choice is not None and choice.mode != "none" and structured:
-            raise RequestError(
-                f"structure and tools are given with the tool_choice {choice.mode!r}: an answer is one or the other, "
-                "set tool_choice to 'none' or leave the structure out"
-            )
-        return choice
+        return checked_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def shows_images(self) -> bool:
@@ -134,11 +219,8 @@ class Request:
         return bool(self.images) or any(isinstance(part, list) and any(map(is_image, part)) for part in contents)
 
 
-def request_of(prompt: str | Sequence[int] | Messages, **more: Any) -> Request:
-    """The request for a prompt, or for a conversation: a list of dictionaries; `more` are further fields of it."""
-    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], Mapping):
-        return Request(messages=prompt, **more)
-    return Request(prompt=prompt, **more)  # type: ignore[arg-type]
+#: What `Request.of` takes for the fields of `SamplingParams`.
+_SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name not in Request.__dataclass_fields__)
 
 
 def require_request(value: Any) -> None:
@@ -279,7 +361,7 @@ class Response:
     that left it before this answer, to make room for it. `structure` is what was asked for, and `structured_from`
     where it begins in `text`: behind the reasoning of a model that thinks, None where that did not end. `tool_calls`
     are the calls that the answer makes, which are no part of `text`; `tool_call_error` says why what began like one
-    stayed text, or is not complete.
+    stayed text, or is not complete. `others` are the answers beside this one, where several were asked for (`n`).
     """
 
     text: str
@@ -296,12 +378,18 @@ class Response:
     structured_from: int | None = field(default=None, repr=False)
     tool_calls: tuple[ToolCall, ...] = field(default=())
     tool_call_error: str | None = field(default=None)
+    others: tuple[Response, ...] = field(default=(), repr=False)
+
+    @property
+    def choices(self) -> tuple[Response, ...]:
+        """All `n` answers: this one, which is the first, and the others."""
+        return (self, *self.others)
 
     @cached_property
     def structure_complete(self) -> bool | None:
         """Whether the answer has the whole structure that was asked for: False where a limit, a stop string or the
-        caller cut it, None without a structure."""
-        if self.structure is None:
+        caller cut it, None without a structure, and where the answer calls tools instead."""
+        if self.structure is None or self.tool_calls:
             return None
         return self.structured_from is not None and self.structure.is_complete(self.text[self.structured_from :])
 

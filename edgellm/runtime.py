@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
@@ -16,8 +17,6 @@ from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import open_runner, read_adapters
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
-from edgellm.defaults import ModelDefaults
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.controller import DraftingReport
 from edgellm.drafting.drafters import Drafters
@@ -28,6 +27,7 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
+from edgellm.metrics import Metrics
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
 from edgellm.requests import (
     Request,
@@ -44,7 +44,7 @@ from edgellm.requests import (
 )
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
-from edgellm.serving.metrics import Metrics
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET, RowKeeper
 from edgellm.snapshots.kept_states import STATE_BUDGET, StateKeeper
@@ -52,9 +52,8 @@ from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
-from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import OngoingConversation
-from edgellm.vision.opening import LazyVisionEncoder, image_writer, open_vision_encoder, vision_directory
+from edgellm.vision.opening import LazyVisionEncoder, open_texts, open_vision_encoder, vision_directory
 
 if TYPE_CHECKING:
     from edgellm.vision.encoder import VisionEncoder
@@ -99,19 +98,13 @@ class SpecDecodeRuntime:
         path, vision_path = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
         check_options(path, vision_path, backend, adapters, drafting, snapshots, snapshot_budget, progress)
         if not isinstance(metrics, (Metrics, type(None))):
-            raise RequestError(
-                f"metrics is a {type(metrics).__name__}: expected edgellm.serving.metrics.Metrics(), or None"
-            )
+            raise RequestError(f"metrics is a {type(metrics).__name__}: expected edgellm.metrics.Metrics(), or None")
         check_bytes("preemption_budget", preemption_budget)
         check_bytes("state_budget", state_budget)
         self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
-        self.tokenizer = Tokenizer.from_directory(self.directory.path, self.directory.config.vocab_size)
-        self._defaults = ModelDefaults(self.directory.path)
+        self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
         self.metrics = metrics or Metrics()
-        self.tokenizer.takes_images = self.has_vision_model
-        if self._multimodal_directory is not None:
-            self.tokenizer.write_images = image_writer(self._multimodal_directory, self.tokenizer)
         #: What `capture_decoding_cuda_graph` could not capture, by name.
         self.uncaptured_stages: tuple[str, ...] = ()
         self._busy = threading.Lock()
@@ -207,6 +200,11 @@ class SpecDecodeRuntime:
     def drafting_report(self) -> DraftingReport | None:
         """What adaptive drafting, or drafting from what was said, chose so far, and why; else None."""
         return self._drafters.report()
+
+    def forget_said(self) -> None:
+        """Propose nothing any more of what answers have said so far."""
+        if self._drafters.index is not None:
+            self._drafters.index.clear()
 
     def use_drafting(self, drafting: DraftingConfig | None) -> None:
         """Draft otherwise, or not at all, from the next request on; what was learned for a setting is kept for it.
@@ -314,12 +312,11 @@ class SpecDecodeRuntime:
         """See `edgellm.serving.server.Engine`."""
         chooser, given = self._drafters.chooser, self._drafters.given
         runner, snapshots = self._open_runner(), self._open_snapshots()
+        if self._observer is not None:
+            runner = cast(DecodingRunner, ObservedRunner(runner, self._observer))
+            snapshots = cast(SlotSnapshots, ObservedSnapshots(snapshots, self._observer))
         encode = None if self._vision is None else self._vision.encode
-        if self._observer is None:
-            return DecodingLoop(runner, self._contents, chooser, snapshots, encode, given, self._keeper, self._states)
-        observed = ObservedRunner(runner, self._observer), ObservedSnapshots(snapshots, self._observer)
-        kept = self._keeper, self._states
-        return DecodingLoop(observed[0], self._contents, chooser, observed[1], encode, given, *kept)
+        return DecodingLoop(runner, self._contents, chooser, snapshots, encode, given, self._keeper, self._states)
 
     def generate_and_save_system_prompt_kv_cache(
         self,
@@ -421,6 +418,14 @@ class SpecDecodeRuntime:
 
         Raises RequestError while it is in use.
         """
+        is_on_a_device = self._runner is not None and not self._runner.backend.computes_at_once
+        try:
+            self._close()
+        finally:
+            if is_on_a_device:  # what goes in circles is freed by the thread that made it, as a device's memory must be
+                gc.collect()
+
+    def _close(self) -> None:
         with self._exclusive(), ExitStack() as last_first:
             vision, snapshots, runner = self._vision, self._snapshots, self._runner
             keepers = self._keeper, self._states

@@ -19,6 +19,8 @@ MOST_LOGPROBS = 20
 #: Of OpenAI's API: with 100 a token is as good as chosen, with -100 as good as forbidden.
 LARGEST_BIAS = 100.0
 MOST_BIASES = MOST_BAD_WORDS = 1024
+#: Characters of all bad words together: each is encoded, twice.
+_MOST_BAD_CHARACTERS = 2**16
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class SamplingParams:
     `temperature` 0 is greedy decoding. `top_k` 0, `top_p` 1 and `min_p` 0 switch these filters off; a
     `repetition_penalty` of 1 and `presence_penalty`, `frequency_penalty` of 0 do nothing. `seed` None draws one at
     random. `max_tokens` None means up to the context limit. An answer ends at the model's end-of-sequence tokens
-    (unless `ignore_eos`), at one of `stop_token_ids`, or where its text contains one of the `stop` strings.
+    (unless `ignore_eos`), at one of `stop_token_ids`, or where its text contains one of the `stop` strings; not before
+    it has `min_tokens`: such tokens are not drawn until then, and a stop string counts where its end comes later.
 
     With `logprobs` N each token comes with its log-probability and the N likeliest in its place (`TokenLogprobs`); the
     host then reads logits in every step, and with penalties nothing is drafted. They are after masks (`structure`,
@@ -57,6 +60,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int = 0
     stop: str | Sequence[str] = ()
     stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
@@ -73,6 +77,11 @@ class SamplingParams:
             raise RequestError(
                 "ignore_eos goes on behind the end of an answer, where a structure has nothing more to say: leave one "
                 "of them out"
+            )
+
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}: expected no more than max_tokens"
             )
 
     @property
@@ -126,6 +135,8 @@ def checked_value(name: str, value: Any) -> Any:
         return None if value is None else _integer(name, value, 0, LARGEST_SEED)
     if name == "max_tokens":
         return None if value is None else _integer(name, value, 1, LARGEST_INTEGER)
+    if name == "min_tokens":
+        return _integer(name, value, 0, LARGEST_INTEGER)
     if name == "logprobs":
         return None if value is None else _integer(name, value, 0, MOST_LOGPROBS)
     if name == "stop":
@@ -211,11 +222,16 @@ def _bad_words(value: Any) -> tuple[str | tuple[int, ...], ...]:
     words = _sequence("bad_words", value)
     if len(words) > MOST_BAD_WORDS:
         raise RequestError(f"bad_words has {len(words)} words: expected at most {MOST_BAD_WORDS}")
+    characters = sum(len(word) for word in words if isinstance(word, str))
+    if characters > _MOST_BAD_CHARACTERS:
+        raise RequestError(
+            f"bad_words have {characters:,} characters: expected at most {_MOST_BAD_CHARACTERS:,} in all"
+        )
     found: list[str | tuple[int, ...]] = []
     for word in words:
         if isinstance(word, str):
             if not word.strip():
-                raise RequestError(f"bad_words has {word!r}: expected words that have more than whitespace")
+                raise RequestError(f"bad_words has {shown(word)}: expected words that have more than whitespace")
             found.append(word)
         else:
             ids = tuple(_integer("bad_words", each, 0, LARGEST_INTEGER) for each in _sequence("bad_words", word))

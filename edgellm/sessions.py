@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import compress
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from edgellm.errors import RequestError
+from edgellm.errors import RequestError, shown
 from edgellm.generation import Generation, RequestState
-from edgellm.requests import Request, Response, StopWhen, check_choices, checked_priority
-from edgellm.sampling_params import SamplingParams, with_structure
-from edgellm.text.messages import checked_messages, checked_tools, checked_variables
-from edgellm.text.turns import OngoingConversation, Overflow, turn_starts, without_oldest
-from edgellm.tools.calls import checked_choice
+from edgellm.requests import Request, Response, TurnOptions
+from edgellm.sampling_params import SamplingParams
+from edgellm.text.messages import checked_messages
+from edgellm.text.turns import OngoingConversation, Overflow, stays, turn_starts, without_oldest
+from edgellm.tools.functions import call_arguments, functions_among, result_message
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("edgellm.sessions")
 
@@ -23,6 +30,11 @@ logger = logging.getLogger("edgellm.sessions")
 Content = str | Sequence[dict[str, Any]]
 #: Of the context: a conversation that fills so much of it is warned of.
 NEARLY_FULL = 0.9
+#: An answer on its way, and a whole one: `Generation` and `Response`, or `AsyncGeneration` and what gives a `Response`.
+Growing = TypeVar("Growing")
+Answer = TypeVar("Answer")
+#: Of one run, where nobody says otherwise.
+MOST_ANSWERS = 10
 
 
 @dataclass(frozen=True)
@@ -40,22 +52,10 @@ class _OpenTurn:
         return self.request_state.cancelled or self.given_up.is_set()
 
 
-class Session:
-    """A conversation with a model: each message is answered with all that came before.
+class Conversation(Generic[Growing, Answer]):
+    """What `Session` and `AsyncSession` have in common."""
 
-    What is said again is not computed again while the KV cache holds it (`usage.reused_tokens`). An answer that was cut
-    short stays as far as it came; a message whose answer failed, or did not begin, is taken back. After an answer that
-    was cancelled, or let go of, the conversation goes on at once: the next message waits for its last round.
-
-    A conversation may go on for ever. Before each answer room is kept for its `max_tokens`, or else for a quarter of
-    the context. Where that is not there, the oldest turns leave at once, down to about half of the context; the system
-    prompt and the newest turns stay. The response tells (`dropped_turns`), `messages` are what stayed. With the
-    `overflow` "error" nothing leaves. A message that does not fit raises ContextError and changes nothing: with "error"
-    with all that was said, with "drop_oldest" with the system prompt alone.
-
-    `params`, `adapter` and `priority` may be set: they are those of the next answers; `warn`, too, which is called with
-    a sentence where an answer filled nine tenths of the context (by default it goes to the log).
-    """
+    _awaits = False  # whether functions of a run may be coroutine functions
 
     def __init__(
         self,
@@ -64,31 +64,32 @@ class Session:
         params: SamplingParams | None = None,
         adapter: str | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        tool_choice: Any = None,
-        parallel_tool_calls: bool | None = None,
-        template_variables: Mapping[str, Any] | None = None,
         overflow: Overflow = "drop_oldest",
-        priority: int = 0,
+        **options: Unpack[TurnOptions],
     ) -> None:
         """`ask` queues a request that goes on a conversation, perhaps without the oldest turns.
 
         It is answered with the model's default system prompt where `system` is None, without any where it is "". Raises
-        RequestError for malformed tools or template variables.
+        RequestError for malformed options.
         """
-        check_choices(params, adapter)
+        first = Request.of(None, (), params, adapter, **options)
         if system is not None:
             checked_messages([{"role": "system", "content": system}], takes_images=True)
         self._ask, self._conversation = ask, OngoingConversation(overflow)
-        self.params, self.adapter, self.priority = params, adapter, checked_priority(priority)
-        self._tools, self._variables = checked_tools(tools), checked_variables(template_variables)
-        checked_choice(self._tools, tool_choice, parallel_tool_calls)
-        self._parallel_tool_calls = parallel_tool_calls
+        self.params, self.adapter, self.priority = first.params, adapter, first.priority
         #: The `tool_choice` of the next answers.
-        self.tool_choice = tool_choice
+        self.tool_choice = first.tool_choice
+        self._options: TurnOptions = {
+            "tools": first.tools,
+            "parallel_tool_calls": first.parallel_tool_calls,
+            "template_variables": first.template_variables,
+            "stop_when": first.stop_when,
+        }
+        self._functions = functions_among(options.get("tools"))
         self.warn: Callable[[str], object] = logger.warning
         self._messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._open: _OpenTurn | None = None
+        self._runs = False
         self._lock = threading.RLock()  # `warn` may change the conversation
 
     @property
@@ -125,7 +126,7 @@ class Session:
             self._messages = [dict(message) for message in messages]
 
     def trim(self, turns: int) -> int:
-        """Forget all but the system prompt and the last `turns`: messages of the user, with all that answers them.
+        """Forget all but system messages and the last `turns`: messages of the user, with all that answers them.
 
         Returns how many turns left. Raises RequestError while an answer is growing.
         """
@@ -136,7 +137,7 @@ class Session:
             starts = turn_starts(self._messages)
             leaving = max(0, len(starts) - turns)
             ends = [*starts, len(self._messages)]
-            self._messages = without_oldest(self._messages, ends[leaving] - ends[0])
+            self._messages = list(compress(self._messages, stays(self._messages, ends[leaving])))
             return leaving
 
     def undo(self) -> list[dict[str, Any]]:
@@ -155,59 +156,93 @@ class Session:
         if self._lock.acquire(blocking=False):  # a debugger may ask at any time
             self._take_in()
             self._lock.release()
-        count, state = len(self._messages), "idle" if self._open is None else "being answered"
-        return f"<Session: {count} message{'' if count == 1 else 's'}, {state}>"
+        count, state = len(self._messages), "being answered" if self._open or self._runs else "idle"
+        return f"<{type(self).__name__}: {count} message{'' if count == 1 else 's'}, {state}>"
+
+    def take_in(self) -> None:
+        """Remember an answer that has ended now, and not only when the session is used again."""
+        with self._lock:
+            self._take_in()
 
     def stream(
         self,
         content: Content,
         params: SamplingParams | None = None,
         deadline: float | None = None,
-        *,
-        stop_when: StopWhen | None = None,
-        structure: Any = None,
-        response_format: Any = None,
-    ) -> Generation:
-        """Say something: text, or parts of a message, images among them. Returns the answer as it grows.
+        **options: Unpack[TurnOptions],
+    ) -> Growing:
+        """Say something: text, or parts of a message, images among them. Gives the answer as it grows, a `Generation`;
+        of an `AsyncSession` an `AsyncGeneration`: it is said when that is first iterated, awaited or entered.
 
         Instead of a message of the user it may be the results of calls: a list of messages of the role "tool".
-
-        `structure`, or `response_format`, is that of this answer alone (see `Request`).
 
         The conversation goes on with what of the answer stands where `stop_when` ended it (see `Request`). Raises
         RequestError while the one before is growing.
         """
-        params = self._asked_params(params, structure, response_format)
-        return self._say(content, params, deadline, stop_when, threading.Event())
+        return self._asked(self._say, content, params, deadline, options)
 
-    def _asked_params(
-        self, params: SamplingParams | None, structure: Any, response_format: Any
-    ) -> SamplingParams | None:
-        """The parameters of one answer that has a structure of its own; as given where it has none."""
-        if structure is None and response_format is None:
-            return params
-        return with_structure(self.params if params is None else params, structure, response_format)
+    def send(
+        self,
+        content: Content,
+        params: SamplingParams | None = None,
+        deadline: float | None = None,
+        **options: Unpack[TurnOptions],
+    ) -> Answer:
+        """Say something and wait for the answer, a `Response`; an interrupt while waiting cancels it."""
+        return self._result(self.stream(content, params, deadline, **options))
 
     def retry(
         self,
         params: SamplingParams | None = None,
         deadline: float | None = None,
-        *,
-        stop_when: StopWhen | None = None,
-    ) -> Generation:
-        """Answer the last message again, with a new seed where tokens are drawn and none is given. Returns the answer
-        as it grows, which takes the place of the one before once there is something of it.
+        **options: Unpack[TurnOptions],
+    ) -> Growing:
+        """Answer the last message again, with a new seed where tokens are drawn and none is given. Gives the answer as
+        `stream` does; it takes the place of the one before once there is something of it.
 
         Raises RequestError where there is no message of the user, and while an answer is growing.
         """
-        return self._retry(params, deadline, stop_when, threading.Event())
+        return self._asked(self._retry, params, deadline, options)
+
+    def run(
+        self,
+        content: Content,
+        params: SamplingParams | None = None,
+        deadline: float | None = None,
+        *,
+        max_answers: int = MOST_ANSWERS,
+        raise_errors: bool = False,
+        **options: Unpack[TurnOptions],
+    ) -> Answer:
+        """Say something, call the functions among the `tools` that the model asks for, tell it what they returned, and
+        so on until it answers without a call; gives that answer, a `Response`.
+
+        Functions are called one after the other, in this thread; an `AsyncSession` awaits coroutine functions, and
+        calls others in a thread. Results are told as text or JSON (see `edgellm.tools.functions.result_message`). What
+        a function raises is told to the model as "error: ..." and logged, or raised with `raise_errors`. A call of a
+        tool that is no function is for the caller: the answer with it is given, as is the last of `max_answers`.
+        `deadline` is of all answers together, the `params` and `options` are of each; `tool_choice` is of the first.
+
+        All of it is remembered, or nothing: what is raised, an interrupt, too, leaves the conversation as it was.
+        """
+        return self._to_its_end(self._run(content, params, deadline, max_answers, raise_errors, options))
+
+    def _asked(self, ask: Callable[..., Generation], *arguments: Any) -> Growing:
+        """What `ask` gives for these arguments and an event, as one who waits for it sees it."""
+        raise NotImplementedError
+
+    def _result(self, growing: Growing) -> Answer:
+        raise NotImplementedError
+
+    def _to_its_end(self, running: Coroutine[Any, Any, Response]) -> Answer:
+        raise NotImplementedError
+
+    def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        """What a function of a run returns, or what gives it when it is awaited."""
+        raise NotImplementedError
 
     def _retry(
-        self,
-        params: SamplingParams | None,
-        deadline: float | None,
-        stop_when: StopWhen | None,
-        given_up: threading.Event,
+        self, params: SamplingParams | None, deadline: float | None, options: TurnOptions, given_up: threading.Event
     ) -> Generation:
         """As `retry`; `given_up` as of `_say`."""
         with self._ready_for_more(given_up):
@@ -216,21 +251,22 @@ class Session:
                 raise RequestError("nothing was asked yet: there is no answer to give again")
             last = places[-1]
             asked = self._messages[last : last + 1]
-            return self._answer(self._messages[:last], asked, params, deadline, stop_when, given_up)
+            return self._answer(self._messages[:last], asked, params, deadline, options, given_up)
 
     def _say(
         self,
         content: Content,
         params: SamplingParams | None,
         deadline: float | None,
-        stop_when: StopWhen | None,
+        options: TurnOptions,
         given_up: threading.Event,
     ) -> Generation:
-        """As `stream`. Who no longer waits for this call to return, as it goes on in another thread, sets `given_up`:
-        what is not said yet stays unsaid (a RequestError), and the answer to what is said counts as let go of.
+        """As `stream`. Who no longer waits for this call to return, as it goes on in another thread, sets
+        `given_up`: what is not said yet stays unsaid (a RequestError), and the answer to what is said counts as let go
+        of.
         """
         with self._ready_for_more(given_up):
-            return self._answer(self._messages, _messages_of(content), params, deadline, stop_when, given_up)
+            return self._answer(self._messages, _messages_of(content), params, deadline, options, given_up)
 
     @contextmanager
     def _ready_for_more(self, given_up: threading.Event) -> Iterator[None]:
@@ -241,57 +277,79 @@ class Session:
             self._settle()
             yield
 
-    def send(
-        self,
-        content: Content,
-        params: SamplingParams | None = None,
-        deadline: float | None = None,
-        *,
-        stop_when: StopWhen | None = None,
-        structure: Any = None,
-        response_format: Any = None,
-    ) -> Response:
-        """Say something and wait for the answer; an interrupt while waiting cancels it."""
-        with self.stream(
-            content, params, deadline, stop_when=stop_when, structure=structure, response_format=response_format
-        ) as generation:
-            response = generation.result()
-        self.take_in()
-        return response
-
-    def take_in(self) -> None:
-        """Remember an answer that has ended now, and not only when the session is used again."""
-        with self._lock:
-            self._take_in()
-
     def _answer(
         self,
         before: list[dict[str, Any]],
         messages: list[dict[str, Any]],
         params: SamplingParams | None,
         deadline: float | None,
-        stop_when: StopWhen | None,
+        options: TurnOptions,
         given_up: threading.Event,
     ) -> Generation:
         """Ask for the answer to messages behind others; they are the conversation once it is there."""
-        request = Request(
-            messages=[*before, *messages],
-            params=self.params if params is None else params,
-            adapter=self.adapter,
-            deadline=deadline,
-            tools=self._tools,
-            tool_choice=self.tool_choice,
-            parallel_tool_calls=self._parallel_tool_calls,
-            template_variables=self._variables,
-            stop_when=stop_when,
-            priority=self.priority,
-        )
+        asked: TurnOptions = {"tool_choice": self.tool_choice, "priority": self.priority, **self._options, **options}
+        params = self.params if params is None else params
+        request = Request.of(None, [*before, *messages], params, self.adapter, deadline=deadline, **asked)
         generation = self._ask(request, self._conversation)
         kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
         self._open = _OpenTurn(kept, messages, generation.request_state, given_up)
         return generation
 
+    async def _run(
+        self,
+        content: Content,
+        params: SamplingParams | None,
+        deadline: float | None,
+        max_answers: int,
+        raise_errors: bool,
+        options: TurnOptions,
+    ) -> Response:
+        """As `run`. All is said in a copy of this session, which takes over what was said there once there is
+        an answer."""
+        if isinstance(max_answers, bool) or not isinstance(max_answers, int) or max_answers < 1:
+            raise RequestError(f"max_answers is {shown(max_answers)}: expected a whole number of at least 1")
+        functions = functions_among(options["tools"]) if "tools" in options else self._functions
+        waits = [name for name, function in functions.items() if inspect.iscoroutinefunction(function)]
+        if waits and not self._awaits:
+            raise RequestError(f"the function {waits[0]} is a coroutine function: AsyncSession.run awaits such")
+        with self._lock:
+            self._check_runs()
+            self._runs, fork = True, copy.copy(self)
+            fork._runs, fork._lock = False, threading.RLock()
+        try:
+            begun, left = time.monotonic(), deadline
+            for asked in range(1, max_answers + 1):
+                response = await _waited_for(fork.send(content, params, left, **options))
+                calls, known = response.tool_calls, all(each.name in functions for each in response.tool_calls)
+                if response.finish_reason != "tool_calls" or not known or asked == max_answers:
+                    break
+                results = []
+                for each in calls:
+                    function = functions[each.name]
+                    try:
+                        result = await _waited_for(self._call(function, call_arguments(function, each)))
+                    except Exception as error:
+                        if raise_errors:
+                            raise
+                        logger.warning("the function %s failed: %r", each.name, error, exc_info=error)
+                        result = f"error: {str(error) or type(error).__name__}"
+                    results.append(result_message(each, result))
+                content, options = results, {**options, "tool_choice": None}  # a call that was required was made
+                left = None if deadline is None else deadline - (time.monotonic() - begun)
+            fork.take_in()
+            if response.is_answered:
+                with self._lock:
+                    self._messages, self._open = fork._messages, None
+            return response
+        finally:
+            self._runs = False
+
+    def _check_runs(self) -> None:
+        if self._runs:
+            raise RequestError("the last message is still being answered: wait for the end of its run")
+
     def _settle(self) -> None:
+        self._check_runs()
         if self._open is not None and self._open.unwanted:
             self._open.request_state.cancel()  # what was let go of may wait in the queue still
             self._open.request_state.wait()
@@ -317,6 +375,49 @@ class Session:
             drops = self._conversation.overflow == "drop_oldest"
             soon = "its oldest turns leave soon" if drops else "messages will not fit soon"
             self.warn(f"the conversation fills {used} of the {context_length} tokens of the context: {soon}")
+
+
+class Session(Conversation[Generation, Response]):
+    """A conversation with a model: each message is answered with all that came before.
+
+    What is said again is not computed again while the KV cache holds it (`usage.reused_tokens`). An answer that was cut
+    short stays as far as it came; a message whose answer failed, or did not begin, is taken back. After an answer that
+    was cancelled, or let go of, the conversation goes on at once: the next message waits for its last round.
+
+    A conversation may go on for ever. Before each answer room is kept for its `max_tokens`, or else for a quarter of
+    the context. Where that is not there, the oldest turns leave at once, down to about half of the context; the system
+    prompt and the newest turns stay. The response tells (`dropped_turns`), `messages` are what stayed. With the
+    `overflow` "error" nothing leaves. A message that does not fit raises ContextError and changes nothing: with "error"
+    with all that was said, with "drop_oldest" with the system prompt alone.
+
+    `params`, `adapter`, `priority` and `tool_choice` may be set: they are those of the next answers; `warn`, too, which
+    is called with a sentence where an answer filled nine tenths of the context (by default it goes to the log). What
+    `options` (see `TurnOptions`) say of one answer goes before that.
+    """
+
+    def _asked(self, ask: Callable[..., Generation], *arguments: Any) -> Generation:
+        return ask(*arguments, threading.Event())
+
+    def _result(self, growing: Generation) -> Response:
+        with growing:
+            response = growing.result()
+        self.take_in()
+        return response
+
+    def _to_its_end(self, running: Coroutine[Any, Any, Response]) -> Response:
+        try:
+            running.send(None)  # nothing of ours in it waits for an event loop
+        except StopIteration as ended:
+            return ended.value
+        running.close()
+        raise RequestError("a function has returned what waits for an event loop: AsyncSession.run awaits such")
+
+    def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        return function(**arguments)
+
+
+async def _waited_for(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
 
 
 def _messages_of(content: Content) -> list[dict[str, Any]]:

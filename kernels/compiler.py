@@ -113,7 +113,8 @@ def cached_module(source: ModuleSource, architecture: str) -> CompiledModule:
     if content is not None:
         names, _, code = content.partition(b"\n")
         return CompiledModule(code, json.loads(names))
-    logger.warning("The CUDA kernels %s are compiled for %s now, which takes seconds, once", source.name, architecture)
+    stage = f"The CUDA kernels are compiled for {architecture} now, once"
+    logger.warning("%s: %s", stage, source.name, extra={"stage": (stage, source.name)})
     module = compile_module(source, architecture)
     content = json.dumps(module.lowered_names).encode() + b"\n" + module.code
     _keep(path, hashlib.sha256(content).digest() + content)

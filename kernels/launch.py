@@ -1,7 +1,8 @@
-"""Kernels launched through `cuda.bindings`, prepared once and enqueued any number of times.
+"""Kernels launched through pycuda, or through `cuda.bindings` where a launch has attributes.
 
-pycuda cannot ask for programmatic dependent launch, which lets a kernel load what its predecessor does not change while
-that one finishes; these launches can.
+pycuda cannot ask for clusters, nor for programmatic dependent launch, which lets a kernel load what its predecessor
+does not change while that one finishes. Kernels of models are prepared once as a `Launch`, which can have both;
+`launch_kernel` enqueues the others at once, and chooses.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class KernelModule:
     A module of them is loaded, once, when it is first asked for.
     """
 
-    def __init__(self, gpu: GPU, stream_handle: int) -> None:
-        """Of kernels for `gpu`. Raises MissingDependencyError without cuda.bindings."""
+    def __init__(self, gpu: GPU, stream: Any) -> None:
+        """Of kernels for `gpu`, on a stream of pycuda's. Raises MissingDependencyError without cuda.bindings."""
         try:
             from cuda.bindings import driver
         except ImportError as error:
@@ -39,10 +40,12 @@ class KernelModule:
         self.architecture, self.multiprocessors = gpu.architecture, gpu.multiprocessors
         self.shared_limit, self.can_overlap, self.has_clusters = gpu.shared_limit, gpu.can_overlap, gpu.has_clusters
         self.driver = driver
-        self.stream = driver.CUstream(stream_handle)
+        self.stream, self.prepared_stream = driver.CUstream(stream.handle), stream
         self._loaded: dict[ModuleSource, tuple[Any, dict[str, str]]] = {}
         self._functions: dict[Kernel, Any] = {}
         self._shared_bytes: dict[Kernel, int] = {}
+        self._prepared: dict[ModuleSource, tuple[Any, dict[str, str]]] = {}
+        self._prepared_functions: dict[Kernel, tuple[Any, int]] = {}
 
     def close(self) -> None:
         """Unload the kernels when the stream is done with them: who else is in the context may stay there for long."""
@@ -50,6 +53,7 @@ class KernelModule:
         for module, _ in self._loaded.values():
             self.driver.cuModuleUnload(module)
         self._loaded, self._functions = {}, {}
+        self._prepared_functions, self._prepared = {}, {}  # pycuda unloads what nobody holds
 
     def _checked(self, result: tuple) -> Any:
         status, *values = result
@@ -70,6 +74,18 @@ class KernelModule:
             raise refused_by_driver(self.architecture, status)
         self._loaded[source] = module, compiled.lowered_names
 
+    def load_prepared(self, source: ModuleSource) -> None:
+        """As `load`, for kernels that pycuda launches."""
+        if source in self._prepared:
+            return
+        import pycuda.driver as cuda
+
+        compiled = cached_module(source, self.architecture)
+        try:
+            self._prepared[source] = cuda.module_from_buffer(compiled.code), compiled.lowered_names
+        except cuda.Error as error:
+            raise refused_by_driver(self.architecture, error) from error
+
     def function(self, kernel: Kernel, shared_bytes: int) -> Any:
         """The kernel, allowed to use `shared_bytes` of shared memory; its module is loaded if it is not yet."""
         attributes = self.driver.CUfunction_attribute
@@ -82,16 +98,37 @@ class KernelModule:
             carveout = attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
             self._checked(self.driver.cuFuncSetAttribute(function, carveout, 100))
             self._functions[kernel], self._shared_bytes[kernel] = function, 0
-        if shared_bytes > self.shared_limit:
-            raise KernelError(
-                f"{kernel.expression} needs {shared_bytes} bytes of shared memory for this batch and width, the GPU "
-                f"has {self.shared_limit}: use a smaller batch or tree"
-            )
+        self._check_shared(kernel, shared_bytes)
         if shared_bytes > self._shared_bytes[kernel]:
             limit = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self._checked(self.driver.cuFuncSetAttribute(self._functions[kernel], limit, shared_bytes))
             self._shared_bytes[kernel] = shared_bytes
         return self._functions[kernel]
+
+    def prepared(self, kernel: Kernel, shared_bytes: int, parameter_bytes: int) -> Any:
+        """The kernel as pycuda prepares it for so many bytes of parameters, allowed to use `shared_bytes`; its module
+        is loaded if it is not yet."""
+        import pycuda.driver as cuda
+
+        self._check_shared(kernel, shared_bytes)
+        if kernel not in self._prepared_functions:
+            self.load_prepared(kernel.source)
+            module, lowered_names = self._prepared[kernel.source]
+            function = module.get_function(lowered_names.get(kernel.expression, kernel.expression))
+            function.set_attribute(cuda.function_attribute.PREFERRED_SHARED_MEMORY_CARVEOUT, 100)  # see `function`
+            self._prepared_functions[kernel] = function.prepare([f"{parameter_bytes}s"]), 0
+        function, allowed = self._prepared_functions[kernel]
+        if shared_bytes > allowed:
+            function.set_attribute(cuda.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared_bytes)
+            self._prepared_functions[kernel] = function, shared_bytes
+        return function
+
+    def _check_shared(self, kernel: Kernel, shared_bytes: int) -> None:
+        if shared_bytes > self.shared_limit:
+            raise KernelError(
+                f"{kernel.expression} needs {shared_bytes} bytes of shared memory for this batch and width, the GPU "
+                f"has {self.shared_limit}: use a smaller batch or tree"
+            )
 
 
 class Launch:
@@ -152,6 +189,43 @@ class Launch:
         (status,) = self._driver.cuLaunchKernelEx(self._config, self._function, self._address, 0)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise KernelError(f"launching {self.name} failed: {status}")
+
+
+def launch_kernel(
+    kernels: KernelModule,
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    threads: int,
+    shared_bytes: int,
+    arguments: Sequence[Any],
+    early: bool = False,
+) -> None:
+    """Enqueue a kernel on the stream; `arguments` as `Launch` takes them.
+
+    `early`: it may start while its predecessor runs, where the GPU can do that, and waits itself. That attribute takes
+    cuda.bindings; without it pycuda launches. Raises KernelError.
+    """
+    if early and kernels.can_overlap:
+        launch = Launch(kernels, kernel, grid, threads, shared_bytes, arguments)
+        launch.overlap_previous()
+        launch()
+        return
+    parameters = packed_parameters(arguments)
+    function = kernels.prepared(kernel, shared_bytes, len(parameters))
+    try:
+        function.prepared_async_call(
+            grid, (threads, 1, 1), kernels.prepared_stream, parameters, shared_size=shared_bytes
+        )
+    except Exception as error:  # pycuda's own, which cannot be named before it is imported
+        raise KernelError(f"launching {kernel.expression} failed: {error}") from error
+
+
+def packed_parameters(arguments: Sequence[Any]) -> bytes:
+    """ctypes values as a kernel's parameters lie in memory: each at a multiple of its type's alignment."""
+    packed = bytearray()
+    for value in arguments:
+        packed += bytes(-len(packed) % ctypes.alignment(type(value))) + bytes(value)
+    return bytes(packed)
 
 
 def refused_by_driver(architecture: str, reason: object) -> KernelError:

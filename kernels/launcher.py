@@ -6,9 +6,10 @@ import ctypes
 from typing import Any
 
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launch import Kernel, KernelModule, launch_kernel
 
 #: The type of a template's instantiation for arrays of a compute dtype.
 CUDA_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -20,6 +21,13 @@ class Launcher:
     def __init__(self, module: KernelModule, protocol: type) -> None:
         self._module = module
         self._check = Contracts(protocol, DeviceArray)
+
+    def load(self, source: ModuleSource) -> None:
+        """Have a module of kernels compiled and loaded, for launches of either kind: not while the stream's work is
+        captured. Raises MissingDependencyError or KernelError."""
+        self._module.load_prepared(source)
+        if self._module.can_overlap:
+            self._module.load(source)
 
     def _launch(
         self,
@@ -38,11 +46,9 @@ class Launcher:
         one have written there what this one would have cleared.
         """
         x, y, z = (*grid, 1, 1)[:3]
+        values = [*map(_argument, arguments)]
         try:
-            launch = Launch(self._module, kernel, (x, y, z), threads, shared_bytes, [*map(_argument, arguments)])
-            if early:
-                launch.overlap_previous()
-            launch()
+            launch_kernel(self._module, kernel, (x, y, z), threads, shared_bytes, values, early)
         except KernelError:
             if zeroed is not None:
                 self._fill(zeroed, 0)

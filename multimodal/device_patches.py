@@ -13,15 +13,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, uploaded
-from edgellm.engines.checkpoints.tensors import convert
 from edgellm.engines.errors import ImageError
+from edgellm.engines.formats.tensors import convert
 from edgellm.kernels.arrays import Array, leading
 from edgellm.kernels.images.contract import PatchGrid, ResamplingTables
-from edgellm.multimodal.image_layout import FILTERS, ImageLayout, Size, resampling_axes, resampling_weights
+from edgellm.multimodal.image_layout import (
+    FILTERS,
+    MAXIMUM_PIXELS,
+    ImageLayout,
+    Size,
+    resampling_axes,
+    resampling_weights,
+)
 from edgellm.multimodal.image_processor import PreparedImage
 
-#: Larger images are resized on the host: cameras deliver less, and buffers stay small.
-MAXIMUM_PIXELS = 4 << 20
 #: So many image sizes keep their tables on the device: a camera has one.
 _KEPT_TABLES = 4
 
@@ -69,6 +74,7 @@ class DevicePatches:
             self._backend.upload(target, rows)
             return
         kernels, layout = self._backend.image_kernels, image.layout
+        assert image.pixels is not None  # which images of this size keep
         self._pixels = self._room(self._pixels, image.pixels.size)
         self._between = self._room(self._between, 3 * math.prod(tables.between))
         pixels = leading(self._pixels, image.pixels.shape)

@@ -6,7 +6,9 @@ import base64
 import binascii
 import io
 import stat
+import threading
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +20,7 @@ from PIL import Image, ImageOps
 
 from edgellm.engines.errors import ImageError
 from edgellm.kernels.errors import shown
+from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
 
 ImageSource = str | Path | bytes | Image.Image | np.ndarray
 Channels = Literal["RGB", "BGR"]
@@ -37,6 +40,8 @@ class ImageLimits:
 
 
 DEFAULT_LIMITS = ImageLimits()
+#: While it is decoded and turned, an image takes several times its pixels.
+_one_large_image = threading.Lock()
 
 
 def read_image(source: ImageSource, *, channels: Channels = "RGB", limits: ImageLimits = DEFAULT_LIMITS) -> np.ndarray:
@@ -54,7 +59,7 @@ def read_image(source: ImageSource, *, channels: Channels = "RGB", limits: Image
     if not isinstance(channels, str) or channels not in ("RGB", "BGR"):
         raise ImageError(f"channels is {shown(channels)}: expected 'RGB' or 'BGR', the order of the array's colours")
     if isinstance(source, np.ndarray):
-        return _from_array(source, channels, limits)
+        return _from_array(np.asarray(source), channels, limits)  # a matrix has two dimensions whatever is asked of it
     if isinstance(source, Image.Image):
         return _from_pillow(source, "the Pillow image", limits)
     if isinstance(source, (str, Path)):
@@ -102,9 +107,9 @@ def _from_pillow(image: Image.Image, what: str, limits: ImageLimits) -> np.ndarr
     if frames > limits.max_frames:
         raise ImageError(f"{what} has {frames} frames: the most is {limits.max_frames}. Save the frame that matters")
     try:
-        image.load()
-        image = ImageOps.exif_transpose(image)
-        return _rgb(image, what)
+        with _one_large_image if image.height * image.width > MAXIMUM_PIXELS else nullcontext():
+            image.load()
+            return _rgb(ImageOps.exif_transpose(image), what)
     except ImageError:
         raise
     except Exception as error:
@@ -163,7 +168,7 @@ def _over_white(pixels: np.ndarray) -> np.ndarray:
     """Colours [H, W, 4] with alpha laid over white, rounded to the nearest."""
     alpha = pixels[..., 3:].astype(np.uint32)
     mixed = pixels[..., :3] * alpha + 255 * (255 - alpha)
-    return ((mixed + 127) // 255).astype(np.uint8)
+    return ((mixed + 127) // 255).astype(np.uint8, order="C")
 
 
 def _check_bytes(size: int, what: str, limits: ImageLimits) -> None:

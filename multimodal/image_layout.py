@@ -13,6 +13,9 @@ from PIL import Image
 from edgellm.kernels.images.contract import WEIGHT_BITS
 from edgellm.kernels.images.twin import normalized_patches
 
+#: Larger images are resized on the host: cameras deliver less, and buffers stay small.
+MAXIMUM_PIXELS = 4 << 20
+
 Size = tuple[int, int]  # height, width in pixels
 Colour = tuple[int, int, int]
 

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import numpy as np
 
-from edgellm.engines.directories.strict_formats import is_integer
 from edgellm.engines.errors import CheckpointError, ImageError
 from edgellm.engines.families.vision_config import VisionConfig
-from edgellm.multimodal.image_layout import Colour, ImageLayout, Normalization, Size
+from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.multimodal.image_layout import MAXIMUM_PIXELS, Colour, ImageLayout, Normalization, Size
 from edgellm.multimodal.processor_config import ProcessorConfig, read_processor_config
 
 #: As the published processors of Qwen's models refuse it; also keeps what lies between two resizes small.
@@ -26,20 +26,27 @@ MAXIMUM_ASPECT_RATIO = 200
 class PreparedImage:
     """An image, and what is made of it for a vision encoder.
 
-    `pixels` [H, W, 3] uint8 are the image as decoded, `layout` says how they become rows. The image stands for
-    `tokens` tokens of the language model. `digest` is the SHA-256 of the pixels and the layout: equal digests mean
-    equal rows.
+    `pixels` [H, W, 3] uint8 are the image as decoded, of `size` (height, width); None where its rows were made at once.
+    `layout` says how they become rows. The image stands for `tokens` tokens of the language model. `digest` is the
+    SHA-256 of the pixels and the layout: equal digests mean equal rows.
     """
 
-    pixels: np.ndarray
+    pixels: np.ndarray | None
+    size: Size
     layout: ImageLayout
     tokens: int
     digest: str
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width of the image as decoded."""
-        return self.pixels.shape[0], self.pixels.shape[1]
+    @classmethod
+    def of(cls, pixels: np.ndarray, layout: ImageLayout, tokens: int) -> PreparedImage:
+        """Prepare an image [H, W, 3] uint8. One that no device resizes becomes its rows now, where these are smaller:
+        it may wait for its turn for long."""
+        size, digest = (pixels.shape[0], pixels.shape[1]), image_digest(pixels, layout)
+        if math.prod(size) <= MAXIMUM_PIXELS or 4 * layout.patches * layout.patch_elements >= pixels.nbytes:
+            return cls(pixels, size, layout, tokens, digest)
+        image = cls(None, size, layout, tokens, digest)
+        image.__dict__["patches"] = layout.apply(pixels)
+        return image
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -50,6 +57,7 @@ class PreparedImage:
     def patches(self) -> np.ndarray:
         """[N, E] float32: the encoder's rows, in its order. Computed when first asked for, then kept: an image whose
         embeddings are known by its digest need never be resized."""
+        assert self.pixels is not None
         return self.layout.apply(self.pixels)
 
 
@@ -119,7 +127,7 @@ class SmartResizeProcessor:
             merge_size=self.merge_size,
             temporal_patch_size=self.temporal_patch_size,
         )
-        return PreparedImage(pixels, layout, layout.patches // self.merge_size**2, image_digest(pixels, layout))
+        return PreparedImage.of(pixels, layout, layout.patches // self.merge_size**2)
 
     def resized_size(self, height: int, width: int) -> Size:
         """Height and width after resizing: multiples of a token's side, as near to the image's shape as can be.
@@ -224,7 +232,7 @@ class FixedSizeProcessor:
             crop=self.crop,
             square_colour=self.square_colour,
         )
-        return PreparedImage(pixels, layout, self.tokens, image_digest(pixels, layout))
+        return PreparedImage.of(pixels, layout, self.tokens)
 
 
 def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int | None = None) -> ImageProcessor:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
-from edgellm.engines.directories.strict_formats import JSONObject, as_json, is_integer, is_number
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.formats.strict_formats import LARGEST_SIZE, JSONObject, as_json, is_integer, is_number
 from edgellm.multimodal.image_layout import Normalization
 
 PREPROCESSOR_FILE = "preprocessor_config.json"
@@ -86,7 +86,7 @@ class ProcessorConfig:
     def count(self, key: str) -> int:
         """A whole number above 0."""
         value = self.values.get(key)
-        return value if is_integer(value) and value > 0 else self.refuse(key, "a whole number above 0")
+        return value if _is_count(value) else self.refuse(key, "a whole number above 0")
 
     def resample(self) -> int:
         """Pillow's number of the resampling filter."""
@@ -114,7 +114,7 @@ class ProcessorConfig:
         given = {name: size for name, size in value.items() if size is not None}
         if set(given) != set(names):
             return None
-        if not all(is_integer(size) and size > 0 for size in given.values()):
+        if not all(map(_is_count, given.values())):
             self.refuse(key, "whole numbers above 0")
         return [given[name] for name in names]
 
@@ -139,6 +139,10 @@ class ProcessorConfig:
             self.refuse(key, "three numbers, one for each channel")
         red, green, blue = map(float, listed)
         return red, green, blue
+
+
+def _is_count(value: Any) -> TypeGuard[int]:
+    return is_integer(value) and 0 < value <= LARGEST_SIZE
 
 
 def read_processor_config(directory: Path) -> ProcessorConfig:

@@ -31,11 +31,11 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.checkpoints.tensors import vision_prefix
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
-from edgellm.engines.lora.config import adapted_projections
+from edgellm.engines.formats.tensors import vision_prefix
+from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits

@@ -19,6 +19,7 @@ from edgellm.defaults import ModelDefaults
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import EngineDirectoryError
+from edgellm.text.template import ChatTemplate
 
 pytestmark = pytest.mark.usefixtures("private_files")
 
@@ -90,6 +91,29 @@ def test_an_empty_system_message_leaves_the_default_prompt_out(llm: LLM) -> None
     assert tokens(instructed, user("hi")) == expected(instructed, user("hi"))
     with pytest.raises(RequestError, match="there are no messages"):
         llm.chat([system("")])
+
+
+#: As Qwen2.5's.
+OWN_PROMPT = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nQ<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+REFUSING = "{% for m in messages %}{{ m.content if m.role != 'system' else raise_exception('no system') }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "begin"), [(OWN_PROMPT, "<|im_start|>system\n<|im_end|>\n<|im_start|>user"), (REFUSING, "hi")]
+)
+def test_an_empty_system_message_leaves_the_template_s_own_prompt_out(engines: Path, source: str, begin: str) -> None:
+    messages = [system(""), user("hi")]
+    with LLM(engines, backend="numpy") as llm:
+        llm.tokenizer.chat_template = ChatTemplate({"default": source}, "it")
+        ids = llm.tokenizer.encode_chat(messages)
+        assert llm.tokenizer.decode(ids, skip_special_tokens=False).startswith(begin)
+        first = llm.generate(ids, SHORT)
+        session = llm.create_session("", SHORT)
+        for answer in (llm.chat(messages, SHORT), session.send("hi")):
+            assert (answer.usage.prompt_tokens, answer.token_ids) == (len(ids), first.token_ids)
 
 
 def test_prompts_as_text_or_ids_have_no_system_prompt(llm: LLM) -> None:

@@ -7,6 +7,7 @@ import ast
 import contextlib
 import importlib.util
 import io
+import json
 import re
 import shlex
 import shutil
@@ -40,6 +41,9 @@ OF_THE_PAST = {PAGES / "tried.md"}
 PRODUCT = ("edgellm", "engines", "kernels", "multimodal")
 #: Where examples expect a server; they get one on a free port, with the options that the text starts it with.
 SERVER = "127.0.0.1:8000"
+#: Options of `edgellm` whose value is a file that is read.
+READ_BY = {"--file", "--tools", "--image", "--prompts", "--text", "--exact-match", "--rouge", "--json-schema"}
+READ_BY |= {"--api-key-file", "--system-file", "--chat-template"}
 _FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _FIGURE = re.compile(r"-?\d+\.\d+(e-?\d+)?")
 _LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
@@ -185,6 +189,19 @@ def test_commands_exist(text: Path) -> None:
             pytest.fail(f"{name_of(text)}, line {line}: {shlex.join(words)}: {type(error).__name__}: {error}")
 
 
+@pytest.mark.parametrize("text", TEXTS, ids=name_of)
+def test_files_that_commands_read_are_there(text: Path) -> None:
+    """A file that a command reads ships, or a command before it makes or shows it."""
+    made: set[str] = set()
+    missing = []
+    for line, words in command_lines(text):
+        made |= {words[index + 1] for index, word in enumerate(words[:-1]) if word == ">"}
+        made |= set(words[1:]) if words[0] == "cat" else set()
+        read = [words[index + 1] for index, word in enumerate(words[:-1]) if word in READ_BY and words[0] == "edgellm"]
+        missing += [f"line {line}: {file}" for file in read if file not in made and not (ROOT / file).exists()]
+    assert not missing
+
+
 def check_script(words: list[str]) -> None:
     """A tool of the checkout that is started is there and knows the options."""
     if words[:1] == ["-m"]:
@@ -228,6 +245,19 @@ def test_links_lead_somewhere(text: Path) -> None:
 def test_files_that_are_named_are_there(text: Path) -> None:
     content = _FENCE.sub("", text.read_text(encoding="utf-8"))
     assert [path for path in _PATH.findall(content) if not (ROOT / path).exists()] == []
+
+
+def test_decode_loops_are_those_of_their_result_file() -> None:
+    loops = json.loads((ROOT / "tools/bench/results/2026-11-23-h200-loops.json").read_text(encoding="utf-8"))["loops"]
+    told = (PAGES / "benchmarks.md").read_text(encoding="utf-8")
+    for found in loops.values():
+        assert f"| {found['loop_ms']:.3f} | {found['read_share']:.1%}".replace("%", " %") in told
+    assert f"takes {loops['llama-1b']['loop_ms']:.2f} ms" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_readme_lists_every_guide() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [guide.name for guide in (PAGES / "guides").iterdir() if f"guides/{guide.name})" not in readme] == []
 
 
 def test_readme_is_short() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -191,3 +193,11 @@ def test_a_damaged_plan_is_refused_and_built_again(
         assert len(greedy_tokens(runner, prompts[0], 4)) == 4
     assert any("SHA-256" in record.message for record in caplog.records)
     assert plans[0].read_bytes() != bytes(damaged)
+
+
+def test_a_command_frees_what_it_made_where_it_was_made() -> None:
+    """pycuda warns of what another thread than the one that made it lets go of."""
+    command = [sys.executable, "-W", "always", "-m", "edgellm", "generate", "Where is the red cup?"]
+    done = subprocess.run([*command, "--backend", "tensorrt"], capture_output=True, text=True, check=True)
+    assert "front left" in done.stdout
+    assert "could not be cleaned up" not in done.stderr

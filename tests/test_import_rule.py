@@ -85,6 +85,41 @@ def test_no_imports_go_in_circles(repository: Path) -> None:
     assert _circle(sources) == []
 
 
+def _package(module: str) -> str | None:
+    """The sub-package of `engines`, `kernels` or `edgellm` that a module lies in; None for modules beside these."""
+    parts = module.split(".")[1:]
+    depth = 2 if parts[:1] and parts[0] in LAYERS[:3] else 1
+    return ".".join(parts[:depth]) if len(parts) > depth else None
+
+
+def _package_graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Which sub-packages each sub-package imports from."""
+    graph: dict[str, set[str]] = {}
+    for module, imported in _graph(sources).items():
+        if (package := _package(module)) is not None:
+            graph.setdefault(package, set()).update(found for found in map(_package, imported) if found)
+            graph[package].discard(package)
+    return graph
+
+
+def test_no_packages_import_each_other(repository: Path) -> None:
+    sources = {_module_name(layer, path, repository): path.read_text() for layer, path in _sources(repository)}
+    graph = _package_graph(sources)
+    assert len(graph) > 20
+    TopologicalSorter(graph).prepare()  # names the circle
+
+
+def test_the_rule_finds_circles_of_packages() -> None:
+    sources = {
+        "edgellm.engines.model.a": "from edgellm.engines.lora.b import x",
+        "edgellm.engines.lora.b": "",
+        "edgellm.engines.lora.c": "from edgellm.engines.model.d import y",
+        "edgellm.engines.model.d": "",
+    }
+    assert _circle(sources) == []
+    assert _package_graph(sources) == {"engines.model": {"engines.lora"}, "engines.lora": {"engines.model"}}
+
+
 @pytest.mark.parametrize(
     "back",
     [

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from edgellm import LLM, EdgeLLMError, RequestError, SamplingParams
+from edgellm import LLM, AsyncLLM, ContextError, EdgeLLMError, Request, RequestError, SamplingParams
 from edgellm.errors import EngineError
+from edgellm.requests import RequestOptions, SamplingOptions
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SAMPLED = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, seed=11, max_tokens=20, ignore_eos=True)
@@ -33,6 +36,56 @@ def test_a_stream_gives_the_response_piece_by_piece(model: LLM) -> None:
     assert (response.finish_reason, response.usage.completion_tokens) == ("length", 20)
     assert response.usage.prompt_tokens == len(model.tokenizer.encode_chat(MESSAGES))
     assert response.timings.total_seconds >= response.timings.time_to_first_token > 0
+
+
+def test_a_prompt_far_beyond_the_context_is_refused_by_its_size(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "1" * 100_000
+    assert model.count_tokens(text) == 100_000
+    monkeypatch.setattr("edgellm.text.tokenizer.encoded", lambda *_: pytest.fail("it was encoded"))
+    for ask in (lambda: model.generate(text), lambda: model.chat([{"role": "user", "content": text}])):
+        with pytest.raises(ContextError, match=r"at least \d{4} tokens and the context 96"):
+            ask()
+
+
+def test_keywords_are_all_fields_of_sampling_and_of_requests() -> None:
+    sampling = {field.name for field in fields(SamplingParams)}
+    assert set(SamplingOptions.__annotations__) == sampling | {"response_format"}
+    positional = {"prompt", "messages", "params", "adapter"}
+    assert set(RequestOptions.__annotations__) == (set(Request.__dataclass_fields__) | sampling) - positional
+
+
+def test_sampling_is_said_in_keywords(model: LLM) -> None:
+    options = {field.name: getattr(SAMPLED, field.name) for field in fields(SAMPLED)}
+    expected = model.chat(MESSAGES, SAMPLED).token_ids
+    assert model.chat("hello", **options).token_ids == expected  # a text is the user's message
+    assert model.stream_chat("hello", replace(SAMPLED, seed=3), seed=11).result().token_ids == expected
+    session = model.create_session(params=GREEDY, temperature=1.0, top_k=50, top_p=0.9, max_tokens=20)
+    assert session.send("hello", seed=11).token_ids == expected
+    assert session.retry(seed=11, max_tokens=2).result().token_ids == expected[:2]
+    assert model.generate("hello", max_tokens=3, ignore_eos=True).usage.completion_tokens == 3
+    for ask in (model.chat, model.stream_chat, model.generate, model.stream, model.create_session, session.send):
+        with pytest.raises(TypeError, match="unknown keyword argument 'temprature': did you mean temperature"):
+            ask("x", temprature=1)
+    with pytest.raises(RequestError, match="top_p is 2: expected a number"):
+        session.send("x", top_p=2)
+
+
+def test_several_answers_of_one_prompt(model: LLM, tiny_engines: Path) -> None:
+    alone = [model.chat("hello", replace(SAMPLED, seed=seed)).token_ids for seed in (11, 12, 13)]
+    answer = model.chat("hello", SAMPLED, n=3)
+    assert [each.token_ids for each in answer.choices] == alone
+    assert len({each.token_ids for each in model.generate("hello", SAMPLED, seed=None, n=2).choices}) == 2
+    for n in (0, True, 129, 1.5):
+        with pytest.raises(RequestError, match=f"n is {n}: expected a whole number from 1 to 128"):
+            model.generate("hello", n=n)
+    with pytest.raises(RequestError, match="empty"):
+        model.generate("", n=2)
+
+    async def ask() -> list[tuple[int, ...]]:
+        async with AsyncLLM(tiny_engines, backend="numpy") as llm:
+            return [each.token_ids for each in (await llm.chat("hello", SAMPLED, n=3)).choices]
+
+    assert asyncio.run(ask()) == alone
 
 
 def test_reuse_of_the_cache_is_counted_and_changes_nothing(model: LLM, tiny_engines: Path) -> None:

@@ -21,6 +21,7 @@ GOOD = {
     "frequency_penalty": [-2, 0, 2.0],
     "seed": [None, 0, 2**64 - 1],
     "max_tokens": [None, 1, 5000],
+    "min_tokens": [0, 5000],
     "stop": [(), ["a"], ("a", "bc")],
     "stop_token_ids": [(), [0, 5], (7,)],
     "ignore_eos": [True, False],
@@ -41,6 +42,7 @@ BAD = {
     "frequency_penalty": [-2.1, 2.1, "0"],
     "seed": [-1, 2**64, 1.0, "7"],
     "max_tokens": [0, -5, 1.0, True],
+    "min_tokens": [-1, 1.0, True, None],
     "stop": ["", [""], ["a", ""], [1], 5, None],
     "stop_token_ids": [[-1], ["a"], [1.5], "12", None],
     "ignore_eos": [1, "yes", None],
@@ -48,8 +50,14 @@ BAD = {
     "structure": [5, "json", True],
     "logit_bias": [5, "a", {1: 101}, {1: NAN}, {-1: 0}, {"a": 1}, {1.5: 1}, [3], dict.fromkeys(range(1025), 1), None],
     "allowed_token_ids": [[], [-1], ["a"], "12", 5],
-    "bad_words": [None, "word", [""], [" "], [[]], [[-1]], [["a"]], [5], ["a"] * 1025],
+    "bad_words": [None, "word", [""], [" "], [[]], [[-1]], [["a"]], [5], ["a"] * 1025, ["a" * 1000] * 66],
 }
+
+
+def test_no_more_tokens_are_needed_than_there_may_be():
+    assert SamplingParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    with pytest.raises(RequestError, match="min_tokens is 6 and max_tokens 5"):
+        SamplingParams(min_tokens=6, max_tokens=5)
 
 
 def test_every_field_is_tested():

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from edgellm.drafting.config import SIZES, SUFFIX, WITHOUT_MODEL, DraftingConfig, checked_drafting, drafting_config
-from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
-from edgellm.engines.directories.strict_formats import parse_json
+from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
+from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
@@ -56,7 +56,9 @@ def parse_configurations(
     if text is None:
         names = default_configurations(limits)
     else:
-        names = [name.strip() for name in text.split(",") if name.strip()]
+        names = [name.strip() for name in text.split(",")]
+        if "" in names:
+            raise RequestError(f"--configurations {text} has a name that is empty: {EXPECTED}")
         names = [PLAIN_NAME, *(name for name in dict.fromkeys(names) if name != PLAIN_NAME)]
     return [_parse(name, limits, backend, settings) for name in names]
 

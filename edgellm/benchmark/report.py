@@ -77,6 +77,7 @@ def _task_cells(values: dict[str, Any], tasks: Sequence[str]) -> list[str]:
 def _outputs(configurations: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Whether the answers are those of plain decoding."""
     yardstick, *others = configurations
+    differs = False
     for values in (yardstick, *others):
         outputs = values["outputs"]
         differing = outputs["compared"] - outputs["equal"]
@@ -87,11 +88,16 @@ def _outputs(configurations: Sequence[dict[str, Any]]) -> Iterator[str]:
         elif not values["lossless"]:
             yield f"{values['name']}: {differing} of {outputs['compared']} answers differ, as is to be expected of it"
         else:
-            first = outputs["differences"][0]
+            first, differs = outputs["differences"][0], True
             yield (
                 f"{values['name']}: {differing} of {outputs['compared']} answers DIFFER from those of "
                 f"{yardstick['name']}, the first (prompt {first['prompt'] + 1}) at token {first['token'] + 1}"
             )
+    if differs:
+        yield (
+            f"Also {yardstick['name']} may differ from itself: what of a prompt is not in the KV cache yet is computed "
+            "in other pieces each time, whose sums round otherwise; of two tokens nearly as likely either may come"
+        )
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

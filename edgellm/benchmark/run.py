@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from edgellm.benchmark.inputs import BenchConfiguration, BenchPrompt
+from edgellm.runtime import SpecDecodeRuntime
 
 if TYPE_CHECKING:
     from edgellm.drafting.acceptance import DraftingStatistics
@@ -48,29 +49,29 @@ def run_benchmark(
     """Answer every prompt `repeat` times with every configuration: plain decoding on `plain`, the others on `llm`.
 
     Configurations take turns at each prompt, another one first each time, so that a machine that gets slower or faster
-    meets all of them. Each answers one prompt before it counts: code is loaded and graphs are captured then.
+    meets all of them. Each answers every prompt once before that counts: code is compiled and loaded, and graphs are
+    captured, for lengths of texts and kinds of rounds. What was said then is forgotten.
     """
     models = {each.name: plain if each.drafting is None else llm for each in configurations}
-    for configuration in configurations:
-        _answer(models[configuration.name], prompts[0], configuration, params)
     runs: list[BenchRun] = []
     reports: dict[str, DraftingReport] = {}
-    total = repeat * len(prompts) * len(configurations)
-    for number in range(repeat):
+    done, total = 0, (repeat + 1) * len(prompts) * len(configurations)
+    for number in range(-1, repeat):
+        if number == 0:
+            llm.call(SpecDecodeRuntime.forget_said).result()
         for index, prompt in enumerate(prompts):
             first = (number + index) % len(configurations)
             for configuration in (*configurations[first:], *configurations[:first]):
                 response = _answer(models[configuration.name], prompt, configuration, params)
-                seconds = response.timings.decode_seconds
-                runs.append(
-                    BenchRun(
-                        configuration.name, prompt.task, index, number, response.token_ids, seconds, response.drafting
-                    )
-                )
+                seconds, tokens = response.timings.decode_seconds, response.token_ids
+                if number >= 0:
+                    own = configuration.name, prompt.task, index, number, tokens, seconds, response.drafting
+                    runs.append(BenchRun(*own))
                 if configuration.drafting is not None and llm.drafting_report is not None:
                     reports[configuration.name] = llm.drafting_report
+                done += 1
                 if progress is not None:
-                    progress(len(runs), total)
+                    progress(done, total)
     return BenchResult(runs, reports)
 
 

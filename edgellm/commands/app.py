@@ -6,16 +6,18 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from edgellm.commands.console import LogFormat, LogLevel, show_logs, write_error
-from edgellm.commands.option_groups import PanelCommand, PanelGroup
-from edgellm.commands.options import Debug
+from edgellm.commands.console import show_logs, status_line, write_error
+from edgellm.commands.options import LogOptions
+from edgellm.commands.panels import PanelCommand, PanelGroup
+from edgellm.commands.table import option, takes_options
 from edgellm.errors import EdgeLLMError
 
 #: What the list of commands says of each, by the panel of the list that it stands in.
@@ -37,6 +39,15 @@ PANELS = {
         "bench": "Compare the speed of drafting configurations with decoding without a draft.",
         "eval": "Measure what a change of a model costs: perplexity, distance to a reference, tasks.",
     },
+}
+#: What does here what commands of these names do in other programs.
+_ELSEWHERE = {
+    "run": "edgellm chat ENGINE_DIR talks to a model, edgellm generate answers one prompt",
+    "list": "models are directories, wherever you put them, and edgellm info ENGINE_DIR describes one",
+    "pull": "download a checkpoint (hf download OWNER/NAME --local-dir NAME), then edgellm build NAME ENGINE_DIR",
+    "ps": "edgellm serve runs one model, and its /health says how it is",
+    "rm": "a model is a directory: delete that. Snapshots of prompts go with edgellm cache remove",
+    "show": "edgellm info ENGINE_DIR says what a model is",
 }
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 _HELP = {"help_option_names": ["--help", "-h"]}
@@ -93,6 +104,8 @@ class _TopLevel(PanelGroup):
     """All commands: their summaries stand here, and they themselves are imported one at a time."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _ELSEWHERE:
+            ctx.fail(f"No such command {args[0]!r}: {_ELSEWHERE[args[0]]}.")
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_command(name) if name and command is not None else command, rest
 
@@ -105,14 +118,13 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-def _top_level(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-    debug: Debug = False,
-) -> None:
+@dataclass(frozen=True)
+class _TopLevelOptions(LogOptions):
+    version: bool = option("Print the version.", default=False, callback=_print_version, is_eager=True)
+
+
+@takes_options
+def _top_level(given: _TopLevelOptions) -> None:
     """Run language models on this device."""
 
 
@@ -132,6 +144,7 @@ def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
     def command(*args: Any, **kwargs: Any) -> Any:
         try:
             result = function(*args, **kwargs)
+            status_line.show("")
             sys.stdout.flush()
             return result
         except EdgeLLMError as error:

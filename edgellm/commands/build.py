@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import sys
-import threading
+import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated, TextIO
 
 import typer
 
-from edgellm.commands.console import ended_by_signals
+from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals
 from edgellm.commands.descriptions import (
     draft_in_words,
     draft_limits_in_words,
@@ -25,6 +23,7 @@ from edgellm.commands.descriptions import (
     vision_limits_in_words,
 )
 from edgellm.commands.options import one_engine_directory
+from edgellm.commands.table import argument, option, takes_options
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
@@ -34,265 +33,165 @@ from edgellm.engines.directories.engine_directory import DTYPES
 from edgellm.engines.model.config import HEADS, MTP
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.quantization.config import folder_quantization
+from edgellm.errors import MissingDependencyError
 from edgellm.tools.formats import FORMATS, checkpoint_format
+from edgellm.trial import compute_token, fits_easily, read_built
 
-MEBIBYTE = 1 << 20
 _DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
 
 
-def build(
-    checkpoint: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Hugging Face directory with config.json, tokenizer.json and safetensors.",
-        ),
-    ] = None,
-    engine_dir: Annotated[
-        Path | None,
-        typer.Argument(
-            help="The engine directory to make.",
-        ),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            "--model",
-            "-m",
-            help="The engine directory to make, in place of the argument.",
-        ),
-    ] = None,
-    target: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel="Plans",
-            help="Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU].",
-        ),
-    ] = None,
-    max_batch: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel="Limits",
-            help="Sequences at once, 1 to 8 [default: 1].",
-        ),
-    ] = None,
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel="Limits",
-            help="Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 2048; 512 for packed "
-            "models with MLPs wider than 8192].",
-        ),
-    ] = None,
-    kv_capacity: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel="Limits", help="Tokens of context, prompt and answer together [default: up to 4096]."
-        ),
-    ] = None,
-    kv_cache: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel="Limits",
-            help="compute: keep the KV cache in the dtype that engines compute in; int8: in 8 bits, half the memory.",
-        ),
-    ] = "compute",
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel="Weights",
-            help=f"{_DTYPES}: what engines compute in [default: the checkpoint's; float16 where that is float32].",
-        ),
-    ] = None,
-    attention: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel="Plans",
-            help="auto, native (IAttention) or composed.",
-        ),
-    ] = "auto",
-    weights: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel="Weights",
-            help="copy the weights, or link to those of the checkpoint.",
-        ),
-    ] = "copy",
-    head: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel="Weights",
-            metavar="|".join(HEADS),
-            help="Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
-        ),
-    ] = HEADS[0],
-    embedding: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel="Weights",
-            metavar="|".join(EMBEDDINGS),
-            help="Where tokens are looked up whose table was the head: in the published one, or in the packed head.",
-        ),
-    ] = EMBEDDINGS[0],
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Replace an existing engine directory.",
-        ),
-    ] = False,
-    beyond_trained_context: Annotated[
-        bool,
-        typer.Option(
-            "--beyond-trained-context", rich_help_panel="Limits", help="Allow more context than the model was made for."
-        ),
-    ] = False,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            rich_help_panel="Draft",
-            metavar="DRAFT_CHECKPOINT|mtp",
-            help="EAGLE head of this very model, to build engines for too, or mtp: the head for multi-token prediction "
-            "that ships inside CHECKPOINT [default: mtp where there is one].",
-        ),
-    ] = None,
-    no_mtp: Annotated[
-        bool,
-        typer.Option(
-            "--no-mtp", rich_help_panel="Draft", help="Leave out the head that ships inside CHECKPOINT: do not draft."
-        ),
-    ] = False,
-    draft_vocabulary: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel="Draft",
-            metavar="FILE",
-            help="The ids that the head inside CHECKPOINT proposes, a JSON list or one a line [default: 32,768 of "
-            "frequent tokens].",
-        ),
-    ] = None,
-    draft_top_k: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel="Draft",
-            help="Widest draft tree, 1 to 64 [default: 10; mtp: 4].",
-        ),
-    ] = None,
-    draft_steps: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel="Draft",
-            help="Deepest draft tree, 1 to 32 [default: 6; mtp: 3].",
-        ),
-    ] = None,
-    verify_tree_size: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel="Draft",
-            help="Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp: 16].",
-        ),
-    ] = None,
-    lora: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel="LoRA adapters",
-            metavar="NAME=DIR",
-            help="LoRA adapter of this very model, as PEFT saves it; may be repeated.",
-        ),
-    ] = None,
-    max_lora_rank: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel="LoRA adapters",
-            help="Largest rank that engines take [default: that of the adapters given].",
-        ),
-    ] = None,
-    lora_slots: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel="LoRA adapters",
-            help="Adapters in use at once [default: as many as given, at least one a sequence].",
-        ),
-    ] = None,
-    vision: Annotated[
-        Path | None,
-        typer.Option(
-            rich_help_panel="Images",
-            metavar="VISION_DIR",
-            help="Vision encoder of this very model that was published apart.",
-        ),
-    ] = None,
-    max_image_patches: Annotated[
-        int | None,
-        typer.Option(
-            rich_help_panel="Images",
-            help="Patches of the largest image, where images are of any size; 0: no images at all [default: 4096].",
-        ),
-    ] = None,
-    tool_format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help=f"How the model calls tools: {', '.join(FORMATS)} [default: as its chat template shows calls].",
-        ),
-    ] = None,
-    all_plans: Annotated[
-        bool,
-        typer.Option(
-            "--all-plans",
-            rich_help_panel="Plans",
-            help="Build the plans of shapes, too, that the hand-written kernels run on the target.",
-        ),
-    ] = False,
-    refresh: Annotated[
-        Path | None,
-        typer.Option(
-            "--refresh-plans",
-            rich_help_panel="Plans",
-            metavar="ENGINE_DIR",
-            help="Only build the plans that an engine directory lacks.",
-        ),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class BuildOptions:
+    """All options of the command."""
+
+    checkpoint: Path | None = argument("Hugging Face directory with config.json, tokenizer.json and safetensors.")
+    engine_dir: Path | None = argument("The engine directory to make.")
+    model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
+    target: list[str] | None = option(
+        "Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU].",
+        rich_help_panel="Plans",
+    )
+    max_batch: int | None = option("Sequences at once, 1 to 8 [default: 1].", rich_help_panel="Limits")
+    prefill_chunk: int | None = option(
+        "Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 2048; 512 for packed models with "
+        "MLPs wider than 8192].",
+        rich_help_panel="Limits",
+    )
+    kv_capacity: int | None = option(
+        "Tokens of context, prompt and answer together [default: up to 4096].", rich_help_panel="Limits"
+    )
+    kv_cache: str = option(
+        "compute: keep the KV cache in the dtype that engines compute in; int8: in 8 bits, half the memory.",
+        default="compute",
+        rich_help_panel="Limits",
+    )
+    dtype: str | None = option(
+        f"{_DTYPES}: what engines compute in [default: the checkpoint's; float16 where that is float32].",
+        rich_help_panel="Weights",
+    )
+    attention: str = option("auto, native (IAttention) or composed.", default="auto", rich_help_panel="Plans")
+    weights: str = option(
+        "copy the weights, or link to those of the checkpoint.", default="copy", rich_help_panel="Weights"
+    )
+    head: str = option(
+        "Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
+        default=HEADS[0],
+        choices=HEADS,
+        rich_help_panel="Weights",
+    )
+    embedding: str = option(
+        "Where tokens are looked up whose table was the head: in the published one, or in the packed head.",
+        default=EMBEDDINGS[0],
+        choices=EMBEDDINGS,
+        rich_help_panel="Weights",
+    )
+    force: bool = option("Replace an existing engine directory.", default=False)
+    beyond_trained_context: bool = option(
+        "Allow more context than the model was made for.", default=False, rich_help_panel="Limits"
+    )
+    draft: str | None = option(
+        "EAGLE head of this very model, to build engines for too, or mtp: the head for multi-token prediction that "
+        "ships inside CHECKPOINT [default: mtp where there is one].",
+        metavar="DRAFT_CHECKPOINT|mtp",
+        rich_help_panel="Draft",
+    )
+    no_mtp: bool = option(
+        "Leave out the head that ships inside CHECKPOINT: do not draft.", default=False, rich_help_panel="Draft"
+    )
+    draft_vocabulary: Path | None = option(
+        "The ids that the head inside CHECKPOINT proposes, a JSON list or one a line [default: 32,768 of frequent "
+        "tokens].",
+        metavar="FILE",
+        rich_help_panel="Draft",
+    )
+    draft_top_k: int | None = option("Widest draft tree, 1 to 64 [default: 10; mtp: 4].", rich_help_panel="Draft")
+    draft_steps: int | None = option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3].", rich_help_panel="Draft")
+    verify_tree_size: int | None = option(
+        "Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp: 16].", rich_help_panel="Draft"
+    )
+    lora: list[str] | None = option(
+        "LoRA adapter of this very model, as PEFT saves it; may be repeated.",
+        metavar="NAME=DIR",
+        rich_help_panel="LoRA adapters",
+    )
+    max_lora_rank: int | None = option(
+        "Largest rank that engines take [default: that of the adapters given].", rich_help_panel="LoRA adapters"
+    )
+    lora_slots: int | None = option(
+        "Adapters in use at once [default: as many as given, at least one a sequence].",
+        rich_help_panel="LoRA adapters",
+    )
+    vision: Path | None = option(
+        "Vision encoder of this very model that was published apart.", metavar="VISION_DIR", rich_help_panel="Images"
+    )
+    max_image_patches: int | None = option(
+        "Patches of the largest image, where images are of any size; 0: no images at all [default: 4096].",
+        rich_help_panel="Images",
+    )
+    tool_format: str | None = option(
+        f"How the model calls tools: {', '.join(FORMATS)} [default: as its chat template shows calls].",
+        metavar="FORMAT",
+    )
+    all_plans: bool = option(
+        "Build the plans of shapes, too, that the hand-written kernels run on the target.",
+        default=False,
+        rich_help_panel="Plans",
+    )
+    try_token: bool | None = option(
+        "Compute a token of what was built, or none [default: where the weights take at most a quarter of the free "
+        "memory].",
+        "--try/--no-try",
+    )
+    refresh: Path | None = option(
+        "Only build the plans that an engine directory lacks.",
+        "--refresh-plans",
+        metavar="ENGINE_DIR",
+        rich_help_panel="Plans",
+    )
+
+
+@takes_options
+def build(given: BuildOptions) -> None:
     """Make an engine directory of a checkpoint: weights, tokenizer, and TensorRT plans where TensorRT is there.
 
     Example: edgellm build Qwen3-0.6B robot --kv-capacity 2048
     """
-    engine_dir = one_engine_directory(engine_dir, model)
-    display = ProgressDisplay(sys.stderr)
-    drafts = draft is not None or no_mtp or draft_vocabulary is not None
-    if refresh is not None:
-        if checkpoint is not None or model is not None or drafts or lora or vision is not None:
+    checkpoint, engine_dir, draft = given.checkpoint, one_engine_directory(given.engine_dir, given.model), given.draft
+    display = ProgressDisplay()
+    drafts = draft is not None or given.no_mtp or given.draft_vocabulary is not None
+    if given.refresh is not None:
+        if checkpoint is not None or given.model is not None or drafts or given.lora or given.vision is not None:
             raise typer.BadParameter(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
             )
         with ended_by_signals(), display:
-            report = refresh_plans(refresh, target, display, all_plans)
+            report = refresh_plans(given.refresh, given.target, display, given.all_plans)
     else:
         if checkpoint is None or engine_dir is None:
             raise typer.BadParameter("expected CHECKPOINT and ENGINE_DIR, or --refresh-plans ENGINE_DIR")
-        if no_mtp and (draft == MTP or draft_vocabulary is not None):
-            given = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
-            raise typer.BadParameter(f"{given} is given beside --no-mtp: leave one of them out")
-        found_format = checkpoint_format(checkpoint, tool_format)
-        config, adapters = read_decoder_config(checkpoint), named_directories(lora or [])
+        if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
+            beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
+            raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
+        found_format = checkpoint_format(checkpoint, given.tool_format)
+        config, adapters = read_decoder_config(checkpoint), named_directories(given.lora or [])
         ranks = [adapter.rank for adapter in read_adapters(adapters, config).values()]
-        drafted = None if no_mtp and draft is None else choose_draft(checkpoint, config, draft)
+        drafted = None if given.no_mtp and draft is None else choose_draft(checkpoint, config, draft)
         limits = choose_limits(
             config,
-            max_batch,
-            prefill_chunk,
-            kv_capacity,
-            beyond_trained_context,
+            given.max_batch,
+            given.prefill_chunk,
+            given.kv_capacity,
+            given.beyond_trained_context,
             drafted is not None,
-            draft_top_k,
-            draft_steps,
-            verify_tree_size,
+            given.draft_top_k,
+            given.draft_steps,
+            given.verify_tree_size,
             ranks,
-            max_lora_rank,
-            lora_slots,
-            None if max_image_patches == 0 else read_vision_config(checkpoint, vision, config),
-            max_image_patches,
-            kv_cache,
+            given.max_lora_rank,
+            given.lora_slots,
+            None if given.max_image_patches == 0 else read_vision_config(checkpoint, given.vision, config),
+            given.max_image_patches,
+            given.kv_cache,
             folder_quantization(checkpoint) is not None,
             drafted == MTP,
         )
@@ -301,24 +200,48 @@ def build(
                 checkpoint,
                 engine_dir,
                 limits,
-                target,
-                dtype,
-                attention,
-                weights,
-                force,
-                beyond_trained_context,
+                given.target,
+                given.dtype,
+                given.attention,
+                given.weights,
+                given.force,
+                given.beyond_trained_context,
                 display,
                 drafted,
                 adapters,
-                vision,
-                all_plans,
-                head,
-                embedding,
+                given.vision,
+                given.all_plans,
+                given.head,
+                given.embedding,
                 found_format,
-                draft_vocabulary,
+                given.draft_vocabulary,
+                partial(_try, given.try_token, display),
             )
     for line in report_lines(report):
         typer.echo(line)
+
+
+def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: BuildReport) -> None:
+    """Open what was built, and compute a token of it where that is `asked` for (None: where it fits easily)."""
+    started = time.perf_counter()
+    report.notes += read_built(path)
+    report.seconds["open"] = time.perf_counter() - started
+    missing = None
+    try:
+        if asked or (asked is None and fits_easily(path)):
+            started = time.perf_counter()
+            display("first token", 0, 1)
+            compute_token(path)
+            display("first token", 1, 1)
+            report.token_seconds = time.perf_counter() - started
+            return
+    except MissingDependencyError as error:
+        if asked:
+            raise
+        missing = str(error)
+    if asked is None:
+        reason = missing or "its weights take more than a quarter of the free memory"
+        report.notes.append(f"No token of it was computed: {reason}. --try computes one all the same.")
 
 
 def report_lines(report: BuildReport) -> Iterator[str]:
@@ -358,66 +281,10 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     yield f"  {'total on disk':<42}{_mebibytes(kept + plan_bytes + report.published_bytes + report.head_bytes)}"
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items() if seconds >= 0.05)
     yield f"  {'time':<42}{report.total_seconds:9.1f} s" + (f"    ({stages})" if stages else "")
+    if report.token_seconds:
+        yield f"  {'first token':<42}{report.token_seconds:9.1f} s    (what was compiled for it is kept)"
     yield f"  {'peak host memory':<42}{_mebibytes(report.peak_host_bytes)}"
     yield from report.notes
-
-
-class ProgressDisplay:
-    """A bar on a terminal, a line a stage elsewhere. Called from several threads."""
-
-    _WIDTH = 20
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._is_terminal = stream.isatty()
-        self._lock = threading.Lock()
-        self._stages: dict[str, tuple[int, int]] = {}
-        self._shown = ""
-
-    def __enter__(self) -> ProgressDisplay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            if self._is_terminal:
-                self._stream.write(f"\r{' ' * len(self._shown)}\r")
-                self._stream.flush()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show that `done` of `total` of a stage is done."""
-        with self._lock:
-            is_new = stage not in self._stages
-            self._stages[stage] = (done, total)
-            if self._is_terminal:
-                self._redraw()
-            elif done >= total:
-                self._print(f"{stage}: done{self._amount(stage)}")
-            elif is_new:
-                self._print(f"{stage} ...")
-
-    def _redraw(self) -> None:
-        running = [stage for stage, (done, total) in self._stages.items() if done < total]
-        line = "   ".join(f"{stage} {self._bar(stage)}{self._amount(stage)}" for stage in running)
-        line = line[: shutil.get_terminal_size().columns - 1]  # a wrapped line cannot be taken back
-        if line != self._shown:
-            self._stream.write("\r" + line.ljust(len(self._shown)))
-            self._stream.flush()
-            self._shown = line
-
-    def _print(self, line: str) -> None:
-        self._stream.write(line + "\n")
-        self._stream.flush()
-
-    def _bar(self, stage: str) -> str:
-        done, total = self._stages[stage]
-        filled = self._WIDTH * done // max(1, total)
-        return f"[{'#' * filled}{'.' * (self._WIDTH - filled)}]"
-
-    def _amount(self, stage: str) -> str:
-        done, total = self._stages[stage]
-        if stage == "weights":
-            return f" {done / MEBIBYTE:,.0f} of {total / MEBIBYTE:,.0f} MiB"
-        return f" {done} of {total}" if stage in ("plans", "layers") else ""
 
 
 def _mebibytes(size: int) -> str:

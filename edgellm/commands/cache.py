@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.build import MEBIBYTE
 from edgellm.commands.cache_building import build_snapshots
 from edgellm.commands.cache_prompts import (
     SnapshotOnDisk,
@@ -21,9 +19,10 @@ from edgellm.commands.cache_prompts import (
     read_cache_prompts,
     snapshot_files,
 )
-from edgellm.commands.console import write_error, write_note
+from edgellm.commands.console import MEBIBYTE, write_error, write_note
 from edgellm.commands.convert import size_in_bytes
-from edgellm.commands.option_groups import DraftingOptions, with_option_groups
+from edgellm.commands.settings import chosen_settings
+from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import SnapshotError
 from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.system_prompt import PromptRecord
@@ -32,105 +31,122 @@ cache = typer.Typer(
     name="cache", help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list"
 )
 
-Folder = Annotated[
-    Path | None, typer.Option("--folder", help="Where snapshots lie [default: in the user's cache directory].")
-]
-Names = Annotated[
-    list[str] | None,
-    typer.Argument(help="Snapshots: the prompt's name, or what the file's name begins with, or a path."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+_NAMES = "Snapshots: the prompt's name, or what the file's name begins with, or a path."
+
+
+@dataclass(frozen=True)
+class FolderOptions(options.DebugOption):
+    """Where snapshots are."""
+
+    folder: Path | None = option("Where snapshots lie [default: in the user's cache directory].")
+
+
+@dataclass(frozen=True)
+class BuildOptions(
+    options.ModelOption,
+    options.ChatTemplateOption,
+    options.ToolOptions,
+    FolderOptions,
+    options.ComputingOptions,
+):
+    """All options of `edgellm cache build`."""
+
+    prompt: str | None = option("The system prompt.", is_free=True)
+    file: Path | None = option("Read the system prompt from a file.", "--file", "-f")
+    prompts: Path | None = option(
+        "Several: a list of name, prompt or file, and perhaps lora and output.", metavar="YAML"
+    )
+    name: str | None = option("What to call it [default: its first words].")
+    output: Path | None = option("Write this file instead of one in the folder.", "--output", "-o")
+    lora: str | None = option(
+        "For answers with this LoRA adapter, one of the engine directory's, or NAME=DIR [default: none].",
+        metavar="NAME",
+    )
+    draft: bool | None = option("For use with the model's draft, or without.")
+    replaces: bool = option(
+        "Take the place of a snapshot that has the name already, or the file.", "--replace", default=False
+    )
+    disk_budget: str | None = option("Most that the folder may take; the least recently used go first [default: 8GiB].")
+
+
+@dataclass(frozen=True)
+class ListOptions(FolderOptions):
+    """All options of `edgellm cache list`."""
+
+    as_json: bool = option("Print JSON instead of text.", "--json", default=False)
+
+
+@dataclass(frozen=True)
+class ShowOptions(ListOptions):
+    """All options of `edgellm cache show`."""
+
+    name: list[str] | None = argument(_NAMES)
+
+
+@dataclass(frozen=True)
+class RemoveOptions(FolderOptions):
+    """All options of `edgellm cache remove`."""
+
+    name: list[str] | None = argument(_NAMES)
+    everything: bool = option("Every snapshot in the folder.", "--all", default=False)
+
+
+@dataclass(frozen=True)
+class VerifyOptions(RemoveOptions):
+    """All options of `edgellm cache verify`."""
+
+    model: Path | None = option("Also check that it was made for this engine directory.", "--model", "-m")
 
 
 @cache.command("build")
-@with_option_groups
-def build(
-    *,
-    prompt: Annotated[str | None, typer.Option("--prompt", help="The system prompt.")] = None,
-    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the system prompt from a file.")] = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompts", metavar="YAML", help="Several: a list of name, prompt or file, and perhaps lora and output."
-        ),
-    ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="What to call it [default: its first words].")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write this file instead of one in the folder.")
-    ] = None,
-    lora: Annotated[
-        str | None,
-        typer.Option(
-            "--lora",
-            metavar="NAME",
-            help="For answers with this LoRA adapter, one of the engine directory's, or NAME=DIR [default: none].",
-        ),
-    ] = None,
-    model: options.Model = None,
-    draft: Annotated[
-        bool | None,
-        typer.Option("--draft/--no-draft", help="For use with the model's draft, or without.", show_default=False),
-    ] = None,
-    chat_template: options.ChatTemplateFile = None,
-    tooling: options.ToolOptions,
-    folder: Folder = None,
-    replaces: Annotated[
-        bool, typer.Option("--replace", help="Take the place of a snapshot that has the name already, or the file.")
-    ] = False,
-    disk_budget: Annotated[
-        str | None,
-        typer.Option(help="Most that the folder may take; the least recently used go first [default: 8GiB]."),
-    ] = None,
-    computing: options.ComputingOptions,
-    config: options.Config = None,
-    debug: options.Debug = False,
-) -> None:
+@takes_options
+def build(given: BuildOptions) -> None:
     """Compute a system prompt (--prompt, --file, --prompts or standard input) and keep its KV cache on disk.
 
     Example: edgellm cache build --file system.txt --name robot
     """
-    wanted = read_cache_prompts(prompt, file, prompts, name, output, lora)
-    settings = options.chosen_settings(
-        config,
-        model=model,
-        computing=computing,
-        prompt=options.PromptOptions(chat_template=chat_template),
-        sampling=options.SamplingOptions(),
-        drafting=DraftingOptions(draft="" if draft else None, no_draft=draft is False),
-    )
+    wanted = read_cache_prompts(given.prompt, given.file, given.prompts, given.name, given.output, given.lora)
+    settings = chosen_settings(given)
+    drafting = options.DraftingOptions(draft="" if given.draft else None, no_draft=given.draft is False)
     # What a settings file says of answers does not choose what is computed here.
     settings = replace(
-        settings, system_cache=None, adapter=None, adapters=settings.adapters | adapter_directories(wanted)
+        settings,
+        system_cache=None,
+        adapter=None,
+        adapters=settings.adapters | adapter_directories(wanted),
+        drafting=drafting.applied_to(settings.drafting),
     )
     from edgellm.snapshots.store import DISK_BUDGET
 
-    budget = DISK_BUDGET if disk_budget is None else size_in_bytes(disk_budget, "--disk-budget")
-    build_snapshots(settings, wanted, chosen_folder(folder), budget, replaces, *options.template_inputs(tooling))
+    budget = DISK_BUDGET if given.disk_budget is None else size_in_bytes(given.disk_budget, "--disk-budget")
+    build_snapshots(settings, wanted, chosen_folder(given.folder), budget, given.replaces, *given.template_inputs())
 
 
 @cache.command("list")
-def list_snapshots(folder: Folder = None, as_json: Json = False, debug: options.Debug = False) -> None:
+@takes_options
+def list_snapshots(given: ListOptions) -> None:
     """List the snapshots in the folder, and files there that cannot be used.
 
     Example: edgellm cache list --json
     """
-    found = list(snapshot_files(chosen_folder(folder)))
-    if as_json:
+    found = list(snapshot_files(chosen_folder(given.folder)))
+    if given.as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
-    typer.echo(f"{printable(chosen_folder(folder))}: {_counted(found)}")
+    typer.echo(f"{printable(chosen_folder(given.folder))}: {_counted(found)}")
     for item in found:
         typer.echo(f"  {printable(item.path.stem[:8])}  {item.line()}")
 
 
 @cache.command("show")
-def show(name: Names = None, folder: Folder = None, as_json: Json = False, debug: options.Debug = False) -> None:
+@takes_options
+def show(given: ShowOptions) -> None:
     """Say everything that a snapshot says of itself.
 
     Example: edgellm cache show robot
     """
-    found = [find_snapshot(text, chosen_folder(folder)) for text in _required(name)]
-    if as_json:
+    found = [find_snapshot(text, chosen_folder(given.folder)) for text in _required(given.name)]
+    if given.as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
     for item in found:
@@ -142,24 +158,17 @@ def show(name: Names = None, folder: Folder = None, as_json: Json = False, debug
 
 
 @cache.command("verify")
-def verify(
-    name: Names = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every snapshot in the folder.")] = False,
-    model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Also check that it was made for this engine directory.")
-    ] = None,
-    folder: Folder = None,
-    debug: options.Debug = False,
-) -> None:
+@takes_options
+def verify(given: VerifyOptions) -> None:
     """Read snapshots whole and compare them with their SHA-256; exit with 1 where one cannot be used.
 
     Example: edgellm cache verify --all --model robot-engines
     """
     failed = False
-    for item in _chosen(name, everything, chosen_folder(folder)):
+    for item in _chosen(given.name, given.everything, chosen_folder(given.folder)):
         try:
-            _verify(item, model)
-            typer.echo(f"{printable(item.path)}: whole{'' if model is None else f', and made for {model}'}")
+            _verify(item, given.model)
+            typer.echo(f"{printable(item.path)}: whole{'' if given.model is None else f', and made for {given.model}'}")
         except SnapshotError as error:
             failed = True
             typer.echo(f"{printable(item.path)}: {error.reason}: {printable(error)}")
@@ -168,12 +177,8 @@ def verify(
 
 
 @cache.command("remove")
-def remove(
-    name: Names = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every snapshot in the folder.")] = False,
-    folder: Folder = None,
-    debug: options.Debug = False,
-) -> None:
+@takes_options
+def remove(given: RemoveOptions) -> None:
     """Delete snapshots, damaged ones too; with --all, what is no snapshot stays, and is named.
 
     Of several names none is deleted where one means something else than a snapshot.
@@ -185,20 +190,20 @@ def remove(
 
     chosen: list[Path] = []
     refused: list[SnapshotError] = []
-    for path in dict.fromkeys(item.path for item in _chosen(name, everything, chosen_folder(folder))):
+    for path in dict.fromkeys(item.path for item in _chosen(given.name, given.everything, chosen_folder(given.folder))):
         try:
             require_snapshot_file(path)
             chosen.append(path)
         except SnapshotError as error:
             refused.append(error)
-    if not refused or everything:
+    if not refused or given.everything:
         for path in chosen:
             delete_file(path)
             typer.echo(f"{printable(path)}: removed")
     for reason in refused:
         write_error(reason)
     if refused:
-        write_note("What is named was left where it is." if everything else "Nothing was removed.")
+        write_note("What is named was left where it is." if given.everything else "Nothing was removed.")
         raise typer.Exit(1)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from edgellm.commands.build import MEBIBYTE, ProgressDisplay
 from edgellm.commands.cache_prompts import CachePrompt, read_snapshot_file, snapshot_files
-from edgellm.commands.console import ended_by_signals
+from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.file import require_snapshot_file, write_snapshot
@@ -60,7 +58,7 @@ def build_snapshots(
 
     replaced = _replaced_files(wanted, folder, replaces)
     building = Building(SnapshotStore(0, folder, disk_budget), replaces, tools, template_variables)
-    display = ProgressDisplay(sys.stderr)
+    display = ProgressDisplay()
     adapters = [item.adapter for item in wanted if item.adapter is not None]
     lines: list[str] = []
     try:

@@ -18,8 +18,8 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.descriptions import adapter_choice
-from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
-from edgellm.engines.directories.strict_formats import parse_yaml
+from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
+from edgellm.engines.formats.strict_formats import parse_yaml
 from edgellm.engines.model.memory_plan import MEBIBYTE
 from edgellm.errors import RequestError, SnapshotError, did_you_mean
 from edgellm.kernels.user_paths import printable, user_path
@@ -110,8 +110,8 @@ def _from_entry(entry: Any, place: str, folder: Path) -> CachePrompt:
     for key, value in entry.items():
         if key not in _KEYS:
             raise RequestError(f"{place} has the unknown key {str(key)!r}{did_you_mean(str(key), _KEYS)}")
-        if not isinstance(value, str) or not value.strip():
-            raise RequestError(f"{place}: {key} is {value!r}: expected text")
+        if not isinstance(value, str) or not value.strip() or "\0" in value:
+            raise RequestError(f"{place}: {key} is {value!r}: expected text without null characters")
     if "name" not in entry or ("prompt" in entry) == ("file" in entry):
         raise RequestError(f"{place} has the keys {', '.join(map(str, entry))}: expected name, and prompt or file")
     file, output = entry.get("file"), entry.get("output")
@@ -272,7 +272,7 @@ def _another(name: str, cached: Any, what: str, given: Any, origin: str) -> Requ
     )
     return RequestError(
         f"the snapshot {name!r} is of the {what} {found}, but {wanted} is given ({origin}): leave one of them out "
-        '(--system-cache "" is no snapshot), or make a snapshot for the other (edgellm cache build)'
+        "(--no-system-cache is no snapshot), or make a snapshot for the other (edgellm cache build)"
     )
 
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
@@ -16,8 +16,6 @@ from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_com
 from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, chat_completion, open_lines, read_message
 from edgellm.commands.console import (
     CancelOnInterrupt,
-    LogFormat,
-    LogLevel,
     call_lines,
     ended_by_signals,
     prepare_output,
@@ -29,10 +27,17 @@ from edgellm.commands.console import (
 )
 from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.images import dropped_files, require_image_there, shown_content
-from edgellm.commands.models import model_name, open_model, sampling_params, system_prompt, with_cached_prompt
-from edgellm.commands.option_groups import LOGS, OUTPUT, DraftingOptions, with_option_groups
+from edgellm.commands.models import (
+    SHIPPED_NAME,
+    model_name,
+    open_model,
+    sampling_params,
+    system_prompt,
+    with_cached_prompt,
+)
+from edgellm.commands.settings import chosen_settings
+from edgellm.commands.table import option, takes_options
 from edgellm.errors import EdgeLLMError
-from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import require_tools_shown
 
 if TYPE_CHECKING:
@@ -47,109 +52,71 @@ if TYPE_CHECKING:
 class ObservingOptions:
     """What to take note of; by default nothing, which costs nothing."""
 
-    PANEL: ClassVar[str] = LOGS
+    PANEL: ClassVar[str] = "Logs and errors"
 
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE",
-            help="Write what the draft, verification, acceptance and the host took of each round, in Chrome's trace "
-            "format (open it at ui.perfetto.dev). Rounds then run stage by stage, a little slower.",
-        ),
-    ] = None
-    nvtx: Annotated[
-        bool, typer.Option("--nvtx", help="Mark the same parts as NVTX ranges, for NVIDIA's profilers.")
-    ] = False
+    trace: Path | None = option(
+        "Write what the draft, verification, acceptance and the host took of each round, in Chrome's trace format "
+        "(open it at ui.perfetto.dev). Rounds then run stage by stage, a little slower.",
+        metavar="FILE",
+    )
+    nvtx: bool = option("Mark the same parts as NVTX ranges, for NVIDIA's profilers.", default=False)
+
+
+@dataclass(frozen=True)
+class ChatOptions(
+    options.ModelOptions,
+    options.PromptOptions,
+    options.SystemCacheOptions,
+    options.ImageOptions,
+    options.SamplingOptions,
+    options.DraftingOptions,
+    options.AdapterOptions,
+    options.ToolOptions,
+    options.ChatOutputOptions,
+    options.ComputingOptions,
+    ObservingOptions,
+    options.LogOptions,
+):
+    """All options of the command."""
 
 
 @contextmanager
-def observing(options: ObservingOptions) -> Iterator[Observer | None]:
+def observing(asked: ObservingOptions) -> Iterator[Observer | None]:
     """What is to observe the model, None for nothing; the model must be closed when this ends.
 
     Raises RequestError where the trace cannot be written, MissingDependencyError where there is no NVTX.
     """
-    if options.trace is None and not options.nvtx:
+    if asked.trace is None and not asked.nvtx:
         yield None
         return
-    from edgellm.observing.observer import Observers
+    from edgellm.observing.observer import NvtxRanges, Observers
+    from edgellm.tracing import Trace
 
-    observers: list[Observer] = []
-    trace = None
-    if options.trace is not None:
-        from edgellm.tracing import Trace
-
-        trace, path = Trace(), user_path(options.trace)
+    trace, path = Trace(), asked.trace
+    if path is not None:
         trace.save(path)  # what cannot be written is said now
-        observers.append(trace)
-    if options.nvtx:
-        from edgellm.observing.observer import NvtxRanges
-
-        observers.append(NvtxRanges())
+    observers: list[Observer] = [trace] if path is not None else []
+    observers += [NvtxRanges()] if asked.nvtx else []
     try:
         yield Observers(*observers)
     finally:
-        if trace is not None:
+        if path is not None:
             trace.save(path)
             write_note(f"The trace of {len(trace.spans)} spans is in {path}: open it at ui.perfetto.dev.")
 
 
-@with_option_groups
-def chat(
-    *,
-    engine: options.ModelOptions,
-    prompting: options.PromptOptions,
-    sampling: options.SamplingOptions,
-    drafting: DraftingOptions,
-    adapters: options.AdapterOptions,
-    tooling: options.ToolOptions,
-    system_cache: options.SystemCache = None,
-    images: options.Images = None,
-    history: Annotated[
-        bool | None,
-        typer.Option(
-            "--history/--no-history", rich_help_panel=OUTPUT, help="Keep the questions in a file.", show_default=False
-        ),
-    ] = None,
-    stats: Annotated[
-        bool | None,
-        typer.Option(
-            "--stats/--no-stats",
-            rich_help_panel=OUTPUT,
-            help="A line of counts and speeds after answers; /stats says more.",
-            show_default=False,
-        ),
-    ] = None,
-    computing: options.ComputingOptions,
-    observed: ObservingOptions,
-    config: options.Config = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-    debug: options.Debug = False,
-) -> None:
+@takes_options
+def chat(given: ChatOptions) -> None:
     """Talk to a model; from a pipe, every line is a question. /help lists the commands.
 
     Example: edgellm chat --image cup.jpg --temperature 0.7
     """
     prepare_output()
-    settings = options.chosen_settings(
-        config,
-        model=engine.chosen(),
-        computing=computing,
-        prompt=prompting,
-        sampling=sampling,
-        drafting=drafting,
-        adapters=adapters,
-        system_cache=system_cache,
-    )
-    settings, tools, variables = with_cached_prompt(
-        settings, bool(system_cache) and not prompting.has_system_prompt, *options.template_inputs(tooling)
-    )
-    lines = open_lines(settings.history if history is None else history)
-    with_stats = settings.stats if stats is None else stats
+    settings, tools, variables = with_cached_prompt(chosen_settings(given), given, *given.template_inputs())
+    lines = open_lines(settings.history)
     with (
         ended_by_signals(),
-        observing(observed) as observer,
+        observing(given) as observer,
         open_model(settings, every_adapter=True, tools=tools, template_variables=variables) as llm,
     ):
         if observer is not None:
@@ -162,16 +129,16 @@ def chat(
         conversation.warn = lambda warning: write_note(f"Note: {warning}.")
         state = ChatState(llm, conversation, say=write_note)
         state.text_system, state.image_system = own, system_prompt(llm, settings, with_images=True) or ""
-        for image in images or ():
+        for image in given.images or ():
             state.show(image)
         try:
             if isinstance(lines, TerminalLines):
                 state.say = say
                 lines.complete_with(chat_completion(state).candidates)
                 write_note(_greeting(llm, settings.adapter))
-                converse_at_terminal(state, lines, True if with_stats is None else with_stats)
+                converse_at_terminal(state, lines, settings.stats is not False)
             else:
-                converse_by_pipe(state, lines, bool(with_stats))
+                converse_by_pipe(state, lines, bool(settings.stats))
         except (Leave, EOFError):
             pass
         finally:
@@ -285,8 +252,12 @@ def _greeting(llm: LLM, adapter: str | None) -> str:
     version = metadata.version("edgellm")
     adapters = adapters_in_words(llm.adapters, adapter)
     sight = ", sees images (/image FILE)" if llm.has_vision_model else ""
+    toy = (
+        "\nIt is a toy of 10.8 M parameters, which knows its table with cups, toys and the like, and English alone: "
+        "edgellm build prepares a model of your own."
+    )
     return (
         f"EdgeLLM {version}: {model_name(llm)} on the {llm.backend_name} backend, context {llm.context_length} tokens"
         f"{sight}{adapters and ', '}{adapters}. "
-        "/help lists the commands, Ctrl-D leaves."
+        f"/help lists the commands, Ctrl-D leaves.{toy if model_name(llm) == SHIPPED_NAME else ''}"
     )

@@ -24,7 +24,7 @@ from edgellm.commands.images import (
 from edgellm.commands.models import model_name
 from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.commands.structures import read_schema
-from edgellm.engines.directories.strict_formats import parse_json
+from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -285,7 +285,7 @@ def _schema(state: ChatState, argument: str) -> None:
 
 
 def _path(argument: str, command: str) -> Path:
-    if not argument:
+    if not argument or "\0" in argument:
         raise RequestError(f"/{command} needs the name of a file: /{command} FILE")
     return user_path(argument)
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from edgellm.commands.images import read_image_file
 from edgellm.commands.settings import SAMPLING_KEYS
-from edgellm.engines.directories.small_files import read_text
-from edgellm.engines.directories.strict_formats import parse_json
+from edgellm.engines.formats.small_files import read_text
+from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EdgeLLMError, RequestError, did_you_mean
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.sampling_params import SamplingParams

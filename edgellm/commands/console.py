@@ -12,13 +12,11 @@ import textwrap
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-import typer
-
-from edgellm.commands.option_groups import LOGS
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
@@ -30,6 +28,67 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 #: Control characters that a model's text could steer a terminal with; tab and line end are none of them.
 CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
+
+
+MEBIBYTE = 1 << 20
+
+
+class StatusLine:
+    """The last line of a terminal, which is rewritten while something goes on; nothing where standard error is none."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shown = ""
+
+    def show(self, line: str) -> None:
+        """Have the line say this, cut where it is too long; "" takes it away."""
+        if not (self._shown or sys.stderr.isatty()):
+            return
+        with self._lock:
+            line = printable(line)[: shutil.get_terminal_size().columns - 1]  # a wrapped line cannot be taken back
+            if line != self._shown:
+                sys.stderr.write(f"\r{line}\x1b[K")
+                sys.stderr.flush()
+            self._shown = line
+
+
+status_line = StatusLine()
+
+
+class ProgressDisplay:
+    """Stages with bars on a terminal, a line a stage elsewhere. Called from several threads."""
+
+    _WIDTH = 20
+
+    def __init__(self) -> None:
+        self._stages: dict[str, tuple[int, int]] = {}
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        status_line.show("")
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show that `done` of `total` of a stage is done."""
+        is_new = stage not in self._stages
+        self._stages[stage] = (done, total)
+        if sys.stderr.isatty():
+            running = [stage for stage, (done, total) in list(self._stages.items()) if done < total]
+            status_line.show("   ".join(f"{stage} {self._bar(stage)}{self._amount(stage)}" for stage in running))
+        elif is_new or done >= total:
+            print(f"{stage}: done{self._amount(stage)}" if done >= total else f"{stage} ...", file=sys.stderr)
+
+    def _bar(self, stage: str) -> str:
+        done, total = self._stages[stage]
+        filled = self._WIDTH * done // max(1, total)
+        return f"[{'#' * filled}{'.' * (self._WIDTH - filled)}]"
+
+    def _amount(self, stage: str) -> str:
+        done, total = self._stages[stage]
+        if stage == "weights":
+            return f" {done / MEBIBYTE:,.0f} of {total / MEBIBYTE:,.0f} MiB"
+        return f" {done} of {total}" if stage in ("plans", "layers") else ""
 
 
 class Cancellable(Protocol):
@@ -55,6 +114,7 @@ def write_answer(text: str) -> None:
 def write_note(text: str, stream: TextIO | None = None) -> None:
     """Write a remark beside the answers to standard error, dim where it is a terminal and NO_COLOR is not set."""
     stream = stream or sys.stderr
+    status_line.show("")
     text = wrapped(_steering_nothing(text), stream)
     dim = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=stream, flush=True)
@@ -82,6 +142,7 @@ def _broken(line: str, width: int) -> list[str]:
 def write_error(error: BaseException) -> None:
     """Write an error to standard error, with the way it came where EDGELLM_DEBUG is set; what it quotes of files and
     names steers no terminal."""
+    status_line.show("")
     if os.environ.get("EDGELLM_DEBUG"):
         traceback.print_exception(error)
     print(wrapped(f"error: {_steering_nothing(str(error))}", sys.stderr), file=sys.stderr, flush=True)
@@ -229,14 +290,45 @@ class TextLines(logging.Formatter):
         return f"{line} ({', '.join(f'{name}={value}' for name, value in fields.items())})" if fields else line
 
 
+class LogHandler(logging.StreamHandler):  # a generic class from Python 3.11 on
+    """Writes log lines to standard error; with `sums_up`, what records of one `stage` of preparing say is one line.
+
+    A record's `stage` is (what goes on, what it does now): on a terminal the line is rewritten, elsewhere it is written
+    once.
+    """
+
+    def __init__(self, formatter: logging.Formatter, sums_up: bool) -> None:
+        super().__init__(sys.stderr)
+        self.setFormatter(formatter)
+        self._sums_up = sums_up
+        self._counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        if not self._sums_up or not hasattr(record, "stage"):
+            status_line.show("")
+            super().emit(record)
+            return
+        stage, now = record.stage
+        self._counts[stage] += 1
+        try:
+            if self.stream.isatty():
+                status_line.show(f"{stage}: {self._counts[stage]}, {now}")
+            elif self._counts[stage] == 1:
+                print(stage, file=self.stream, flush=True)
+        except (OSError, ValueError):  # nobody reads it any more
+            self.handleError(record)
+
+
 _chosen = {"level": "warning", "form": "text"}
 
 
 def show_logs(level: str = "warning", form: str = "text") -> None:
     """Show what is logged from `level` on; a later call takes the place of an earlier one."""
     _chosen.update(level=level, form=form)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JSONLines() if form == "json" else TextLines(level in ("debug", "info")))
+    is_verbose = level in ("debug", "info")
+    formatter = JSONLines() if form == "json" else TextLines(is_verbose)
+    handler = LogHandler(formatter, sums_up=form == "text" and not is_verbose)
     logger = logging.getLogger("edgellm")
     for other in [other for other in logger.handlers if isinstance(other, logging.StreamHandler)]:
         logger.removeHandler(other)
@@ -244,43 +336,8 @@ def show_logs(level: str = "warning", form: str = "text") -> None:
     logger.setLevel(level.upper())
 
 
-def _choose(name: str, among: tuple[str, ...], value: str | None) -> None:
-    if value is None:
-        return
-    if value not in among:
-        raise typer.BadParameter(f"{value!r} is none of {', '.join(among)}")
-    show_logs(**_chosen | {name: value})
-
-
-def _choose_level(value: str | None) -> str | None:
-    _choose("level", LEVELS, value)
-    return value
-
-
-def _choose_format(value: str | None) -> str | None:
-    _choose("form", FORMATS, value)
-    return value
-
-
-LogLevel = Annotated[
-    str | None,
-    typer.Option(
-        "--log-level",
-        metavar="|".join(LEVELS),
-        callback=_choose_level,
-        is_eager=True,
-        rich_help_panel=LOGS,
-        help="What is logged to the standard error stream [default: warning].",
-    ),
-]
-LogFormat = Annotated[
-    str | None,
-    typer.Option(
-        "--log-format",
-        metavar="|".join(FORMATS),
-        callback=_choose_format,
-        is_eager=True,
-        rich_help_panel=LOGS,
-        help="Log lines for people or, as JSON, for programs [default: text].",
-    ),
-]
+def choose_logs(**chosen: str | None) -> None:
+    """Change what `show_logs` was told, where something was chosen."""
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if given:
+        show_logs(**_chosen | given)

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from edgellm.commands.build import ProgressDisplay
-from edgellm.commands.console import ended_by_signals
-from edgellm.engines.checkpoints.conversion import ConversionReport, convert_checkpoint
+from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals
+from edgellm.commands.table import argument, option, takes_options
+from edgellm.engines.building.conversion import ConversionReport, convert_checkpoint
 
-MEBIBYTE = 1 << 20
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
-def convert(
-    source: Annotated[
-        Path, typer.Argument(help="Directory with pytorch_model.bin (or shards), or a .bin/.pt/.pth file.")
-    ],
-    target: Annotated[Path, typer.Argument(help="The checkpoint directory to make.")],
-    max_shard_size: Annotated[
-        str, typer.Option(help="Weights beyond this size are split into files: bytes, or as in 500MB, 5GB, 4GiB.")
-    ] = "5GB",
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing converted checkpoint.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class ConvertOptions:
+    """All options of the command."""
+
+    source: Path = argument("Directory with pytorch_model.bin (or shards), or a .bin/.pt/.pth file.", required=True)
+    target: Path = argument("The checkpoint directory to make.", required=True)
+    max_shard_size: str = option(
+        "Weights beyond this size are split into files: bytes, or as in 500MB, 5GB, 4GiB.", default="5GB"
+    )
+    force: bool = option("Replace an existing converted checkpoint.", default=False)
+
+
+@takes_options
+def convert(given: ConvertOptions) -> None:
     """Make safetensors of pickled PyTorch weights, without PyTorch and without running what the pickle says.
 
     Example: edgellm convert old-model new-model --max-shard-size 4GB
     """
-    size = size_in_bytes(max_shard_size, "--max-shard-size")
-    display = ProgressDisplay(sys.stderr)
+    size = size_in_bytes(given.max_shard_size, "--max-shard-size")
+    display = ProgressDisplay()
     with ended_by_signals(), display:
-        report = convert_checkpoint(source, target, size, force, display)
+        report = convert_checkpoint(given.source, given.target, size, given.force, display)
     for line in report_lines(report):
         typer.echo(line)
 

@@ -7,18 +7,19 @@ import json
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import typer
 
+from edgellm.commands.console import status_line
 from edgellm.commands.descriptions import draft_in_words, executor_facts, executors_in_words
-from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
+from edgellm.commands.table import option, takes_options
 from edgellm.drafting.config import DraftingConfig, default_drafting
+from edgellm.engines.backends.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
-from edgellm.engines.directories.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.model.memory_plan import MEBIBYTE, recurrent_bytes
 from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
@@ -34,12 +35,15 @@ _STEPS = 8
 _DRAFTED_TOKENS = 32
 
 
-@with_option_groups
-def doctor(
-    *,
-    engine: ModelOptions,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class DoctorOptions(ModelOptions):
+    """All options of the command."""
+
+    as_json: bool = option("Print one JSON object.", "--json", default=False)
+
+
+@takes_options
+def doctor(given: DoctorOptions) -> None:
     """Say what was found on this machine, then compare a few tokens' logits with the NumPy backend.
 
     Example: edgellm doctor --json
@@ -47,7 +51,8 @@ def doctor(
     facts: dict[str, Any] = {"version": edgellm_version(), "machine": {}}
 
     def say(*lines: str) -> None:
-        for line in () if as_json else lines:
+        status_line.show("")
+        for line in () if given.as_json else lines:
             typer.echo(line)
 
     for name, check in _CHECKS:
@@ -55,7 +60,7 @@ def doctor(
         say(f"{name:<12}{facts['machine'][name]}")
     gpu = find_gpu()
     facts["gpu"] = None if gpu is None else asdict(gpu)
-    directory = EngineDirectory.open(engine.chosen() or SHIPPED_MODEL)
+    directory = EngineDirectory.open(given.chosen_model() or SHIPPED_MODEL)
     model = {"path": str(directory.path), "family": directory.config.family, "dtype": directory.dtype}
     facts |= {"model": model, "kv_cache": _kv_cache(directory)}
     facts |= {"plans": _plans(directory), "draft": _draft(directory)}
@@ -75,7 +80,7 @@ def doctor(
         facts["checks"].append(found.values())
         say(f"  {found.text}")
     facts["ok"] = all(found["ok"] is not False for found in facts["checks"])
-    if as_json:
+    if given.as_json:
         typer.echo(json.dumps(facts, indent=2))
     if not facts["ok"]:
         raise typer.Exit(1)
@@ -164,13 +169,9 @@ def _memory() -> str:
 
         free = available_memory()
         return f"{free / 2**30:.1f} GiB of RAM free" if free else "unknown"
-    from edgellm.engines.backends.cuda_device import CudaDevice
+    from edgellm.engines.backends.cuda_device import gpu_memory
 
-    device = CudaDevice()
-    try:
-        free, total = device.free_memory()
-    finally:
-        device.close()
+    free, total = gpu_memory()
     return f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB of GPU memory free"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,13 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import typer
 
 from edgellm.commands import options
 from edgellm.commands.bench import require_writable, with_system_prompt, write_result
-from edgellm.commands.console import LogFormat, LogLevel, prepare_output
+from edgellm.commands.console import ProgressDisplay, prepare_output
 from edgellm.commands.models import (
     chosen_adapters,
     chosen_drafting,
@@ -26,14 +25,12 @@ from edgellm.commands.models import (
     open_model_with,
     sampling_params,
 )
-from edgellm.commands.option_groups import OUTPUT, DraftingOptions, with_option_groups
-from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
+from edgellm.commands.settings import Settings, chosen_settings
+from edgellm.commands.table import option, takes_options
+from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.errors import RequestError
-from edgellm.kernels.user_paths import user_path
 
 if TYPE_CHECKING:
-    from edgellm.commands.build import ProgressDisplay
-    from edgellm.commands.settings import Settings
     from edgellm.evaluation.inputs import Example, Window
     from edgellm.evaluation.measures import Divergence, RecordedLogits
     from edgellm.llm import LLM
@@ -49,57 +46,34 @@ REFERENCE, PLAIN, DRAFTED = "reference", "plain", "drafted"
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """What is to be measured, and of what; None is an option that was not given."""
+    """What is to be measured, and of what."""
 
     PANEL: ClassVar[str] = "Measures"
 
-    text: Annotated[
-        Path | None, typer.Option("--text", metavar="FILE", help="Perplexity of a text (UTF-8), in windows.")
-    ] = None
-    exact_match: Annotated[
-        Path | None,
-        typer.Option(
-            "--exact-match",
-            metavar="FILE",
-            help="Share of prompts that are answered as expected, plain and drafted: JSON lines with prompt and answer "
-            "(or completion, or summary), or with messages whose last one is the answer.",
-        ),
-    ] = None
-    rouge: Annotated[
-        Path | None,
-        typer.Option(
-            "--rouge", metavar="FILE", help="ROUGE-1, -2 and -L of summaries, plain and drafted: JSON lines as above."
-        ),
-    ] = None
-    reference: Annotated[
-        Path | None,
-        typer.Option(
-            "--reference",
-            metavar="DIR",
-            help="Compare with this engine directory of the same vocabulary: KL of next-token distributions and equal "
-            "greedy tokens, on the text or else on the expected answers. It runs first, with the same adapter; its "
-            "logits wait in a temporary file (in $TMPDIR): 4 bytes for each token and entry of the vocabulary.",
-        ),
-    ] = None
-    window: Annotated[
-        int | None,
-        typer.Option("--window", min=2, help="Tokens that the model reads at once [default: the context, up to 2048]."),
-    ] = None
-    stride: Annotated[
-        int | None, typer.Option("--stride", min=1, help="Tokens from window to window [default: half a window].")
-    ] = None
-    bos: Annotated[
-        bool | None,
-        typer.Option(
-            "--bos/--no-bos",
-            help="Begin each window with the BOS token [default: where the tokenizer puts it].",
-            show_default=False,
-        ),
-    ] = None
-    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Take the first N tokens of the text.")] = None
-    examples: Annotated[
-        int | None, typer.Option("--examples", min=1, help="Take the first N lines of --exact-match and --rouge.")
-    ] = None
+    text: Path | None = option("Perplexity of a text (UTF-8), in windows.", metavar="FILE")
+    exact_match: Path | None = option(
+        "Share of prompts that are answered as expected, plain and drafted: JSON lines with prompt and answer (or "
+        "completion, or summary), or with messages whose last one is the answer.",
+        metavar="FILE",
+    )
+    rouge: Path | None = option(
+        "ROUGE-1, -2 and -L of summaries, plain and drafted: JSON lines as above.", metavar="FILE"
+    )
+    reference: Path | None = option(
+        "Compare with this engine directory of the same vocabulary: KL of next-token distributions and equal greedy "
+        "tokens, on the text or else on the expected answers. It runs first, with the same adapter; its logits wait in "
+        "a temporary file (in $TMPDIR): 4 bytes for each token and entry of the vocabulary.",
+        metavar="DIR",
+    )
+    window: int | None = option("Tokens that the model reads at once [default: the context, up to 2048].", least=2)
+    stride: int | None = option("Tokens from window to window [default: half a window].", least=1)
+    bos: bool | None = option("Begin each window with the BOS token [default: where the tokenizer puts it].")
+    tokens: int | None = option("Take the first N tokens of the text.", least=1)
+    examples: int | None = option("Take the first N lines of --exact-match and --rouge.", least=1)
+    output: Path | None = option("Write all figures to this JSON file.", rich_help_panel="Output")
+    json_output: bool = option(
+        "Print one JSON object instead of the table.", "--json", default=False, rich_help_panel="Output"
+    )
 
     @property
     def files(self) -> dict[str, Path]:
@@ -108,27 +82,22 @@ class MeasureOptions:
         return {measure: path for measure, path in given.items() if path is not None}
 
 
-@with_option_groups
-def eval(
-    *,
-    engine: options.ModelOptions,
-    measures: MeasureOptions,
-    output: Annotated[
-        Path | None, typer.Option("--output", rich_help_panel=OUTPUT, help="Write all figures to this JSON file.")
-    ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object instead of the table.")
-    ] = False,
-    prompting: options.PromptOptions,
-    sampling: options.SamplingOptions,
-    drafting: DraftingOptions,
-    adapters: options.AdapterOptions,
-    computing: options.ComputingOptions,
-    config: options.Config = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-    debug: options.Debug = False,
-) -> None:
+@dataclass(frozen=True)
+class EvalOptions(
+    options.ModelOptions,
+    MeasureOptions,
+    options.PromptOptions,
+    options.SamplingOptions,
+    options.DraftingOptions,
+    options.AdapterOptions,
+    options.ComputingOptions,
+    options.LogOptions,
+):
+    """All options of the command."""
+
+
+@takes_options
+def eval(given: EvalOptions) -> None:
     """Measure what a change of a model costs, as quantizing does: perplexity, distance to a reference, tasks.
 
     Answers are greedy and have up to 256 tokens, unless options or settings say otherwise.
@@ -136,41 +105,32 @@ def eval(
     Example: edgellm eval robot-int4 --reference robot --text book.txt
     """
     prepare_output()
-    if measures.text is None and not measures.files:
+    if given.text is None and not given.files:
         raise typer.BadParameter(
             "nothing is to be measured: give --text, --exact-match or --rouge", param_hint="--text"
         )
-    settings = options.chosen_settings(
-        config,
-        model=engine.chosen(),
-        computing=computing,
-        prompt=prompting,
-        sampling=sampling,
-        drafting=drafting,
-        adapters=adapters,
-    )
+    settings = chosen_settings(given)
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
-    require_writable(output, "--output")
-    results = measure(settings, measures)
+    require_writable(given.output, "--output")
+    results = measure(settings, given)
     from edgellm.evaluation.report import report_lines
 
     written = json.dumps(results, indent=2) + "\n"
-    if json_output:
+    if given.json_output:
         typer.echo(written, nl=False)
     else:
         for line in report_lines(results):
             typer.echo(line)
-    if output is not None:
-        write_result(output, written, "--output")
+    if given.output is not None:
+        write_result(given.output, written, "--output")
 
 
 def measure(settings: Settings, asked: MeasureOptions) -> dict[str, Any]:
     """Measure what is asked for and return what there is to report, as JSON values."""
-    from edgellm.commands.build import ProgressDisplay
 
     with ExitStack() as opened:
         evaluation = _Evaluation(settings, asked)
-        evaluation.display = opened.enter_context(ProgressDisplay(sys.stderr))
+        evaluation.display = opened.enter_context(ProgressDisplay())
         recorded = None
         if evaluation.reference is not None:
             other = evaluation.reference
@@ -209,9 +169,7 @@ class _Evaluation:
         from edgellm.evaluation.measures import check_same_vocabulary, rouge_scorer, vocabulary_of
 
         self._settings, self._asked = settings, asked
-        self.reference = (
-            None if asked.reference is None else replace(settings, model=user_path(asked.reference), kv_cache=None)
-        )
+        self.reference = None if asked.reference is None else replace(settings, model=asked.reference, kv_cache=None)
         directory, tokenizer = described_directory(settings), _tokenizer(settings)
         self._tokenizer, self._context = tokenizer, directory.limits.kv_capacity
         if self.reference is not None:
@@ -242,7 +200,7 @@ class _Evaluation:
         from edgellm.evaluation.inputs import bos_token, text_windows
 
         asked = self._asked
-        text = read_text(user_path(path), PROMPT_BYTES, RequestError, "the text", takes_pipes=True)
+        text = read_text(path, PROMPT_BYTES, RequestError, "the text", takes_pipes=True)
         if not text.strip():
             raise RequestError(f"the text {path} is empty: expected something to predict")
         window = asked.window or min(self._context, _WINDOW)

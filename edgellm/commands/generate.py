@@ -7,18 +7,16 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
 from edgellm.commands import options
 from edgellm.commands.console import (
     CancelOnInterrupt,
-    LogFormat,
-    LogLevel,
     call_lines,
     prepare_output,
     write_answer,
@@ -26,8 +24,9 @@ from edgellm.commands.console import (
 )
 from edgellm.commands.images import read_image_file, require_vision, shown_content
 from edgellm.commands.models import open_model, sampling_params, with_cached_prompt
-from edgellm.commands.option_groups import OUTPUT, PROMPT, DraftingOptions, with_option_groups
+from edgellm.commands.settings import chosen_settings
 from edgellm.commands.structures import StructureOptions
+from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -40,36 +39,36 @@ _WAIT_SECONDS = 2.0
 _WAITING = "Waiting for the end of standard input, which is appended to the prompt (< /dev/null: nothing is)."
 
 
-@with_option_groups
-def generate(
-    *,
-    prompt: Annotated[str | None, typer.Argument(help="What to say to the model; '-' reads standard input.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--file", "-f", rich_help_panel=PROMPT, help="Read the prompt from a file.")
-    ] = None,
-    prompting: options.PromptOptions,
-    raw: Annotated[
-        bool,
-        typer.Option("--raw", rich_help_panel=PROMPT, help="Complete the prompt as it is, without chat template."),
-    ] = False,
-    json_output: Annotated[
-        bool, typer.Option("--json", rich_help_panel=OUTPUT, help="Print one JSON object instead of the text.")
-    ] = False,
-    sampling: options.SamplingOptions,
-    logprobs: options.Logprobs = None,
-    structured: StructureOptions,
-    drafting: DraftingOptions,
-    adapters: options.AdapterOptions,
-    tooling: options.ToolOptions,
-    system_cache: options.SystemCache = None,
-    images: options.Images = None,
-    model: options.Model = None,
-    computing: options.ComputingOptions,
-    config: options.Config = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-    debug: options.Debug = False,
-) -> None:
+@dataclass(frozen=True)
+class GenerateOptions(
+    options.PromptOptions,
+    options.SystemCacheOptions,
+    options.ImageOptions,
+    options.SamplingOptions,
+    StructureOptions,
+    options.DraftingOptions,
+    options.AdapterOptions,
+    options.ToolOptions,
+    options.ModelOption,
+    options.ComputingOptions,
+    options.LogOptions,
+):
+    """All options of the command."""
+
+    PANEL: ClassVar[str] = "Prompt"
+
+    prompt: str | None = argument(
+        "What to say to the model; '-' reads standard input.", rich_help_panel="Arguments", is_free=True
+    )
+    file: Path | None = option("Read the prompt from a file.", "--file", "-f")
+    raw: bool = option("Complete the prompt as it is, without chat template.", default=False)
+    json_output: bool = option(
+        "Print one JSON object instead of the text.", "--json", default=False, rich_help_panel="Output"
+    )
+
+
+@takes_options
+def generate(given: GenerateOptions) -> None:
     """Answer one prompt; the answer alone goes to standard output.
 
     What is piped in beside a prompt is appended to it, after a blank line.
@@ -77,54 +76,43 @@ def generate(
     Example: git diff | edgellm generate "Summarize this change:"
     """
     prepare_output()
-    if raw and images:
+    asked, raw = given.template_inputs(), given.raw
+    if raw and given.images:
         raise typer.BadParameter("has no place for images: leave --raw out", param_hint="--raw")
-    if raw and prompting != options.PromptOptions():
+    if raw and (given.has_system_prompt or given.chat_template is not None):
         raise typer.BadParameter(
             "takes no system prompt and no chat template: write all into the prompt", param_hint="--raw"
         )
-    given = options.template_inputs(tooling)
-    if raw and any(given):
+    if raw and any(asked):
         raise typer.BadParameter("has no chat template: leave tools and template variables out", param_hint="--raw")
-    settings = options.chosen_settings(
-        config,
-        model=model,
-        computing=computing,
-        prompt=prompting,
-        sampling=sampling,
-        drafting=drafting,
-        adapters=adapters,
-        system_cache=system_cache,
-    )
-    settings, tools, variables = with_cached_prompt(
-        settings, bool(system_cache) and not prompting.has_system_prompt, *given
-    )
-    if adapters.lora and settings.adapter is None:
+    settings, tools, variables = with_cached_prompt(chosen_settings(given), given, *asked)
+    if given.lora and settings.adapter is None:
         raise typer.BadParameter(
             "loads an adapter: choose the one that answers with --adapter NAME", param_hint="--lora"
         )
-    text = read_prompt(prompt, file)
-    params = replace(sampling_params(settings).seeded(), logprobs=logprobs, structure=structured.structure())
+    text = read_prompt(given.prompt, given.file)
+    structure, logprobs = given.structure(), given.logprobs
+    params = replace(sampling_params(settings).seeded(), logprobs=logprobs, structure=structure)
     with open_model(settings, tools=tools, template_variables=variables) as llm:
-        if images:
+        if given.images:
             require_vision(llm)
-        attached_images = [read_image_file(image) for image in images or ()]
+        attached_images = [read_image_file(image) for image in given.images or ()]
         messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
         with CancelOnInterrupt() as interrupt:
             if raw:
                 stream = llm.stream(text, params, adapter=settings.adapter)
             else:
-                asked = {"role": "user", "content": shown_content(attached_images, text)}
+                question = {"role": "user", "content": shown_content(attached_images, text)}
                 stream = llm.stream_chat(
-                    [*messages, asked], params, settings.adapter, tools=tools, template_variables=variables
+                    [*messages, question], params, settings.adapter, tools=tools, template_variables=variables
                 )
             interrupt.watch(stream)
-            response = _read_answer(stream, show=not json_output)
-        if not json_output:
+            response = _read_answer(stream, show=not given.json_output)
+        if not given.json_output:
             write_answer("".join(f"{line}\n" for line in call_lines(response)))
-        if logprobs is not None and not json_output:
+        if logprobs is not None and not given.json_output:
             write_note("\n".join(logprob_lines(llm, response)))
-        if json_output:
+        if given.json_output:
             print(json.dumps(answer_object(llm, response, params.seed, settings.adapter)))
         elif response.structure_complete is False:
             write_note(f"The answer is incomplete: it ended by {response.finish_reason} before its structure did.")
@@ -187,7 +175,9 @@ def _standard_input(late: Callable[[], None] | None = None) -> str:
 
 def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str | None) -> dict[str, Any]:
     """What `--json` prints. Times are in seconds; `seed` is null where nothing was drawn, `adapter` without one."""
-    speed = response.timings.tokens_per_second(response.usage.completion_tokens)
+    timings = asdict(response.timings)
+    del timings["step_gaps"]  # one for each step
+    timings["tokens_per_second"] = response.timings.tokens_per_second(response.usage.completion_tokens)
     return {
         "model": str(llm.directory.path),
         "backend": llm.backend_name,
@@ -201,7 +191,7 @@ def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str |
         "structure_complete": response.structure_complete,
         "parsed": response.parsed,
         "usage": asdict(response.usage),
-        "timings": {**asdict(response.timings), "tokens_per_second": speed},
+        "timings": timings,
         "drafting": drafting_object(llm, response),
         "logprobs": None if response.logprobs is None else [_logprobs_object(llm, each) for each in response.logprobs],
     }

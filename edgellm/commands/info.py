@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -22,16 +22,11 @@ from edgellm.commands.descriptions import (
     vision_in_words,
     vision_limits_in_words,
 )
-from edgellm.commands.option_groups import with_option_groups
 from edgellm.commands.options import ModelOptions
+from edgellm.commands.table import option, takes_options
+from edgellm.engines.backends.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.planned_engines import planned_engines
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE
-from edgellm.engines.checkpoints.weights import described_parts
-from edgellm.engines.directories.digests import FileDigest
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.engine_parts import is_weight_file
-from edgellm.engines.directories.plan_files import (
+from edgellm.engines.backends.plan_files import (
     Platform,
     cached_plans_path,
     directory_network,
@@ -40,16 +35,21 @@ from edgellm.engines.directories.plan_files import (
     present_platform,
     refresh_command,
 )
-from edgellm.engines.directories.strict_formats import plain_values
+from edgellm.engines.backends.planned_engines import planned_engines
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE
+from edgellm.engines.checkpoints.weights import described_parts
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.vision_encoders import host_weights, vision_weights
+from edgellm.engines.formats.digests import FileDigest
+from edgellm.engines.formats.strict_formats import plain_values
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
-from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
 from edgellm.snapshots.kept_rows import KEPT_ROWS, PREEMPTION_BUDGET
@@ -57,19 +57,22 @@ from edgellm.snapshots.kept_states import KEPT_STATES, STATE_BUDGET
 from edgellm.tools.formats import checkpoint_format
 
 
-@with_option_groups
-def info(
-    *,
-    engine: ModelOptions,
-    verify: Annotated[bool, typer.Option("--verify", help="Hash every file; exit with 1 on any difference.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class InfoOptions(ModelOptions):
+    """All options of the command."""
+
+    verify: bool = option("Hash every file; exit with 1 on any difference.", default=False)
+    as_json: bool = option("Print one JSON object.", "--json", default=False)
+
+
+@takes_options
+def info(given: InfoOptions) -> None:
     """Say what an engine directory is: model, limits, memory, plans; --verify hashes every file.
 
     Example: edgellm info robot --verify
     """
-    facts = directory_facts(engine.chosen() or SHIPPED_MODEL, verify)
-    if as_json:
+    facts = directory_facts(given.chosen_model() or SHIPPED_MODEL, given.verify)
+    if given.as_json:
         typer.echo(json.dumps(facts, indent=2))
     else:
         for line in _lines(facts):

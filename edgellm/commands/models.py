@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.commands.console import write_note
+from edgellm.commands.console import status_line, write_note
 from edgellm.commands.settings import Settings
 from edgellm.errors import AdapterError, RequestError, SettingsError, did_you_mean
 from edgellm.sampling_params import SamplingParams
@@ -21,6 +20,8 @@ if TYPE_CHECKING:
     from edgellm.snapshots.system_prompt import CachedPrompt, Tools
 
 PROGRESS_AFTER_SECONDS = 0.7
+#: How people know the model that comes with the package.
+SHIPPED_NAME = "the shipped model"
 
 
 def open_model(
@@ -102,13 +103,15 @@ def _tell_of_another(cached: CachedPrompt, ids: Sequence[int]) -> None:
 
 
 def with_cached_prompt(
-    settings: Settings, before_settings_file: bool, tools: Tools | None, template_variables: Mapping[str, Any]
+    settings: Settings, given: Any, tools: Tools | None, template_variables: Mapping[str, Any]
 ) -> tuple[Settings, Tools | None, Mapping[str, Any]]:
-    """See `edgellm.commands.cache_prompts.with_cached_prompt`, which is loaded where the settings name a snapshot."""
-    if not settings.system_cache:
-        return replace(settings, system_cache=None), tools, template_variables
+    """See `edgellm.commands.cache_prompts.with_cached_prompt`, which is loaded where the settings name a snapshot;
+    `given` are the options of a command with a system prompt and its snapshot."""
+    if settings.system_cache is None:
+        return settings, tools, template_variables
     from edgellm.commands import cache_prompts
 
+    before_settings_file = given.system_cache is not None and not given.has_system_prompt
     return cache_prompts.with_cached_prompt(settings, before_settings_file, tools, template_variables)
 
 
@@ -121,7 +124,6 @@ def open_model_with(
     from edgellm.text.template import ChatTemplate
 
     template = None if settings.chat_template is None else ChatTemplate.from_file(settings.chat_template)
-    progress = _Progress()
     try:
         llm = LLM(
             settings.model,
@@ -129,10 +131,10 @@ def open_model_with(
             kv_cache=settings.kv_cache,
             drafting=drafting,
             adapters=adapters,
-            progress=progress if sys.stderr.isatty() else None,
+            progress=_loading(),
         )
     finally:
-        progress.clear()
+        status_line.show("")
     if template is not None:
         llm.tokenizer.chat_template = template
     return llm
@@ -182,7 +184,7 @@ def model_name(llm: LLM) -> str:
     from edgellm.llm import SHIPPED_MODEL
 
     path = llm.directory.path.resolve()
-    return "the shipped model" if path == SHIPPED_MODEL.resolve() else path.name
+    return SHIPPED_NAME if path == SHIPPED_MODEL.resolve() else path.name
 
 
 def system_prompt(llm: LLM, settings: Settings, with_images: bool = False) -> str | None:
@@ -201,19 +203,12 @@ def sampling_params(settings: Settings, defaults: SamplingParams | None = None) 
         raise SettingsError(str(error)) from error
 
 
-class _Progress:
-    """A percentage on the terminal's last line, once loading takes longer than one notices."""
+def _loading() -> Callable[[int, int], None]:
+    """Shows a percentage on the terminal's last line, once loading takes longer than one notices."""
+    started = time.monotonic()
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._shown = False
+    def show(done: int, total: int) -> None:
+        if time.monotonic() - started > PROGRESS_AFTER_SECONDS and total:
+            status_line.show(f"loading the model: {100 * done // total} %")
 
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() - self._started > PROGRESS_AFTER_SECONDS and total:
-            self._shown = True
-            print(f"\rloading the model: {100 * done // total} %", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Take the percentage away."""
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    return show

@@ -1,50 +1,33 @@
-"""Options that `edgellm chat`, `generate` and `bench` share, and what they add up to with the settings files."""
+"""The options that several commands share, and what is read for them."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import typer
 
-from edgellm.commands.descriptions import named_directories
-from edgellm.commands.option_groups import ADAPTERS, LOGS, MODEL, PROMPT, SAMPLING, TEMPLATE, DraftingOptions
-from edgellm.commands.settings import BACKENDS, KV_CACHES, Settings, load_settings
-from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
-from edgellm.engines.directories.strict_formats import parse_json
-from edgellm.errors import RequestError, did_you_mean
-from edgellm.kernels.user_paths import user_path
+from edgellm.commands.console import FORMATS, LEVELS, choose_logs
+from edgellm.commands.table import argument, option
+from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
+from edgellm.engines.formats.strict_formats import parse_json
+from edgellm.engines.model.limits import KV_CACHES
+from edgellm.errors import RequestError
 from edgellm.sampling_params import checked_value
 from edgellm.text.messages import checked_tools, checked_variables
 
-
-def _sampling_option(field: str, *flags: str, **details: Any) -> Any:
-    """An option for a field of `SamplingParams`; a wrong value is a usage error that names option and range."""
-
-    def check(value: Any) -> Any:
-        if value is None or value == []:  # was not given; typer wants a list where an option may be repeated
-            return [] if field == "stop" else None
-        try:
-            checked = checked_value(field, value)
-            return list(checked) if isinstance(checked, tuple) else checked
-        except RequestError as error:
-            raise typer.BadParameter(str(error)) from error
-
-    return typer.Option(*flags, callback=check, show_default=False, rich_help_panel=SAMPLING, **details)
-
-
-def one_of(choices: tuple[str, ...]) -> Callable[[str | None], str | None]:
-    def check(value: str | None) -> str | None:
-        if value is not None and value not in choices:
-            raise typer.BadParameter(f"{value!r}{did_you_mean(value, choices)}")
-        return value
-
-    return check
+BACKENDS = ("auto", "numpy", "tensorrt")
+#: The kinds of `DraftingConfig`, which takes longer to load than all else here.
+DRAFT_KINDS = ("tree", "chain", "choices", "suffix")
+OPTIONAL_KIND = f"[{'|'.join(DRAFT_KINDS)}]"
+#: The most MiB of the host that are taken for rows and states.
+MOST_MIB = 1 << 20
+_REPEATED = "may be given several times."
 
 
 def _set_debug(value: bool) -> None:
@@ -52,90 +35,29 @@ def _set_debug(value: bool) -> None:
         os.environ["EDGELLM_DEBUG"] = "1"
 
 
-Temperature = Annotated[
-    float | None, _sampling_option("temperature", "--temperature", help="Randomness; 0 takes the likeliest token.")
-]
-TopK = Annotated[int | None, _sampling_option("top_k", "--top-k", help="Draw from the K likeliest tokens; 0: all.")]
-TopP = Annotated[
-    float | None, _sampling_option("top_p", "--top-p", help="Draw from the likeliest tokens that reach P together.")
-]
-MinP = Annotated[
-    float | None, _sampling_option("min_p", "--min-p", help="Leave out tokens P times less likely than the likeliest.")
-]
-RepetitionPenalty = Annotated[
-    float | None, _sampling_option("repetition_penalty", "--repetition-penalty", help="Above 1: fewer repetitions.")
-]
-PresencePenalty = Annotated[
-    float | None, _sampling_option("presence_penalty", "--presence-penalty", help="Above 0: more new tokens.")
-]
-FrequencyPenalty = Annotated[
-    float | None, _sampling_option("frequency_penalty", "--frequency-penalty", help="Above 0: fewer frequent tokens.")
-]
-Seed = Annotated[
-    int | None, _sampling_option("seed", "--seed", help="The same seed draws the same tokens [default: a random one].")
-]
-MaxTokens = Annotated[
-    int | None, _sampling_option("max_tokens", "--max-tokens", help="Most tokens of an answer [default: what fits].")
-]
-Stop = Annotated[
-    list[str] | None,
-    _sampling_option("stop", "--stop", help="End the answer before this text; may be given several times."),
-]
-Logprobs = Annotated[
-    int | None,
-    _sampling_option(
-        "logprobs", "--logprobs", metavar="N", help="Show each token's log-probability, and the N likeliest there."
-    ),
-]
-System = Annotated[str | None, typer.Option("--system", help="System prompt [default: the model's own]; '' is none.")]
-SystemFile = Annotated[Path | None, typer.Option("--system-file", help="File with the system prompt.")]
-SystemCache = Annotated[
-    str | None,
-    typer.Option(
-        "--system-cache",
-        metavar="FILE",
-        rich_help_panel=PROMPT,
-        help="Snapshot that edgellm cache build made: take the system prompt and its KV cache from it. A name as "
-        "edgellm cache list shows it, or a file.",
-    ),
-]
-ChatTemplateFile = Annotated[
-    Path | None, typer.Option("--chat-template", help="File with a chat template, instead of the model's.")
-]
-Config = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        rich_help_panel=MODEL,
-        help="YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml].",
-    ),
-]
-Debug = Annotated[
-    bool,
-    typer.Option(
-        "--debug",
-        callback=_set_debug,
-        is_eager=True,
-        rich_help_panel=LOGS,
-        help="Show where an error comes from.",
-    ),
-]
+@dataclass(frozen=True)
+class ModelOption:
+    """The engine directory."""
+
+    PANEL: ClassVar[str] = "Model"
+
+    model: Path | None = option("Engine directory [default: the shipped model].", "--model", "-m")
+
+    def chosen_model(self) -> Path | None:
+        """The directory that was given, in whichever way; typer.BadParameter where there are two."""
+        return self.model
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """The engine directory, as an argument or as the option that all commands share; None is not given."""
+class ModelOptions(ModelOption):
+    """The engine directory, as an argument or as the option that all commands share."""
 
-    PANEL: ClassVar[str] = MODEL
+    PANEL: ClassVar[str] = "Model"
 
-    engine_directory: Annotated[
-        Path | None, typer.Argument(show_default=False, help="Engine directory [default: the shipped model].")
-    ] = None
-    model: Annotated[Path | None, typer.Option("--model", "-m", help="Engine directory, in place of the argument.")] = (
-        None
-    )
+    engine_directory: Path | None = argument("Engine directory [default: the shipped model].")
+    model: Path | None = option("Engine directory, in place of the argument.", "--model", "-m")
 
-    def chosen(self) -> Path | None:
+    def chosen_model(self) -> Path | None:
         """The directory that was given, in whichever way; typer.BadParameter where there are two."""
         return one_engine_directory(self.engine_directory, self.model)
 
@@ -147,74 +69,96 @@ def one_engine_directory(argument: Path | None, option: Path | None) -> Path | N
     return argument if option is None else option
 
 
-Model = Annotated[
-    Path | None,
-    typer.Option("--model", "-m", rich_help_panel=MODEL, help="Engine directory [default: the shipped model]."),
-]
+@dataclass(frozen=True)
+class ComputingOptions:
+    """What computes, how KV rows are kept, and where other settings stand."""
+
+    PANEL: ClassVar[str] = "Model"
+
+    backend: str | None = option("What computes.", choices=BACKENDS)
+    kv_cache: str | None = option(
+        "Keep the KV cache in the dtype that is computed in, or in 8 bits, which takes half the memory [default: as "
+        "the engine directory was built].",
+        choices=KV_CACHES,
+    )
+    config: Path | None = option("YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml].")
 
 
 @dataclass(frozen=True)
-class ComputingOptions:
-    """What computes, and how KV rows are kept; None is an option that was not given."""
+class DebugOption:
+    """What errors show."""
 
-    PANEL: ClassVar[str] = MODEL
+    PANEL: ClassVar[str] = "Logs and errors"
 
-    backend: Annotated[
-        str | None,
-        typer.Option("--backend", metavar="|".join(BACKENDS), callback=one_of(BACKENDS), help="What computes."),
-    ] = None
-    kv_cache: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-cache",
-            metavar="|".join(KV_CACHES),
-            callback=one_of(KV_CACHES),
-            help="Keep the KV cache in the dtype that is computed in, or in 8 bits, which takes half the memory "
-            "[default: as the engine directory was built].",
-        ),
-    ] = None
+    debug: bool = option("Show where an error comes from.", default=False, callback=_set_debug, is_eager=True)
+
+
+@dataclass(frozen=True)
+class LogOptions(DebugOption):
+    """What is logged, and how."""
+
+    PANEL: ClassVar[str] = "Logs and errors"
+
+    log_level: str | None = option(
+        "What is logged to the standard error stream [default: warning].",
+        choices=LEVELS,
+        callback=lambda value: choose_logs(level=value),
+        is_eager=True,
+    )
+    log_format: str | None = option(
+        "Log lines for people or, as JSON, for programs [default: text].",
+        choices=FORMATS,
+        callback=lambda value: choose_logs(form=value),
+        is_eager=True,
+    )
+
+
+def sampled(help: str, *flags: str, **details: Any) -> Any:
+    """An option for a field of `SamplingParams`, which has the same name."""
+    return option(help, *flags, check=checked_value, is_free=True, **details)
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen; None is an option that was not given."""
+    """How tokens are chosen."""
 
-    temperature: Temperature = None
-    top_p: TopP = None
-    top_k: TopK = None
-    min_p: MinP = None
-    repetition_penalty: RepetitionPenalty = None
-    presence_penalty: PresencePenalty = None
-    frequency_penalty: FrequencyPenalty = None
-    seed: Seed = None
-    max_tokens: MaxTokens = None
-    stop: Stop = None
+    PANEL: ClassVar[str] = "Sampling"
 
-    def given(self) -> dict[str, Any]:
-        """The options that were given, under their names as settings."""
-        return {name: value for name, value in asdict(self).items() if value is not None and value != []}
+    temperature: float | None = sampled("Randomness; 0 takes the likeliest token.")
+    top_p: float | None = sampled("Draw from the likeliest tokens that reach P together.")
+    top_k: int | None = sampled("Draw from the K likeliest tokens; 0: all.")
+    min_p: float | None = sampled("Leave out tokens P times less likely than the likeliest.")
+    repetition_penalty: float | None = sampled("Above 1: fewer repetitions.")
+    presence_penalty: float | None = sampled("Above 0: more new tokens.")
+    frequency_penalty: float | None = sampled("Above 0: fewer frequent tokens.")
+    seed: int | None = sampled("The same seed draws the same tokens [default: a random one].")
+    max_tokens: int | None = sampled("Most tokens of an answer [default: what fits].")
+    stop: list[str] | None = sampled(f"End the answer before this text; {_REPEATED}")
 
-
-Images = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--image",
-        metavar="FILE",
-        rich_help_panel=PROMPT,
-        help="Show an image with the (first) question; may be given several times.",
-    ),
-]
+    def given_sampling(self) -> dict[str, Any]:
+        """What was given, under its names as settings."""
+        values = {item.name: getattr(self, item.name) for item in fields(SamplingOptions)}
+        values["stop"] = tuple(self.stop or ())
+        return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 @dataclass(frozen=True)
-class PromptOptions:
-    """What stands before the user's words; None is an option that was not given."""
+class ChatTemplateOption:
+    """The chat template."""
 
-    PANEL: ClassVar[str] = PROMPT
+    PANEL: ClassVar[str] = "Prompt"
 
-    system: System = None
-    system_file: SystemFile = None
-    chat_template: ChatTemplateFile = None
+    chat_template: Path | None = option("File with a chat template, instead of the model's.")
+
+
+@dataclass(frozen=True)
+class PromptOptions(ChatTemplateOption):
+    """What stands before the user's words."""
+
+    PANEL: ClassVar[str] = "Prompt"
+
+    system: str | None = option("System prompt [default: the model's own]; '' is none.", is_free=True)
+    system_file: Path | None = option("File with the system prompt.")
 
     @property
     def has_system_prompt(self) -> bool:
@@ -230,83 +174,119 @@ class PromptOptions:
         return None if self.system is None else checked_argument(self.system, "--system")
 
 
-Lora = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--lora",
-        metavar="NAME=DIR",
-        help="Load a LoRA adapter (a PEFT directory) beside those of the engine directory; may be given several times.",
-    ),
-]
+@dataclass(frozen=True)
+class SystemCacheOptions:
+    """The snapshot that conversations begin with."""
+
+    PANEL: ClassVar[str] = "Prompt"
+
+    system_cache: str | None = option(
+        "Snapshot that edgellm cache build made: take the system prompt and its KV cache from it. A name as edgellm "
+        "cache list shows it, or a file.",
+        metavar="FILE",
+        expected="a file or the name of a snapshot",
+    )
+    no_system_cache: bool = option("Begin without the snapshot that a settings file names.", default=False)
 
 
 @dataclass(frozen=True)
-class AdapterOptions:
-    """LoRA adapters; None or [] is an option that was not given."""
+class ImageOptions:
+    """Images that are shown with the first question."""
 
-    PANEL: ClassVar[str] = ADAPTERS
+    PANEL: ClassVar[str] = "Prompt"
 
-    adapter: Annotated[
-        str | None, typer.Option("--adapter", metavar="NAME", help="Answer with this LoRA adapter [default: none].")
-    ] = None
-    lora: Lora = None
+    images: list[Path] | None = option(
+        f"Show an image with the (first) question; {_REPEATED}", "--image", metavar="FILE"
+    )
 
-    def applied_to(self, settings: Settings) -> dict[str, Any]:
-        """The settings of adapters with these options on top, by their names; a wrong one is a usage error."""
-        adapter = settings.adapter if self.adapter is None else self.adapter or None
-        return {"adapter": adapter, "adapters": settings.adapters | named_directories(self.lora or ())}
+
+@dataclass(frozen=True)
+class LoraOption:
+    """LoRA adapters beside those of the engine directory."""
+
+    PANEL: ClassVar[str] = "LoRA adapters"
+
+    lora: list[str] | None = option(
+        f"Load a LoRA adapter (a PEFT directory) beside those of the engine directory; {_REPEATED}", metavar="NAME=DIR"
+    )
+
+
+@dataclass(frozen=True)
+class AdapterOptions(LoraOption):
+    """The LoRA adapter that answers."""
+
+    PANEL: ClassVar[str] = "LoRA adapters"
+
+    adapter: str | None = option(
+        "Answer with this LoRA adapter [default: none].", metavar="NAME", expected="the name of an adapter"
+    )
+    no_adapter: bool = option("Answer without the adapter that a settings file names.", default=False)
+
+
+@dataclass(frozen=True)
+class ChatOutputOptions:
+    """What a chat keeps and shows."""
+
+    PANEL: ClassVar[str] = "Output"
+
+    history: bool | None = option("Keep the questions in a file.")
+    stats: bool | None = option("A line of counts and speeds after answers; /stats says more.")
+
+
+@dataclass(frozen=True)
+class HostMemoryOptions:
+    """The host's memory for what is computed already."""
+
+    PANEL: ClassVar[str] = "Limits"
+
+    preemption_mib: int | None = option(
+        "MiB of the host's memory for rows of answers that give way to more urgent ones [default: 256].",
+        least=0,
+        most=MOST_MIB,
+        expected=f"a whole number of MiB from 0 to {MOST_MIB}",
+    )
+    states_mib: int | None = option(
+        "MiB of the host's memory for recurrent states at places of texts, of models that have such [default: 256].",
+        least=0,
+        most=MOST_MIB,
+        expected=f"a whole number of MiB from 0 to {MOST_MIB}",
+    )
 
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """What the chat template gets with the messages; None or [] is an option that was not given."""
+    """What the chat template gets with the messages."""
 
-    PANEL: ClassVar[str] = TEMPLATE
+    PANEL: ClassVar[str] = "Tools and template"
 
-    tools: Annotated[
-        Path | None,
-        typer.Option(
-            "--tools",
-            metavar="FILE",
-            help="Tell the model of functions that it may call: a JSON list, as OpenAI's API takes it.",
-        ),
-    ] = None
-    thinking: Annotated[
-        bool | None,
-        typer.Option(
-            "--thinking/--no-thinking",
-            help="Let the model think before it answers, or not, where its template has that choice (enable_thinking).",
-            show_default=False,
-        ),
-    ] = None
-    template_variable: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--template-variable",
-            metavar="NAME=VALUE",
-            help="Set a variable of the chat template; VALUE is JSON, else text; may be given several times.",
-        ),
-    ] = None
+    tools: Path | None = option(
+        "Tell the model of functions that it may call: a JSON list, as OpenAI's API takes it.", metavar="FILE"
+    )
+    thinking: bool | None = option(
+        "Let the model think before it answers, or not, where its template has that choice (enable_thinking)."
+    )
+    template_variable: list[str] | None = option(
+        f"Set a variable of the chat template; VALUE is JSON, else text; {_REPEATED}", metavar="NAME=VALUE"
+    )
 
+    def template_inputs(self) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
+        """The tools (None: none) and the template's variables that were given.
 
-def template_inputs(options: ToolOptions) -> tuple[list[dict[str, Any]] | None, dict[str, Any]]:
-    """The tools (None: none) and the template's variables that were given.
-
-    Raises RequestError that names the file and the place in it, and typer.BadParameter for a wrong variable.
-    """
-    variables: dict[str, Any] = {} if options.thinking is None else {"enable_thinking": options.thinking}
-    for text in options.template_variable or ():
-        name, equals, value = checked_argument(text, "--template-variable").partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{text!r}: expected NAME=VALUE", param_hint="--template-variable")
-        if name in variables:
-            raise typer.BadParameter(f"{name} is given twice", param_hint="--template-variable")
-        variables[name] = _json_or_text(value)
-    try:
-        variables = checked_variables(variables)
-    except RequestError as error:
-        raise typer.BadParameter(str(error), param_hint="--template-variable") from error
-    return None if options.tools is None else read_tools(options.tools), variables
+        Raises RequestError that names the file and the place in it, and typer.BadParameter for a wrong variable.
+        """
+        variables: dict[str, Any] = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        for text in self.template_variable or ():
+            name, equals, value = checked_argument(text, "--template-variable").partition("=")
+            if not equals:
+                raise typer.BadParameter(f"{text!r}: expected NAME=VALUE", param_hint="--template-variable")
+            if name in variables:
+                raise typer.BadParameter(f"{name} is given twice", param_hint="--template-variable")
+            variables[name] = _json_or_text(value)
+        try:
+            variables = checked_variables(variables)
+        except RequestError as error:
+            raise typer.BadParameter(str(error), param_hint="--template-variable") from error
+        return None if self.tools is None else read_tools(self.tools), variables
 
 
 def read_tools(path: Path) -> list[dict[str, Any]] | None:
@@ -328,39 +308,73 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-def chosen_settings(
-    config: Path | None,
-    *,
-    model: Path | None,
-    computing: ComputingOptions,
-    prompt: PromptOptions,
-    sampling: SamplingOptions,
-    drafting: DraftingOptions,
-    adapters: AdapterOptions | None = None,
-    system_cache: str | None = None,
-) -> Settings:
-    """The settings files with the command line's options on top; None is an option that was not given."""
-    settings = load_settings(config)
-    given = {
-        "model": None if model is None else user_path(model),
-        **asdict(computing),
-        "chat_template": None if prompt.chat_template is None else user_path(prompt.chat_template),
-        "system": prompt.system_prompt(),
-        "system_cache": system_cache,
-    }
-    chosen: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    return replace(
-        settings,
-        **chosen,
-        **(adapters or AdapterOptions()).applied_to(settings),
-        sampling=settings.sampling | sampling.given(),
-        drafting=drafting.applied_to(settings),
+@dataclass(frozen=True)
+class DraftingOptions:
+    """How answers are drafted."""
+
+    PANEL: ClassVar[str] = "Drafting"
+
+    draft: str | None = option(
+        "Draft with the model's EAGLE head, or, with suffix, from what was said before, which every model can "
+        "[default: with the head where there is one].",
+        metavar=OPTIONAL_KIND,
+        is_free=True,
     )
+    no_draft: bool = option("Decode without a draft.", default=False)
+    suffix_decoding: bool | None = option("Draft from what was said before, too, beside the model's EAGLE head.")
+    draft_top_k: int | None = option("Width of a draft tree's levels; 1 is a chain.")
+    draft_steps: int | None = option("Levels of the draft: tokens of a chain.")
+    verify_tree_size: int | None = option("Nodes verified in a round, the root included.")
+    choices: str | None = option(
+        "Draft a static tree: a YAML or JSON list of paths, or the name mc_sim_7b_63 or eagle_25.", metavar="FILE"
+    )
+    acceptance: str | None = option(
+        "exact gives the tokens of decoding without a draft; typical is lossy: it accepts more, other text.",
+        metavar="exact|typical",
+    )
+    posterior_threshold: float | None = option("Typical acceptance: accept from this probability on [0.09].")
+    posterior_alpha: float | None = option("Typical acceptance: factor of exp(-entropy) [root of the threshold].")
+    adaptive: bool | None = option(
+        "Let measured speed pick a smaller draft, or none, or always draft the same [default: pick]."
+    )
+
+    def given_drafting(self) -> dict[str, Any]:
+        """What was given, under its names as settings."""
+        values = {item.name: getattr(self, item.name) for item in fields(DraftingOptions)}
+        given = {name: value for name, value in values.items() if value is not None}
+        if given.pop("no_draft"):
+            given["draft"] = False
+        elif "draft" in given:
+            kind, given["draft"] = given["draft"], True
+            given |= {"kind": kind} if kind else {}
+        return given
+
+    def applied_to(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Drafting settings with these options on top; a contradiction is a usage error that names an option."""
+        if self.no_draft and self.draft is not None:
+            raise typer.BadParameter("--draft is given, and so is --no-draft: expected only one of them")
+        given = self.given_drafting()
+        if not given:
+            return settings
+        given.setdefault("draft", True)  # who says how to draft wants a draft
+        from edgellm.drafting.config import merged_drafting
+
+        try:
+            return merged_drafting(settings, given)
+        except RequestError as error:
+            raise typer.BadParameter(_with_option_names(str(error))) from error
+
+
+def _with_option_names(message: str) -> str:
+    """An error about settings, in the words of the command line."""
+    names = "|".join(item.name for item in fields(DraftingOptions) if item.name != "draft")
+    message = message.replace("but draft is false", "and so is --no-draft").replace("kind is ", "--draft is ")
+    return re.sub(rf"\b({names}) is\b", lambda match: f"--{match[1].replace('_', '-')} is", message)
 
 
 def read_text_file(path: Path, what: str) -> str:
     """The text of a UTF-8 file, or of a pipe, without its last line end; RequestError names `what` and the place."""
-    text = read_text(user_path(path), PROMPT_BYTES, RequestError, what, takes_pipes=True)
+    text = read_text(path, PROMPT_BYTES, RequestError, what, takes_pipes=True)
     return text.removesuffix("\n").removesuffix("\r")
 
 

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 import yaml
 
-from edgellm.commands.build import ProgressDisplay
-from edgellm.commands.console import ended_by_signals, write_note
-from edgellm.commands.options import one_of
+from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals, write_note
+from edgellm.commands.table import argument, option, takes_options
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
-from edgellm.engines.directories.strict_formats import parse_json
-from edgellm.engines.quantization.arithmetic import ARITHMETICS, open_arithmetic
-from edgellm.engines.quantization.quantizer import (
+from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
+from edgellm.engines.formats.strict_formats import parse_json
+from edgellm.engines.quantizer.arithmetic import ARITHMETICS, open_arithmetic
+from edgellm.engines.quantizer.quantizer import (
+    GROUP_SIZES,
     LONGEST_TEXT,
     METHODS,
     QuantizationOptions,
     QuantizationReport,
     is_eagle_head,
+    largest_group,
     quantize_checkpoint,
     refuse_quantized,
 )
@@ -34,75 +35,70 @@ from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
 from edgellm.text.tokenizer import Tokenizer
 
-MEBIBYTE = 1 << 20
 #: What is read where no file is named.
 DEFAULT_TEXTS = "calibration.yaml"
 #: Of all texts together no more is read: their rows stay in memory.
 _MOST_TOKENS = 16_384
 
 
-def quantize(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="Hugging Face directory with float16, bfloat16 or float32 weights.")
-    ],
-    target: Annotated[Path, typer.Argument(help="The checkpoint directory to make.")],
-    bits: Annotated[int, typer.Option(help="Bits of a weight: 4, or 8 with a scale for each row.")] = 4,
-    group_size: Annotated[
-        int | None,
-        typer.Option(help="Columns that share a scale: 32, 64 or 128, with 4 bits alone [default: 128]."),
-    ] = None,
-    asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="Give each scale a zero point: better, and a little larger.")
-    ] = False,
-    method: Annotated[
-        str | None,
-        typer.Option(
-            metavar="|".join(METHODS),
-            help="awq scales columns by the activations; gptq lets columns make up for the errors of others, too; rtn "
-            "rounds to nearest [default: awq; an EAGLE head: rtn].",
-        ),
-    ] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Texts for the activations, like those the model will see: plain text, or a JSON object a line with "
-            '"text" or "messages" [default: a small set of many kinds; rtn: none].',
-        ),
-    ] = None,
-    backend: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(ARITHMETICS),
-            callback=one_of(ARITHMETICS),
-            help="What computes; auto: a GPU where there is one, else NumPy.",
-        ),
-    ] = ARITHMETICS[0],
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew where an interrupted run has left layers.")
-    ] = False,
-) -> None:
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """All options of the command."""
+
+    checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", required=True)
+    target: Path = argument("The checkpoint directory to make.", required=True)
+    bits: int = option("Bits of a weight: 4, or 8 with a scale for each row.", default=4)
+    group_size: int | None = option(
+        "Columns that share a scale: 32, 64 or 128, with 4 bits alone [default: the largest that divides all rows].",
+    )
+    asymmetric: bool = option("Give each scale a zero point: better, and a little larger.", default=False)
+    method: str | None = option(
+        "awq scales columns by the activations; gptq lets columns make up for the errors of others, too; rtn rounds to "
+        "nearest [default: awq; an EAGLE head: rtn].",
+        metavar="|".join(METHODS),
+    )
+    calibration: Path | None = option(
+        "Texts for the activations, like those the model will see: plain text, or a JSON object a line with "
+        '"text" or "messages" [default: a small set of many kinds; rtn: none].',
+        metavar="FILE",
+    )
+    backend: str = option(
+        "What computes; auto: a GPU where there is one, else NumPy.", default=ARITHMETICS[0], choices=ARITHMETICS
+    )
+    force: bool = option("Replace an existing checkpoint.", default=False)
+    restart: bool = option("Begin anew where an interrupted run has left layers.", default=False)
+
+
+@takes_options
+def quantize(given: QuantizeOptions) -> None:
     """Make a checkpoint with weights of 4 or 8 bits, to build from and for other programs (compressed-tensors).
 
     Example: edgellm quantize Llama-3.2-1B llama-int4 --group-size 64
     """
-    if group_size is None and bits == 4:
-        group_size = 128
+    checkpoint, group_size, calibration = given.checkpoint, given.group_size, given.calibration
     refuse_quantized(checkpoint)
+    if group_size is None and given.bits == 4:
+        group_size = largest_group(checkpoint) or GROUP_SIZES[0]  # which is then refused, with what it does not divide
+        if group_size < GROUP_SIZES[0]:
+            largest = GROUP_SIZES[0]
+            write_note(f"Scales are shared by groups of {group_size}: {largest} does not divide every layer's columns.")
     with Checkpoint.open(checkpoint) as opened:
         is_head = is_eagle_head(opened)
-    options = QuantizationOptions(bits, group_size, not asymmetric, method or ("rtn" if is_head else METHODS[0]))
+    options = QuantizationOptions(
+        given.bits, group_size, not given.asymmetric, given.method or ("rtn" if is_head else METHODS[0])
+    )
     texts: list[list[int]] = []
     if not is_head and (calibration is not None or options.method != "rtn"):
         config = read_decoder_config(checkpoint)
         entries = default_texts() if calibration is None else load_texts(calibration)
         texts = token_pieces(Tokenizer.from_directory(checkpoint, config.vocab_size), entries)
-    display = ProgressDisplay(sys.stderr)
-    arithmetic = open_arithmetic(backend)
+    display = ProgressDisplay()
+    arithmetic = open_arithmetic(given.backend)
     try:
         with closing(arithmetic), ended_by_signals(), display:
-            report = quantize_checkpoint(checkpoint, target, options, texts, force, restart, display, arithmetic)
+            report = quantize_checkpoint(
+                checkpoint, given.target, options, texts, given.force, given.restart, display, arithmetic
+            )
     except (KeyboardInterrupt, SystemExit):
         write_note("The layers that are done are kept: the same command goes on with the next.")
         raise

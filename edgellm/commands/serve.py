@@ -6,17 +6,17 @@ import asyncio
 import logging
 import resource
 import signal
+import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.console import LogFormat, LogLevel, prepare_output, write_note
-from edgellm.commands.descriptions import named_directories
+from edgellm.commands.console import prepare_output, write_note
 from edgellm.commands.models import (
     chosen_adapters,
     chosen_drafting,
@@ -26,15 +26,20 @@ from edgellm.commands.models import (
     tell_of_loss,
     with_cached_prompt,
 )
-from edgellm.commands.option_groups import ADAPTERS, DraftingOptions, with_option_groups
-from edgellm.commands.settings import MOST_PREEMPTION_MIB, MOST_STATES_MIB, PREEMPTION_MIB, STATES_MIB, Settings
-from edgellm.errors import EdgeLLMError, EngineError, MissingDependencyError, RequestError
+from edgellm.commands.settings import (
+    Settings,
+    chosen_settings,
+)
+from edgellm.commands.table import option, takes_options
+from edgellm.errors import EdgeLLMError, EngineError, RequestError
 
 if TYPE_CHECKING:
     from edgellm.http.app import Service
     from edgellm.http.connections import Server
 
 _INTERRUPTED = 130
+#: A thread that reads a request gives way to the model's, and to the event loop, after so long.
+_SWITCH_SECONDS = 0.001
 #: Files that the model and connections which are being turned away may have open beside those that are served.
 _OTHER_FILES = 1024
 
@@ -45,38 +50,18 @@ class ServerOptions:
 
     PANEL: ClassVar[str] = "Server"
 
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on; 0.0.0.0 is every one.")
-    ] = "127.0.0.1"
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000
-    model_name: Annotated[
-        str | None,
-        typer.Option("--model-name", metavar="NAME", help="What requests call the model [default: its directory]."),
-    ] = None
-    api_key: Annotated[
-        str | None,
-        typer.Option("--api-key", metavar="KEY", help="Key that requests must have; other users see it (ps)."),
-    ] = None
-    api_key_file: Annotated[
-        Path | None, typer.Option("--api-key-file", metavar="FILE", help="File with such keys, one a line.")
-    ] = None
-    allow_anyone: Annotated[
-        bool, typer.Option("--allow-anyone", help="Answer other machines without a key.", show_default=False)
-    ] = False
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-host", metavar="NAME", help="Name under which the server is asked, too; may be repeated."
-        ),
-    ] = None
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--allowed-origin",
-            metavar="URL",
-            help="Let pages of another origin (https://name:port) ask; may be repeated.",
-        ),
-    ] = None
+    host: str = option("Address to listen on; 0.0.0.0 is every one.", default="127.0.0.1", metavar="ADDRESS")
+    port: int = option("Port to listen on; 0 is any free one.", default=8000, least=0, most=65535)
+    model_name: str | None = option("What requests call the model [default: its directory].", metavar="NAME")
+    api_key: str | None = option("Key that requests must have; other users see it (ps).", metavar="KEY", is_free=True)
+    api_key_file: Path | None = option("File with such keys, one a line.", metavar="FILE")
+    allow_anyone: bool = option("Answer other machines without a key.", default=False)
+    allowed_host: list[str] | None = option(
+        "Name under which the server is asked, too; may be repeated.", metavar="NAME"
+    )
+    allowed_origin: list[str] | None = option(
+        "Let pages of another origin (https://name:port) ask; may be repeated.", metavar="URL"
+    )
 
     def keys(self) -> list[str]:
         """The keys that were given. Raises RequestError for what is none, typer.BadParameter where there is none though
@@ -107,75 +92,36 @@ class LimitOptions:
 
     PANEL: ClassVar[str] = "Limits"
 
-    queue_limit: Annotated[
-        int, typer.Option("--queue-limit", min=1, help="Requests that may wait; one more is answered with 429.")
-    ] = 64
-    preemption_mib: Annotated[
-        int | None,
-        typer.Option(
-            "--preemption-mib",
-            min=0,
-            max=MOST_PREEMPTION_MIB,
-            help="MiB of the host's memory for rows of answers that give way to more urgent ones "
-            f"[default: {PREEMPTION_MIB}].",
-        ),
-    ] = None
-    states_mib: Annotated[
-        int | None,
-        typer.Option(
-            "--states-mib",
-            min=0,
-            max=MOST_STATES_MIB,
-            help="MiB of the host's memory for recurrent states at places of texts, of models that have such "
-            f"[default: {STATES_MIB}].",
-        ),
-    ] = None
-    max_connections: Annotated[
-        int, typer.Option("--max-connections", min=1, help="Connections at a time; more are closed.")
-    ] = 256
-    max_body_mib: Annotated[int, typer.Option("--max-body-mib", min=1, max=1024, help="MiB of a request.")] = 32
-    max_images: Annotated[int, typer.Option("--max-images", min=0, help="Images of a request.")] = 16
-    max_image_pixels: Annotated[
-        int, typer.Option("--max-image-pixels", min=1, max=64_000_000, help="Pixels of an image.")
-    ] = 16_000_000
-    header_seconds: Annotated[
-        float, typer.Option("--header-seconds", min=0.1, help="Time for a request's headers, from connecting on.")
-    ] = 10.0
-    body_seconds: Annotated[float, typer.Option("--body-seconds", min=0.1, help="Time for a request's body.")] = 60.0
-    stall_seconds: Annotated[
-        float, typer.Option("--stall-seconds", min=0.1, help="How long a client may take nothing of its answer.")
-    ] = 30.0
-    shutdown_seconds: Annotated[
-        float, typer.Option("--shutdown-seconds", min=0.0, help="How long answers may go on after SIGTERM.")
-    ] = 30.0
+    queue_limit: int = option("Requests that may wait; one more is answered with 429.", default=64, least=1)
+    max_connections: int = option("Connections at a time; more are closed.", default=256, least=1)
+    max_body_mib: int = option("MiB of a request.", default=32, least=1, most=1024)
+    max_images: int = option("Images of a request.", default=16, least=0)
+    max_image_pixels: int = option("Pixels of an image.", default=16_000_000, least=1, most=64_000_000)
+    header_seconds: float = option("Time for a request's headers, from connecting on.", default=10.0, least=0.1)
+    body_seconds: float = option("Time for a request's body.", default=60.0, least=0.1)
+    stall_seconds: float = option("How long a client may take nothing of its answer.", default=30.0, least=0.1)
+    shutdown_seconds: float = option("How long answers may go on after SIGTERM.", default=30.0, least=0.0)
 
 
 @dataclass(frozen=True)
-class ServedAdapters:
-    """LoRA adapters, each of which is a model's name."""
+class ServeOptions(
+    options.ModelOptions,
+    ServerOptions,
+    options.HostMemoryOptions,
+    LimitOptions,
+    options.PromptOptions,
+    options.SystemCacheOptions,
+    options.SamplingOptions,
+    options.DraftingOptions,
+    options.LoraOption,
+    options.ComputingOptions,
+    options.LogOptions,
+):
+    """All options of the command."""
 
-    PANEL: ClassVar[str] = ADAPTERS
 
-    lora: options.Lora = None
-
-
-@with_option_groups
-def serve(
-    *,
-    engine: options.ModelOptions,
-    server: ServerOptions,
-    limits: LimitOptions,
-    prompting: options.PromptOptions,
-    sampling: options.SamplingOptions,
-    drafting: DraftingOptions,
-    adapters: ServedAdapters,
-    system_cache: options.SystemCache = None,
-    computing: options.ComputingOptions,
-    config: options.Config = None,
-    log_level: LogLevel = None,
-    log_format: LogFormat = None,
-    debug: options.Debug = False,
-) -> None:
+@takes_options
+def serve(given: ServeOptions) -> None:
     """Serve the model over HTTP, as clients of OpenAI's API ask for it, until SIGTERM or Ctrl-C.
 
     Sampling and the system prompt are those of requests that name none.
@@ -183,50 +129,40 @@ def serve(
     Example: edgellm serve --port 8000
     """
     prepare_output()
-    _require_packages()
-    keys = server.keys()
-    settings = options.chosen_settings(
-        config,
-        model=engine.chosen(),
-        computing=computing,
-        prompt=prompting,
-        sampling=sampling,
-        drafting=drafting,
-        system_cache=system_cache,
-    )
-    settings, tools, variables = with_cached_prompt(
-        settings, bool(system_cache) and not prompting.has_system_prompt, None, {}
-    )
+    keys = given.keys()
+    settings, tools, variables = with_cached_prompt(chosen_settings(given), given, None, {})
     if tools or variables:
         raise RequestError(
             f"the snapshot {settings.system_cache} is of a prompt with tools or template variables, which requests "
             "give: use one without"
         )
-    settings = replace(settings, adapter=None, adapters=settings.adapters | named_directories(adapters.lora or ()))
-    _allow_files(limits.max_connections)
+    _allow_files(given.max_connections)
     warnings.filterwarnings("ignore", module=r"PIL\..*")  # large images are refused by limits of their own
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
-    ended_by = asyncio.run(_serve(settings, server, limits, keys))
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    ended_by = asyncio.run(_serve(replace(settings, adapter=None), given, keys))
     if ended_by == signal.SIGINT:
         raise typer.Exit(_INTERRUPTED)
 
 
-async def _serve(settings: Settings, server: ServerOptions, limits: LimitOptions, keys: Sequence[str]) -> int | None:
+async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -> int | None:
     """Listen, load the model, and answer until a signal comes, which is returned. Raises what the model fails with."""
     from edgellm.asynchronous import AsyncLLM
     from edgellm.http.app import Service
     from edgellm.http.connections import ConnectionLimits, Server
     from edgellm.http.fields import ServedModel
     from edgellm.http.guard import Guard
+    from edgellm.structure.steps import try_apart
+    from edgellm.structure.trial import TrialProcess
     from edgellm.text.template import ChatTemplate
 
     directory = described_directory(settings)
     model = ServedModel(
-        server.model_name or directory.path.resolve().name,
+        given.model_name or directory.path.resolve().name,
         params=sampling_params(settings),
         system=settings.system,
-        most_images=limits.max_images,
-        image_pixels=limits.max_image_pixels,
+        most_images=given.max_images,
+        image_pixels=given.max_image_pixels,
     )
     loras = chosen_adapters(settings, every_adapter=True)
     names = {*directory.adapters, *(loras or {})}
@@ -242,26 +178,28 @@ async def _serve(settings: Settings, server: ServerOptions, limits: LimitOptions
         drafting=draft,
         adapters=loras,
         snapshots=[] if settings.system_cache is None else [snapshot_path(settings.system_cache)],
-        preemption_budget=(settings.preemption_mib if limits.preemption_mib is None else limits.preemption_mib) << 20,
-        state_budget=(settings.states_mib if limits.states_mib is None else limits.states_mib) << 20,
-        queue_limit=limits.queue_limit,
+        preemption_budget=settings.preemption_mib << 20,
+        state_budget=settings.states_mib << 20,
+        queue_limit=given.queue_limit,
     )
-    guard = Guard.of(server.host, server.allowed_host or (), server.allowed_origin or (), keys)
-    service = Service(llm, model, guard, limits.max_body_mib * 2**20, template)
+    guard = Guard.of(given.host, given.allowed_host or (), given.allowed_origin or (), keys)
+    service = Service(llm, model, guard, given.max_body_mib * 2**20, template)
     http = Server(
         service.app(),
-        (server.host, server.port),
-        ConnectionLimits(limits.max_connections, limits.header_seconds, limits.body_seconds, limits.stall_seconds),
-        lambda: service.finish(limits.shutdown_seconds),
+        (given.host, given.port),
+        ConnectionLimits(given.max_connections, given.header_seconds, given.body_seconds, given.stall_seconds),
+        lambda: service.finish(given.shutdown_seconds),
     )
     service.connections, service.closed_connections = lambda: len(http.server_state.connections), http.closed
     watching = asyncio.ensure_future(_watch(service, http))
+    trials = TrialProcess()
+    try_apart(trials)
     try:
         await http.serve()
     finally:
+        trials.close()
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        service.close()
     if service.failure is not None:
         raise service.failure if isinstance(service.failure, EdgeLLMError) else EngineError(str(service.failure))
     if service.is_open:  # what is still being loaded ends with the process
@@ -281,17 +219,6 @@ async def _watch(service: Service, http: Server) -> None:
     except Exception:
         pass  # which the service keeps
     http.should_exit = True
-
-
-def _require_packages() -> None:
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"edgellm serve needs Starlette and uvicorn, which do not load ({error}). Install them with pip install "
-            "'.[serve]' in EdgeLLM's checkout, or with pip install 'starlette>=1.0' 'uvicorn>=0.50'"
-        ) from error
 
 
 def _allow_files(connections: int) -> None:

@@ -1,31 +1,37 @@
-"""Settings from YAML files: packaged defaults, under the user's file, under the command line."""
+"""Settings: the package's defaults, under the user's YAML file, under the command line."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
-from importlib import resources
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
-from edgellm.engines.directories.strict_formats import parse_yaml
-from edgellm.engines.model.limits import KV_CACHES
+import typer
+
+from edgellm.commands import options
+from edgellm.commands.descriptions import named_directories
+from edgellm.commands.table import options_of
+from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
+from edgellm.engines.formats.strict_formats import parse_yaml
 from edgellm.errors import RequestError, SettingsError, did_you_mean
 from edgellm.kernels.user_paths import printable, user_folder, user_path
 from edgellm.sampling_params import SamplingParams, checked_value
 from edgellm.snapshots.staging import is_snapshot_path
 
-BACKENDS = ("auto", "numpy", "tensorrt")
 _ASKED_FOR_ONE_BY_ONE = ("logprobs", "structure", "logit_bias", "allowed_token_ids", "bad_words")
 #: How answers are drawn and when they end.
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams) if item.name not in _ASKED_FOR_ONE_BY_ONE)
-DEFAULTS = "defaults.yaml"
-#: MiB of the host for rows of answers that give way: the default, and the most that is taken.
-PREEMPTION_MIB, MOST_PREEMPTION_MIB = 256, 1 << 20
-#: The same for recurrent states at places of texts.
-STATES_MIB, MOST_STATES_MIB = 256, 1 << 20
-_PATHS = ("model", "chat_template", "system_cache")
+#: Options that are settings, too.
+_SHARED = (
+    options.ModelOption,
+    options.ComputingOptions,
+    options.PromptOptions,
+    options.SystemCacheOptions,
+    options.AdapterOptions,
+    options.ChatOutputOptions,
+    options.HostMemoryOptions,
+)
 
 
 @dataclass(frozen=True)
@@ -47,25 +53,30 @@ class Settings:
     adapters: dict[str, Path] = field(default_factory=dict)
     history: bool = True
     stats: bool | None = None
-    preemption_mib: int = PREEMPTION_MIB
-    states_mib: int = STATES_MIB
+    preemption_mib: int = 256
+    states_mib: int = 256
     sampling: dict[str, Any] = field(default_factory=dict)
     drafting: dict[str, Any] = field(default_factory=dict)
 
 
+_KEYS = tuple(item.name for item in fields(Settings))
+
+
 def load_settings(path: str | Path | None = None) -> Settings:
-    """The packaged defaults, overridden by `path` or, without one, by the user's own file where there is one.
+    """The settings of the file `path` or, without one, of the user's own where there is one, over the defaults.
 
     Raises SettingsError that names file and key.
     """
-    values = _checked(_packaged_defaults(), DEFAULTS, Path())
-    user_file = user_path(path) if path is not None else _user_file()
-    if user_file is not None:
-        own = _checked(_read(user_file), printable(user_file), user_file.parent)
-        for section in ("sampling", "drafting", "adapters"):
-            own[section] = values.get(section, {}) | own.get(section, {})
-        values |= own
-    return Settings(**values)
+    found = user_path(path) if path is not None else _user_file()
+    if found is None:
+        return Settings()
+    text = read_text(found, SETTINGS_BYTES, SettingsError, "the settings file", takes_pipes=True)
+    origin = printable(found)
+    values = parse_yaml(text, f"the settings file {origin}", SettingsError)
+    if not isinstance(values, (dict, type(None))):
+        raise SettingsError(f"the settings file {origin} holds a {type(values).__name__}: expected keys and values")
+    own = {_known(key, _KEYS, origin): value for key, value in (values or {}).items()}
+    return Settings(**{key: _checked(key, value, origin, found.parent) for key, value in own.items()})
 
 
 def _user_file() -> Path | None:
@@ -76,77 +87,39 @@ def _user_file() -> Path | None:
     return path if path.exists() else None
 
 
-def _packaged_defaults() -> Any:
-    return parse_yaml((resources.files("edgellm.configs") / DEFAULTS).read_text("utf-8"), DEFAULTS, SettingsError)
-
-
-def _read(path: Path) -> Any:
-    text = read_text(path, SETTINGS_BYTES, SettingsError, "the settings file", takes_pipes=True)
-    return parse_yaml(text, f"the settings file {printable(path)}", SettingsError)
-
-
-def _checked(values: Any, origin: str, folder: Path) -> dict[str, Any]:
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise SettingsError(f"the settings file {origin} holds a {type(values).__name__}: expected keys and values")
-    known = tuple(item.name for item in fields(Settings))
-    return {key: _checked_setting(_known(key, known, origin), value, origin, folder) for key, value in values.items()}
-
-
 def _known(key: Any, known: tuple[str, ...], origin: str) -> str:
     if key not in known:
         raise SettingsError(f"{origin} has the unknown key {str(key)!r}{did_you_mean(str(key), known)}")
     return key
 
 
-def _checked_setting(key: str, value: Any, origin: str, folder: Path) -> Any:
-    if isinstance(value, str) and key in _PATHS and "\0" in value:
-        raise _wrong(origin, key, value, "a path, which has a null character nowhere")
-    if key == "sampling":
-        return _checked_sampling({} if value is None else value, origin)
-    if key == "drafting":
-        return _checked_drafting({} if value is None else value, origin, folder)
-    if key == "adapters":
-        return _checked_adapters({} if value is None else value, origin, folder)
-    if key in ("model", "chat_template"):
-        if value is not None and not (isinstance(value, str) and value):
-            raise _wrong(origin, key, value, "a path, or null")
-        return None if value is None else folder / user_path(value)
-    if key == "backend" and value not in BACKENDS:
-        raise _wrong(origin, key, value, f"one of {', '.join(BACKENDS)}")
-    if key == "kv_cache" and value not in (None, *KV_CACHES):
-        raise _wrong(origin, key, value, f"one of {', '.join(KV_CACHES)}, or null")
-    if key in ("system_cache", "adapter") and value is not None and not (isinstance(value, str) and value):
-        expected = "a file or the name of a snapshot" if key == "system_cache" else "the name of an adapter"
-        raise _wrong(origin, key, value, f"{expected}, or null")
-    if key == "system_cache" and value is not None and is_snapshot_path(value) and (folder / user_path(value)).exists():
+def _checked(key: str, value: Any, origin: str, folder: Path) -> Any:
+    if key in _SECTIONS:
+        return _SECTIONS[key](value, origin, folder)
+    described = next(options_of(group)[key] for group in _SHARED if key in options_of(group))
+    if value is None and getattr(Settings, key) is None:
+        return None
+    if not described.allows(value):
+        nothing = ", or null" if getattr(Settings, key) is None else ""
+        raise _wrong(origin, key, value, described.in_words(value) + nothing)
+    if key == "system_cache" and is_snapshot_path(value) and (folder / user_path(value)).exists():
         return str(folder / user_path(value))
-    if key == "system" and not isinstance(value, (str, type(None))):
-        raise _wrong(origin, key, value, "text, or null")
-    if key == "history" and not isinstance(value, bool):
-        raise _wrong(origin, key, value, "true or false")
-    if key == "preemption_mib" and (type(value) is not int or not 0 <= value <= MOST_PREEMPTION_MIB):
-        raise _wrong(origin, key, value, f"a whole number of MiB from 0 to {MOST_PREEMPTION_MIB}")
-    if key == "states_mib" and (type(value) is not int or not 0 <= value <= MOST_STATES_MIB):
-        raise _wrong(origin, key, value, f"a whole number of MiB from 0 to {MOST_STATES_MIB}")
-    if key == "stats" and not isinstance(value, (bool, type(None))):
-        raise _wrong(origin, key, value, "true, false or null")
-    return value
+    return folder / user_path(value) if described.type is Path else value
 
 
-def _checked_sampling(values: Any, origin: str) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise _wrong(origin, "sampling", values, "keys and values")
+def _sampling(values: Any, origin: str, folder: Path) -> dict[str, Any]:
+    place = f"sampling in {origin}"
     try:
-        return {key: checked_value(_known(key, SAMPLING_KEYS, f"sampling in {origin}"), values[key]) for key in values}
+        return {
+            _known(key, SAMPLING_KEYS, place): checked_value(key, value)
+            for key, value in _section("sampling", values, origin, "keys and values").items()
+        }
     except RequestError as error:
-        raise SettingsError(f"sampling in {origin}: {error}") from error
+        raise SettingsError(f"{place}: {error}") from error
 
 
-def _checked_drafting(values: Any, origin: str, folder: Path) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise _wrong(origin, "drafting", values, "keys and values")
+def _drafting(values: Any, origin: str, folder: Path) -> dict[str, Any]:
+    values = _section("drafting", values, origin, "keys and values")
     from edgellm.drafting.config import checked_drafting  # it takes longer to load than all else here
 
     try:
@@ -155,11 +128,10 @@ def _checked_drafting(values: Any, origin: str, folder: Path) -> dict[str, Any]:
         raise SettingsError(f"drafting in {origin}: {error}") from error
 
 
-def _checked_adapters(values: Any, origin: str, folder: Path) -> dict[str, Path]:
-    if not isinstance(values, dict):
-        raise _wrong(origin, "adapters", values, "names and directories")
+def _adapters(values: Any, origin: str, folder: Path) -> dict[str, Path]:
+    values = _section("adapters", values, origin, "names and directories")
     for name, directory in values.items():
-        if not all(isinstance(text, str) and text and "\0" not in text for text in (name, directory)):
+        if not all(isinstance(text, str) and text.strip() and "\0" not in text for text in (name, directory)):
             raise SettingsError(
                 f"adapters in {origin}: {name!r} is {directory!r}: expected a name and a directory, without a null "
                 "character"
@@ -167,5 +139,36 @@ def _checked_adapters(values: Any, origin: str, folder: Path) -> dict[str, Path]
     return {name: folder / user_path(directory) for name, directory in values.items()}
 
 
+_SECTIONS = {"sampling": _sampling, "drafting": _drafting, "adapters": _adapters}
+
+
+def _section(key: str, values: Any, origin: str, expected: str) -> dict[Any, Any]:
+    if not isinstance(values, (dict, type(None))):
+        raise _wrong(origin, key, values, expected)
+    return values or {}
+
+
 def _wrong(origin: str, key: str, value: Any, expected: str) -> SettingsError:
     return SettingsError(f"{origin}: {key} is {value!r}: expected {expected}")
+
+
+def chosen_settings(given: Any) -> Settings:
+    """The settings file with a command's options on top; what contradicts itself is a usage error."""
+    settings = load_settings(given.config)
+    chosen: dict[str, Any] = {key: getattr(given, key, None) for key in _KEYS}
+    chosen["model"] = given.chosen_model()
+    if isinstance(given, options.PromptOptions):
+        chosen["system"] = given.system_prompt()
+    if isinstance(given, options.LoraOption):
+        chosen["adapters"] = settings.adapters | named_directories(given.lora or ())
+    if isinstance(given, options.DraftingOptions):
+        chosen["drafting"] = given.applied_to(settings.drafting)
+    if isinstance(given, options.SamplingOptions):
+        chosen["sampling"] = settings.sampling | given.given_sampling()
+    for key in ("adapter", "system_cache"):
+        if getattr(given, f"no_{key}", False):
+            if chosen[key] is not None:
+                flag = key.replace("_", "-")
+                raise typer.BadParameter(f"--{flag} is given, and so is --no-{flag}: expected only one of them")
+            settings = replace(settings, **{key: None})  # type: ignore[arg-type]
+    return replace(settings, **{key: value for key, value in chosen.items() if value is not None})

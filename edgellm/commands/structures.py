@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
-from edgellm.commands.option_groups import SAMPLING
-from edgellm.commands.options import checked_argument, read_text_file
-from edgellm.engines.directories.strict_formats import parse_json
+from edgellm.commands.options import checked_argument, read_text_file, sampled
+from edgellm.commands.table import option
+from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -19,21 +19,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StructureOptions:
-    """The form that the answer must have; None or [] is an option that was not given."""
+    """What is noted of each token, and the form that the answer must have."""
 
-    PANEL: ClassVar[str] = SAMPLING
+    PANEL: ClassVar[str] = "Sampling"
 
-    json_schema: Annotated[
-        Path | None,
-        typer.Option("--json-schema", metavar="FILE", help="The answer is JSON of the schema in this file."),
-    ] = None
-    regex: Annotated[
-        str | None, typer.Option("--regex", metavar="REGEX", help="The whole answer matches this regular expression.")
-    ] = None
-    choice: Annotated[
-        list[str] | None,
-        typer.Option("--choice", metavar="TEXT", help="The answer is one of these texts; may be given several times."),
-    ] = None
+    logprobs: int | None = sampled("Show each token's log-probability, and the N likeliest there.", metavar="N")
+    json_schema: Path | None = option("The answer is JSON of the schema in this file.", metavar="FILE")
+    regex: str | None = option("The whole answer matches this regular expression.", metavar="REGEX", is_free=True)
+    choice: list[str] | None = option(
+        "The answer is one of these texts; may be given several times.", metavar="TEXT", is_free=True
+    )
 
     def structure(self) -> Structure | None:
         """The structure that was given, None without one; RequestError for a wrong one, usage errors for several."""

@@ -17,18 +17,20 @@ import numpy as np
 
 from edgellm.decoding.places import Places
 from edgellm.decoding.rules import StepMasks
-from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents, SnapshotSource
 from edgellm.drafting.choosers import PlanChooser
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
+from edgellm.engines.speculation.runner import DecodingRunner
+from edgellm.errors import SnapshotError
 from edgellm.requests import TokenLogprobs, token_logprobs
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.kept_rows import RowKeeper
 from edgellm.snapshots.kept_states import StateKeeper
+from edgellm.snapshots.slots import SlotSnapshots
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -43,7 +45,7 @@ _PACE = 0.1
 class _Launch:
     """A step under way: for `slots`, of `plan` (None: a plain step, or a prefill), launched at `seconds`.
 
-    `wait` gives the tokens as `StepTokens` does.
+    `wait` gives the tokens of each slot, in order: none for an idle one; of one each also as an array, idle ones -1.
     """
 
     wait: Callable[[], np.ndarray | list[list[int]]]
@@ -59,6 +61,20 @@ class _Launch:
     #: What was waited for, and when.
     tokens: list[list[int]] | None = None
     read: float = 0.0
+
+
+class _Outlook(NamedTuple):
+    """What the next step meets: the sequences `going` on, which need more tokens as far as is known, whether rules say
+    which, and whether logits are `raw`, shown as penalties must not change them, which rounds do. `room` is how many
+    tokens may follow those that are launched, and `may_follow` whether a step may be launched behind those under way:
+    it is needed, there is room for it, and nobody wants to see the logits of the one before, which are there until
+    then, also those of a last token."""
+
+    going: list[DecodingSequence]
+    ruled: bool
+    raw: bool
+    room: int
+    may_follow: bool
 
 
 class EmittedToken(NamedTuple):
@@ -77,22 +93,22 @@ class DecodingLoop:
     keeps rows of sequences that give way (None: they are computed again), `states` recurrent states (None: the model
     has none).
 
-    `run` answers a list. One who has more to say calls the rest himself: where a slot is free, `settle` and `admit`,
-    then `advance` round by round. Not thread-safe.
+    Where a slot is free, `settle` and `admit`; then `advance` round by round. Not thread-safe.
     """
 
     def __init__(
         self,
-        runner: Runner,
+        runner: DecodingRunner,
         contents: list[KVContents],
         chooser: PlanChooser | None = None,
-        snapshots: SnapshotSource | None = None,
+        snapshots: SlotSnapshots | None = None,
         encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
         given: GivenDrafting | None = None,
         keeper: RowKeeper | None = None,
         states: StateKeeper | None = None,
     ) -> None:
         self._runner, self._chooser, self._given = runner, chooser, given
+        self._looks_up = given is not None and given.looks_up
         self.places = Places(runner, contents, snapshots, encode, given, keeper, states)
         #: The sequences that have a slot, in the slots' order.
         self.running = self.places.running
@@ -104,28 +120,6 @@ class DecodingLoop:
         self._waited = 0.0
         #: The same behind a round of given candidates, without rules, and how often it was seen.
         self._idle, self._idled = 0.0, 0
-
-    def run(self, sequences: Sequence[DecodingSequence]) -> Iterator[tuple[DecodingSequence, int, str]]:
-        """Answer all; yields (sequence, token id, text that it completed).
-
-        `answer.finish("cancelled")` from outside ends a sequence at its next token, closing the iterator ends all. KV
-        rows of the tokens up to then stay reusable. Where a sequence fails the others go on; the first failure is
-        raised in the end.
-        """
-        waiting = deque(sequences)
-        try:
-            while waiting or self.running:
-                self._admit_from(waiting)
-                for emitted in self.advance():
-                    yield emitted[:3]
-        except Exception:
-            self.abandon(keep_rows=False)
-            raise
-        finally:
-            self.abandon()
-        for sequence in sequences:
-            if sequence.failure is not None:
-                raise sequence.failure
 
     def settle(self) -> Iterator[EmittedToken]:
         """Read what is under way, so that sequences can come and go; gives its tokens."""
@@ -153,7 +147,8 @@ class DecodingLoop:
         """
         self._launch_ahead()
         if self._launches:
-            self._look_up()
+            if self._looks_up:
+                self._look_up(self._outlook())
             yield from self._read()
         yield from self.evict()
 
@@ -180,84 +175,64 @@ class DecodingLoop:
         while self.running:
             self.places.release(len(self.running) - 1, keep_rows)
 
-    def _admit_from(self, waiting: deque[DecodingSequence]) -> None:
-        """Admit those that have a place, in order; a failure is theirs alone."""
-        while waiting:
-            try:
-                if not self.places.has_place(waiting[0]):
-                    return
-                self.admit(waiting[0])
-            except Exception as error:
-                waiting[0].failure = error
-            waiting.popleft()
-
     def _launch_ahead(self) -> None:
         """Launch what the backend may run before a token of it is read; at least one step where none is under way."""
-        self._begin()
+        now = self._outlook()
+        self._begin(now)
         while len(self._launches) <= self._runner.backend.steps_ahead:
-            if self._launches and self._waits_for_tokens(self._going()):
-                self._know_all()
-            running = self._going()
-            if not running or (self._launches and not self._may_follow(running)):
+            if self._launches and self._waits_for_tokens(now):
+                for launch in self._launches:  # their text is read later
+                    self._know(launch)
+                now = self._outlook()
+            if not now.going or (self._launches and not now.may_follow):
                 return
-            self._launch(running)
-            self._begin()
+            self._launch(now)
+            now = self._outlook()
+            self._begin(now)
 
-    def _going(self) -> list[DecodingSequence]:
-        """The sequences that need more tokens, as far as is known."""
-        return [sequence for sequence in self.running if not sequence.finished and not sequence.is_over]
+    def _outlook(self) -> _Outlook:
+        running = self.running
+        going = [each for each in running if not each.finished and not each.is_over]
+        room = min([each.room - each.most for each in running], default=0)  # slots go along until they are left
+        return _Outlook(
+            going,
+            ruled=any(each.rules is not None for each in going),
+            raw=any(each.logprobs is not None and each.sampling.penalizes for each in going),
+            room=room,
+            may_follow=room > 0
+            and any(each.least < each.wanted for each in going)
+            and not any((each.logprobs is not None or each.is_unproven) and not each.finished for each in running),
+        )
 
-    def _may_follow(self, running: Sequence[DecodingSequence]) -> bool:
-        """Whether a step may follow those under way: it is needed, there is room for it, and nobody wants to see the
-        logits of the one before, which are there until it is launched, also those of a last token."""
-        needed = any(sequence.least < sequence.wanted for sequence in running)
-        fits = all(sequence.most < sequence.room for sequence in self.running)  # slots go along until they are left
-        return needed and fits and all(each.logprobs is None or each.finished for each in self.running)
-
-    def _begin(self) -> None:
+    def _begin(self, now: _Outlook) -> None:
         """Where rules have to know the tokens under way before the next one is chosen, enqueue the forward pass behind
         them now, which needs them on the device alone; unless it is likely that no plain step comes next."""
-        running, ahead = self._going(), self._runner.backend.steps_ahead
-        if self._begun is not None or not self._launches or not ahead or self._chooser is not None:
+        if self._begun is not None or not self._launches or self._chooser is not None or not now.ruled:
             return
-        ruled = any(sequence.constraint is not None for sequence in running)
-        if not ruled or not self._may_follow(running):
+        if not self._runner.backend.steps_ahead or not now.may_follow:
             return
         if self._given is None or not self._given.expects_round(len(self.running), self._waited):
             self._begun = self._runner.begin(len(self.running))
 
-    def _waits_for_tokens(self, running: Sequence[DecodingSequence]) -> bool:
+    def _waits_for_tokens(self, now: _Outlook) -> bool:
         """Whether what is launched next depends on tokens that are under way: rules on them, or a draft of what follows
         them that promises more than a step behind them."""
-        if any(sequence.constraint is not None for sequence in running):
-            return True
-        if self._given is None or not self._given.looks_up or _shows_raw(running):
-            return False
+        if now.ruled or self._given is None or not self._looks_up or now.raw:
+            return now.ruled
         latest = self._launches[-1]
         if latest.trees is not None and latest.tokens is None:
             return self._given.goes_on(len(self.running), self._idle)
         if latest.is_prefill and latest.tokens is None:
-            self._look_up()  # it takes longer than a step
-        return self._given.promises(self._runner, self.running, self._room())
+            self._look_up(now)  # it takes longer than a step
+        return self._given.promises(self._runner, self.running, now.room)
 
-    def _look_up(self) -> None:
+    def _look_up(self, now: _Outlook) -> None:
         """Ask what was said behind the tokens that are known, now that the device has what to do: what is found
         is given when the steps under way are done, if their tokens are among it."""
-        if self._given is None or not self._given.looks_up or not self._runner.backend.steps_ahead:
+        if self._given is None or now.ruled or now.raw or not self._runner.backend.steps_ahead:
             return
-        running = self._going()
-        ruled = any(sequence.constraint is not None for sequence in running)
-        if not ruled and not _shows_raw(running) and any(each.least < each.wanted for each in running):
-            self._given.look_up(self._runner, self.running, self._room())
-
-    def _room(self) -> int:
-        """How many tokens may follow those that are launched."""
-        return min((sequence.room - sequence.most for sequence in self.running), default=0)
-
-    def _know_all(self) -> None:
-        """Wait for all tokens that are under way, and take notice of them; their text is read later."""
-        for launch in self._launches:
-            self._know(launch)
+        if any(each.least < each.wanted for each in now.going):
+            self._given.look_up(self._runner, self.running, now.room)
 
     def _drawn(self, launch: _Launch) -> list[list[int]]:
         """Wait for the tokens of a launch, each slot's, whether its sequence wants them or not."""
@@ -281,24 +256,23 @@ class DecodingLoop:
                     sequence.most += len(emitted) - plan.longest
                     sequence.least += len(emitted) - 1
                 known = sequence.know(emitted)
-                if self._given is not None:
+                if self._given is not None and self._looks_up:
                     self._given.take(sequence, known)
         return launch.tokens
 
-    def _launch(self, running: Sequence[DecodingSequence]) -> None:
+    def _launch(self, now: _Outlook) -> None:
         seconds = time.perf_counter()  # what the host takes to choose belongs to the step
-        room, batch, raw = self._room(), len(self.running), _shows_raw(running)
-        plan, trees = None, None
+        batch, plan, trees = len(self.running), None, None
         begun, self._begun = self._begun, None
         known = all(launch.tokens is not None for launch in self._launches)
         waited = known and begun is None and self._runner.backend.steps_ahead > 0
-        if self._given is not None and known and not raw:
-            chosen = self._given.choose(self._runner, self.running, room, begun is not None, waited)
+        if self._given is not None and (now.ruled or self._looks_up) and known and not now.raw:
+            chosen = self._given.choose(self._runner, self.running, now.room, begun is not None, waited)
             if chosen is not None:
                 plan, trees = chosen
-        if plan is None and self._chooser is not None and not raw:
-            plan = self._chooser.next_plan(room, batch)
-        rules = StepMasks(self.running) if any(sequence.constraint is not None for sequence in running) else None
+        if plan is None and self._chooser is not None and not now.raw:
+            plan = self._chooser.next_plan(now.room, batch)
+        rules = StepMasks(self.running) if now.ruled else None
         if self._launches and known:
             self._notice_waiting(time.perf_counter() - self._launches[-1].read, rules is not None)
         step = self._runner.step(batch, plan, rules, trees, begun)
@@ -324,7 +298,7 @@ class DecodingLoop:
         if not launch.is_prefill and counts:
             if self._chooser is not None and not (plan is not None and plan.takes_given):
                 self._chooser.record(plan, counts, seconds)
-            if self._given is not None:
+            if self._given is not None and (launch.ruled or self._looks_up):
                 self._given.record(plan, counts, seconds, launch.ruled, launch.waited)
         for slot, emitted in zip(launch.slots, tokens, strict=True):
             sequence = self.running[slot]
@@ -336,14 +310,19 @@ class DecodingLoop:
                 sequence.tally.step(plan, seconds, drafted)
             sequence.clock.step(now)
             logprobs: list[TokenLogprobs | None] = [None] * len(emitted)
-            if sequence.logprobs is not None:
+            if sequence.logprobs is not None or sequence.is_unproven:
                 logits = self._runner.logits(slot, len(emitted))
-                logprobs = [*token_logprobs(logits, emitted, sequence.logprobs)]
+                if sequence.is_unproven:
+                    try:
+                        self.places.prove(slot, logits)
+                    except SnapshotError as error:
+                        sequence.failure = error
+                        continue
+                if sequence.logprobs is not None:
+                    logprobs = [*token_logprobs(logits, emitted, sequence.logprobs)]
             for place, token in enumerate(emitted, 1):
                 try:
-                    text = sequence.answer.push(token)
-                    if not sequence.finished and sequence.answer.token_count >= sequence.room:
-                        text += sequence.answer.finish("context")
+                    text = sequence.take(token)
                 except Exception as error:  # the others go on
                     sequence.failure = error
                     break
@@ -356,8 +335,3 @@ class DecodingLoop:
                 yield EmittedToken(sequence, token, text, from_draft, logprob)
                 if sequence.finished:
                     break
-
-
-def _shows_raw(running: Sequence[DecodingSequence]) -> bool:
-    """Whether logits are shown that penalties must not change: rounds change them."""
-    return any(sequence.logprobs is not None and sequence.sampling.penalizes for sequence in running)

@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from edgellm.decoding.rules import StepMasks
-from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents, SnapshotSource, choose_slot, common_beginning
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.backends.base import Readback
 from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
+from edgellm.engines.speculation.runner import DecodingRunner
+from edgellm.snapshots.contents import KVContents, choose_slot, common_beginning
 from edgellm.snapshots.kept_rows import RowKeeper
 from edgellm.snapshots.kept_states import StateKeeper
+from edgellm.snapshots.slots import SlotSnapshots
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -26,9 +29,9 @@ class Places:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: DecodingRunner,
         contents: list[KVContents],
-        snapshots: SnapshotSource | None = None,
+        snapshots: SlotSnapshots | None = None,
         encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
         given: GivenDrafting | None = None,
         keeper: RowKeeper | None = None,
@@ -71,6 +74,7 @@ class Places:
         sequence.clock.begin()
         if sequence.prepared_images and sequence.images is None and self._encode_images is not None:
             sequence.images = self._encode_images(sequence.prompt_ids, sequence.prepared_images)
+            sequence.prepared_images = ()  # which are larger
         if sequence.tally is not None:
             sequence.tally.start()
         try:
@@ -93,6 +97,13 @@ class Places:
         self.running.append(sequence)
         return first
 
+    def prove(self, slot: int, logits: np.ndarray) -> None:
+        """See that the first logits [1, V] of a slot's sequence, behind rows of a snapshot, are numbers. Raises
+        SnapshotError."""
+        assert self._snapshots is not None
+        self._snapshots.prove(slot, logits)
+        self.running[slot].is_unproven = False
+
     def give_way(self, sequence: DecodingSequence) -> None:
         """Take a sequence that runs out of its slot: `admit` lets it go on as if nothing had been, `forget` gives it
         up. Its rows are kept where there is a keeper that has room for them."""
@@ -113,7 +124,7 @@ class Places:
                 slot, len(self.running)
             )  # a next turn goes on where the states are, or not at all
         self._leave(slot)
-        if not keep_rows:
+        if not keep_rows or sequence.is_unproven:
             self.forget_rows(last)
         self.forget(sequence)
 
@@ -148,6 +159,7 @@ class Places:
             if restored:  # others' steps write the row after an idle slot's latest sequence, which was another one
                 self.forget_rows(slot)
             raise
+        sequence.is_unproven = restored > 0
         if not known:
             sequence.reused_tokens = reused
         return first

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import islice
+from functools import cache, lru_cache
+from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgellm.decoding.sequence import Clock, DecodingSequence
@@ -30,7 +30,7 @@ from edgellm.text.messages import (
 )
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.text.turns import Dropped, OngoingConversation, turn_sizes, turn_starts, turns_to_drop
+from edgellm.text.turns import Dropped, OngoingConversation, stays, turn_sizes, turn_starts, turns_to_drop
 from edgellm.tools.calling import ToolCalling
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ class Preparation:
         """Without `vision` images are refused."""
         self._directory, self._tokenizer, self._vision, self._defaults = directory, tokenizer, vision, defaults
         self._unread = UnreadVariables()
-        self._system_ids: dict[str, list[int]] = {}
+        #: The tokens of system prompts by their JSON: few are asked with again and again.
+        self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
         #: How the model calls tools.
         self.tools = ToolCalling(tokenizer, directory.tool_format)
         self._rules = RuleMaker(tokenizer, directory.config.vocab_size, directory.eos_token_ids)
@@ -85,12 +86,13 @@ class Preparation:
         require_request(request)
         clock, params = Clock(), (request.params or SamplingParams()).seeded()
         runner.base.adapter_digest(request.adapter)
-        prompt, dropped = self._prompt(request), Dropped()
-        if conversation is not None and conversation.overflow == "drop_oldest" and request.messages is not None:
+        drops = conversation is not None and conversation.overflow == "drop_oldest"
+        prompt, dropped = self._prompt(request, None if drops else self._directory.limits.kv_capacity), Dropped()
+        if drops and request.messages is not None:
             prompt, dropped = self._fitted(request, request.messages, prompt, params.max_tokens)
         self._check_length(prompt)
         continued = continued_text(request)
-        calling = self.tools.calling(request.choice, prompt.token_ids, continued)
+        calling = self.tools.calling(request.choice, prompt.token_ids, continued, params.structure)
         answer = OutputText(
             self._tokenizer.detokenizer(shown_ids=() if calling is None else calling.reader.shown_ids),
             params.stop,
@@ -98,10 +100,11 @@ class Preparation:
             () if params.ignore_eos else self._directory.eos_token_ids,
             params.max_tokens,
             None if calling is None else calling.reader,
+            params.min_tokens,
         )
         made = None if calling is None else calling.rules
         rules = self._rules.rules(params, prompt.token_ids, continued, made)
-        tally = DraftingTally(lambda: runner.stage_seconds) if drafts or rules is not None else None
+        tally = DraftingTally(runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
             prompt.token_ids,
             sampling_values(params),
@@ -145,46 +148,49 @@ class Preparation:
         self._check_length(ready)
         return ready
 
-    def _prompt(self, request: Request) -> _Prompt:
+    def _prompt(self, request: Request, capacity: int | None = None) -> _Prompt:
+        """The prompt of a request. Raises ContextError early for one that is far too long for a context."""
         if request.messages is not None:
             if request.images:
                 raise RequestError("a conversation has its images in its messages: leave `images` out")
-            return self._ready(self._chat_ids(request), images_of_messages(request.messages))
+            return self._ready(self._chat_ids(request, capacity), images_of_messages(request.messages))
         prompt = () if request.prompt is None else request.prompt
         tokenizer = self._tokenizer
         if isinstance(prompt, str):
-            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt))
+            prompt_ids = tokenizer.encode(tokenizer.write_images(prompt), capacity=capacity)
         else:
             prompt_ids = list(map(int, prompt))
         return self._ready(prompt_ids, images_of_prompt(request.images))
 
     def _system_tokens(self, request: Request, prompt: _Prompt) -> int:
         """How many of a prompt's first tokens are those of its system prompt of text, as every conversation under it
-        begins; 0 where that is not to be told. Few are asked with again and again: these are remembered."""
+        begins; 0 where that is not to be told."""
         first = next(iter(self._defaults.with_system_prompt(request.messages)), {}) if request.messages else {}
         content, tools, variables = first.get("content"), request.tools, request.template_variables
         if first.get("role") != "system" or not isinstance(content, str):
             return 0
-        key = json.dumps([content, tools, variables], default=str)
-        if key not in self._system_ids:
-            if len(self._system_ids) == _MOST_SYSTEM_PROMPTS:
-                self._system_ids.clear()
-            try:
-                self._system_ids[key] = system_prompt_ids(self._tokenizer, content, tools, variables)
-            except (RequestError, TemplateError):  # a template that has no such beginning
-                self._system_ids[key] = []
-        found = self._system_ids[key]
+        found = self._system_ids(json.dumps([content, tools, variables]))
         return len(found) if prompt.token_ids[: len(found)] == found else 0
 
-    def _chat_ids(self, request: Request) -> list[int]:
+    def _ids_of_system_prompt(self, written: str) -> list[int]:
+        """The tokens that conversations begin with, by the JSON of a system prompt, tools and variables; none where the
+        template has no such beginning."""
+        try:
+            return system_prompt_ids(self._tokenizer, *json.loads(written))
+        except (RequestError, TemplateError):
+            return []
+
+    def _chat_ids(self, request: Request, capacity: int | None = None) -> list[int]:
         """The tokens of a request's messages, with the model's default system prompt where they have none, and with
-        one token for each image."""
+        one token for each image. Raises ContextError early for far too many."""
         tools, variables = request.tools, request.template_variables or {}
         messages = () if request.messages is None else request.messages
         checked_messages(messages, self._tokenizer.takes_images)  # errors number the messages as they were given
-        self._check_template_inputs(tools, variables)
+        may_call = request.choice is not None and request.choice.mode != "none"
+        self._check_template_inputs(tools if may_call else None, variables)
         return self._tokenizer.encode_chat(
             self._defaults.with_system_prompt(messages),
+            capacity,
             tools=tools,
             continue_final_message=request.continue_final_message,
             **variables,
@@ -207,23 +213,22 @@ class Preparation:
         starts = turn_starts(messages)
         if not starts:
             return whole, Dropped()
-        shown = [len(images_of_messages([message])) for message in messages]
+        images = iter(whole.images)
+        shown = [list(islice(images, len(images_of_messages([message])))) for message in messages]
 
         @cache
         def without(turns: int) -> _Prompt:
             if turns == 0:
                 return whole
-            first, place = starts[0], starts[turns]
-            kept = replace(request, messages=[*messages[:first], *messages[place:]])
-            images = [*whole.images[: sum(shown[:first])], *whole.images[sum(shown[:place]) :]]
-            return self._with_images(self._chat_ids(kept), images)
+            kept = stays(messages, starts[turns])
+            prompt_ids = self._chat_ids(replace(request, messages=list(compress(messages, kept))))
+            return self._with_images(prompt_ids, list(chain.from_iterable(compress(shown, kept))))
 
-        following = iter(whole.images)
-        sizes = turn_sizes(messages, starts, [sum(each.tokens for each in islice(following, count)) for count in shown])
+        sizes = turn_sizes(messages, starts, [sum(image.tokens for image in each) for each in shown])
         turns = turns_to_drop(
             lambda turns: len(without(turns).token_ids), sizes, self._directory.limits.kv_capacity, max_tokens
         )
-        return without(turns), Dropped(turns, starts[turns] - starts[0])
+        return without(turns), Dropped(turns, stays(messages, starts[turns]).count(False))
 
     def _ready(self, prompt_ids: list[int], shown: Sequence[ImageReference]) -> _Prompt:
         """A prompt and the images that it shows, which are read."""
@@ -245,12 +250,7 @@ class Preparation:
         if not count:
             raise RequestError("the prompt is empty: it must have at least one token")
         if count >= capacity:
-            raise ContextError(
-                f"the prompt has {count} tokens and the context {capacity}, of which at least one is for the answer: "
-                "shorten the prompt or the history, or build with a larger --kv-capacity",
-                count + 1,
-                capacity,
-            )
+            raise ContextError.of_prompt(count, capacity)
 
 
 def sampling_values(params: SamplingParams) -> SamplingValues:

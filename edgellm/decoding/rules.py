@@ -14,7 +14,7 @@ from edgellm.engines.speculation.constraints import fill_tree_masks
 class StepMasks:
     """See `edgellm.engines.runners.sampling_state.StepRules`: the masks of `sequences`, slot by slot.
 
-    A sequence whose rules have no way on fails alone; what is drawn for it is dropped.
+    A sequence whose rules have no way on is `stuck` alone; what is drawn for it is dropped.
     """
 
     def __init__(self, sequences: Sequence[DecodingSequence]) -> None:
@@ -39,5 +39,5 @@ class StepMasks:
                     constraint.fill_mask(masks[used])
                     rows[slot], used = used, used + 1
             except ConstraintError as error:
-                sequence.failure = error
+                sequence.stuck(error)
         return used

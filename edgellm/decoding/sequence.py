@@ -135,6 +135,10 @@ class DecodingSequence:
     #: How many tokens were read, and whether the last of them ends the answer.
     known: int = 0
     is_over: bool = False
+    #: Why rules had no way on behind the tokens that were read: a failure, unless the answer ends at one of these.
+    dead_end: ConstraintError | None = None
+    #: Whether rows of a snapshot were taken for it, and no logits behind them were looked at.
+    is_unproven: bool = False
     #: Its rows, where it gave way to another and they are kept on the host.
     kept: KeptRows | None = None
 
@@ -158,19 +162,37 @@ class DecodingSequence:
         self.adapter_digest = digest
 
     def know(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Take notice of tokens that were read, and give those that belong to the answer, which takes them later. What
-        rules forbid is a failure: they had no way on where it was drawn."""
+        """Take notice of tokens that were read, and give those that belong to the answer, which takes them later. Where
+        one is drawn that rules forbid, they had no way on: it is a `stuck` sequence."""
         for count, token in enumerate(tokens):
             if self.is_over or self.finished:
                 return tokens[:count]
-            if self.constraint is not None and not self.constraint.try_advance(token):
-                self.failure = ConstraintError(
-                    f"the rules on the answer have no way on: token {token} was drawn where no token is allowed"
-                )
+            try:
+                if self.rules is not None and not self.rules.constraint.try_advance(token):
+                    raise ConstraintError(
+                        f"the rules on the answer have no way on: token {token} was drawn where no token is allowed"
+                    )
+            except ConstraintError as error:
+                self.stuck(error)
                 return tokens[:count]
             self.known += 1
             self.is_over = self.answer.ends_at(token) or self.known == self.wanted
         return tokens
+
+    def stuck(self, error: ConstraintError) -> None:
+        """Rules have no way on behind the tokens that are known. Nothing more is computed; whether it is a failure is
+        told by the text of these tokens, at which the answer may end."""
+        self.dead_end, self.is_over = error, True
+
+    def take(self, token: int) -> str:
+        """Add a token that was read to the answer; gives the text that it completes. Raises the `dead_end` in place of
+        a token behind it."""
+        if self.dead_end is not None and self.answer.token_count == self.known:
+            raise self.dead_end
+        text = self.answer.push(token)
+        if not self.finished and self.answer.token_count >= self.room:
+            text += self.answer.finish("context")
+        return text
 
     def take_call_deltas(self) -> tuple[ToolCallDelta, ...]:
         """The pieces of calls that the answer's latest tokens gave."""

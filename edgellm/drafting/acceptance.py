@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from edgellm.engines.speculation.draft_plan import BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
@@ -47,11 +47,14 @@ class DraftingStatistics:
 
 
 class DraftingTally:
-    """Counts for one answer. `stage_seconds` gives the seconds spent in each stage so far, by name."""
+    """Counts for one answer. `stage_seconds` are the seconds spent in each stage so far, by name: they go on growing.
 
-    def __init__(self, stage_seconds: Callable[[], Mapping[str, float]]) -> None:
+    Whoever keeps the answer keeps this, so it holds nothing of the runner.
+    """
+
+    def __init__(self, stage_seconds: Mapping[str, float]) -> None:
         self._stage_seconds = stage_seconds
-        self._before = dict(stage_seconds())
+        self._before = dict(stage_seconds)
         self._spent: dict[str, float] = {}
         self._rounds = self._plain_steps = self._drafted = 0
         self._lengths: Counter[int] = Counter()
@@ -63,15 +66,14 @@ class DraftingTally:
 
     def start(self) -> None:
         """Leave out what the stages took up to now: the answer begins, or goes on, having waited for others."""
-        self._before = {name: now - self._spent.get(name, 0.0) for name, now in self._stage_seconds().items()}
+        self._before = {name: now - self._spent.get(name, 0.0) for name, now in self._stage_seconds.items()}
 
     def pause(self) -> None:
         """Leave out what the stages take until it starts again."""
         self._spent = self._stages()
 
     def _stages(self) -> dict[str, float]:
-        now = self._stage_seconds()
-        return {name: seconds - self._before.get(name, 0.0) for name, seconds in now.items()}
+        return {name: seconds - self._before.get(name, 0.0) for name, seconds in self._stage_seconds.items()}
 
     def step(self, plan: DraftPlan | None, seconds: float, drafted: int | None = None) -> None:
         """A round, or without a plan a plain step, has given its tokens; they follow. `drafted` candidates were

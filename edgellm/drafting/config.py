@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from edgellm.engines.directories.small_files import SETTINGS_BYTES, read_text
-from edgellm.engines.directories.strict_formats import parse_yaml
+from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
+from edgellm.engines.formats.strict_formats import parse_yaml
 from edgellm.engines.model.limits import DRAFT_RANGES, EngineLimits
 from edgellm.engines.speculation.draft_plan import (
     ACCEPTANCES,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edgellm.engines.directories.small_files import PROMPT_BYTES, read_text
-from edgellm.engines.directories.strict_formats import parse_json
+from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
+from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages

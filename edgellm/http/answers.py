@@ -8,7 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -162,19 +162,22 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 class Writer(Protocol):
-    """Writes one answer in the form of an endpoint."""
+    """Writes the answers to one request in the form of an endpoint; `index` says which of them something is of."""
 
-    def whole(self, piece: Piece, response: Response) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+    def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
+        """The answers to a request that does not stream."""
 
     def begin(self) -> Iterator[bytes]:
         """The first events of a stream, sent with its first piece."""
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
+    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """The events of a piece."""
 
-    def end(self, response: Response) -> Iterator[bytes]:
-        """The last events."""
+    def ended(self, index: int, response: Response) -> Iterator[bytes]:
+        """The events of an answer's end."""
+
+    def end(self, responses: Sequence[Response]) -> Iterator[bytes]:
+        """The last events, when all answers have ended."""
 
     def failure(self, error: HTTPError) -> Iterator[bytes]:
         """The events of a stream that fails."""
@@ -185,47 +188,60 @@ class CompletionWriter:
 
     prefix, kind, streamed_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer, reader: AnswerReader) -> None:
-        self._asked, self._tokenizer, self._reader = asked, tokenizer, reader
+    def __init__(self, asked: Asked, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
+        self._asked, self._tokenizer, self._readers = asked, tokenizer, readers
         self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
-        self._offset = 0
+        self._offsets = [0] * len(readers)
 
-    def whole(self, piece: Piece, response: Response) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
         """See `Writer`."""
-        choice = {"index": 0, **self._said(piece), **self._ending(response)}
-        return {**self._common, "object": self.kind, "choices": [choice], "usage": self._usage(response)}
+        pieces = [replace(each, content=self._echoed(index) + each.content) for index, each in enumerate(pieces)]
+        choices = [
+            {"index": index, **self._said(index, piece), **self._ending(response)}
+            for index, (piece, response) in enumerate(zip(pieces, responses, strict=True))
+        ]
+        return {**self._common, "object": self.kind, "choices": choices, "usage": self._usage(responses)}
 
     def begin(self) -> Iterator[bytes]:
         """See `Writer`."""
-        return iter(())
+        for index in range(len(self._readers)):
+            yield from self.piece(index, Piece(content=self._echoed(index)))
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
+    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """See `Writer`."""
         if piece != Piece():
-            yield self._event({"index": 0, **self._delta(piece), "finish_reason": None})
+            yield self._event({"index": index, **self._delta(index, piece), "finish_reason": None})
 
-    def end(self, response: Response) -> Iterator[bytes]:
+    def ended(self, index: int, response: Response) -> Iterator[bytes]:
         """See `Writer`."""
-        yield self._event({"index": 0, **self._delta(Piece()), **self._ending(response)})
+        yield self._event({"index": index, **self._delta(index, Piece()), **self._ending(response)})
+
+    def end(self, responses: Sequence[Response]) -> Iterator[bytes]:
+        """See `Writer`."""
         if self._asked.include_usage:
-            yield event({**self._common, "object": self.streamed_kind, "choices": [], "usage": self._usage(response)})
+            yield event({**self._common, "object": self.streamed_kind, "choices": [], "usage": self._usage(responses)})
         yield b"data: [DONE]\n\n"
 
     def failure(self, error: HTTPError) -> Iterator[bytes]:
         """See `Writer`."""
         yield event(error.body())
 
+    def _echoed(self, index: int) -> str:
+        """The prompt's text, where answers begin with it."""
+        prompt = self._asked.requests[index].prompt if self._asked.echo else ""
+        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt or ())
+
     def _event(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": None} if self._asked.include_usage else {}
         return event({**self._common, "object": self.streamed_kind, "choices": [choice], **usage})
 
-    def _said(self, piece: Piece) -> dict[str, Any]:
+    def _said(self, index: int, piece: Piece) -> dict[str, Any]:
         """What a choice has of a piece: here the text as the model wrote it, its reasoning too."""
-        return {"text": piece.content, "logprobs": self._logprobs(piece)}
+        return {"text": piece.content, "logprobs": self._logprobs(index, piece)}
 
     _delta = _said
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
         params = self._asked.request.params
         if params is None or params.logprobs is None or (self._asked.stream and not piece.logprobs):
             return None
@@ -233,10 +249,10 @@ class CompletionWriter:
         for each in piece.logprobs:
             text, _ = token_text(self._tokenizer, each.token_id)
             likeliest = {token_text(self._tokenizer, other)[0]: max(value, LEAST_LOGPROB) for other, value in each.top}
-            row = (text, max(each.logprob, LEAST_LOGPROB), likeliest, self._offset)
+            row = (text, max(each.logprob, LEAST_LOGPROB), likeliest, self._offsets[index])
             for column, value in zip(found.values(), row, strict=True):
                 column.append(value)
-            self._offset += len(text)
+            self._offsets[index] += len(text)
         return found
 
     def _ending(self, response: Response) -> dict[str, Any]:
@@ -248,16 +264,21 @@ class CompletionWriter:
         error = response.tool_call_error
         return ending if error is None else ending | {"tool_call_error": error}
 
-    def _usage(self, response: Response) -> dict[str, Any]:
-        usage = response.usage
-        details = {"reasoning_tokens": self._reader.reasoning_tokens}
-        if response.drafting is not None:
-            details["accepted_prediction_tokens"] = response.drafting.accepted_tokens
+    def _usage(self, responses: Sequence[Response]) -> dict[str, Any]:
+        """The sum over all answers, of a prompt's tokens once."""
+        usages = [each.usage for each in responses]
+        first = usages[:: self._asked.answers_each]
+        prompt_tokens = sum(each.prompt_tokens for each in first)
+        completion_tokens = sum(each.completion_tokens for each in usages)
+        details = {"reasoning_tokens": sum(each.reasoning_tokens for each in self._readers)}
+        drafted = [each.drafting.accepted_tokens for each in responses if each.drafting is not None]
+        if drafted:
+            details["accepted_prediction_tokens"] = sum(drafted)
         return {
-            "prompt_tokens": usage.prompt_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": usage.reused_tokens},
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(each.reused_tokens for each in first)},
             "completion_tokens_details": details,
         }
 
@@ -274,23 +295,28 @@ class ChatWriter(CompletionWriter):
         delta = {"role": "assistant", "content": content}
         yield self._event({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
 
-    def _said(self, piece: Piece) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": piece.content, "refusal": None}
+    def _said(self, index: int, piece: Piece) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": piece.content,
+            "refusal": None,
+            "annotations": [],
+        }
         if piece.calls:
             message |= {"content": piece.content or None, "tool_calls": [call_object(each) for each in piece.calls]}
-        if self._reader.reasoning_tokens:
+        if self._readers[index].reasoning_tokens:
             message["reasoning_content"] = piece.reasoning
-        return {"message": message, "logprobs": self._logprobs(piece)}
+        return {"message": message, "logprobs": self._logprobs(index, piece)}
 
-    def _delta(self, piece: Piece) -> dict[str, Any]:
+    def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {} if not piece.reasoning else {"reasoning_content": piece.reasoning}
         if piece.content:
             delta["content"] = piece.content
         if piece.calls:
             delta["tool_calls"] = [{"index": each.index, **call_object(each)} for each in piece.calls]
-        return {"delta": delta, "logprobs": self._logprobs(piece)}
+        return {"delta": delta, "logprobs": self._logprobs(index, piece)}
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
         params = self._asked.request.params
         if params is None or params.logprobs is None or (self._asked.stream and not piece.logprobs):
             return None

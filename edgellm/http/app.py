@@ -10,11 +10,11 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from starlette.applications import Starlette
@@ -25,29 +25,33 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Scope
 
+from edgellm import __version__
 from edgellm.asynchronous import AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
 from edgellm.http import asgi, fields
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
-from edgellm.http.errors import HTTPError, http_error, later
+from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
+from edgellm.http.errors import HTTPError, http_error, later, without_folders
 from edgellm.http.fields import Asked, ServedModel
 from edgellm.http.guard import Guard
 from edgellm.http.page import PATHS, page_file
+from edgellm.http.readers import LARGE_BODY, ImageMemory, Readers
 from edgellm.http.responses import ResponseWriter, response_request
 from edgellm.requests import Chunk
-from edgellm.runtime import SpecDecodeRuntime
+from edgellm.requests import Response as RequestResponse
+from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
 from edgellm.serving.async_generation import AsyncGeneration
 from edgellm.text.template import ChatTemplate
 from edgellm.tools.calls import all_deltas
 
 logger = logging.getLogger("edgellm.http")
+T = TypeVar("T")
 
-#: Threads that read bodies and images, render and tokenize: what they do would keep the event loop waiting.
-READERS = 4
-#: Bodies in memory have together at most so many times the size of the largest.
-BODIES = 4
+#: Bodies in memory have together at most so many times the size of the largest, and images the pixels of so many
+#: requests.
+BODIES, IMAGES = 4, 2
 _LONGEST_WAIT = 60
 #: What a header cannot have, and how long one of this server may be.
 _NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
@@ -59,7 +63,7 @@ class Kind:
 
     path: str
     read: Callable[[bytes, ServedModel], Asked]
-    writer: Callable[[Asked, Any, AnswerReader], Writer]
+    writer: Callable[[Asked, Any, Sequence[AnswerReader]], Writer]
 
 
 ENDPOINTS = (
@@ -67,9 +71,11 @@ ENDPOINTS = (
     Kind("/v1/completions", fields.completion, CompletionWriter),
     Kind("/v1/responses", response_request, ResponseWriter),
 )
+#: What the shipped model is, for who takes it for more.
+SHIPPED = "This model comes with EdgeLLM: a toy of 10.8 M parameters, which knows its table, in English."
 #: What is answered whatever the model's state.
 _ALWAYS = ("/health", "/metrics", *PATHS)
-_COUNTED = (*(kind.path for kind in ENDPOINTS), "/tokenize", "/v1/models", *_ALWAYS)
+_COUNTED = (*(kind.path for kind in ENDPOINTS), "/tokenize", "/v1/models", "/v1", "/version", *_ALWAYS)
 
 
 class Service:
@@ -100,7 +106,8 @@ class Service:
         self._working: set[asyncio.Future[None]] = set()
         self._responses: Counter[tuple[str, int]] = Counter()
         self._created = int(time.time())
-        self._pool = ThreadPoolExecutor(READERS, "edgellm-http")
+        self._endpoints: list[str] = []
+        self._readers, self._images = Readers(), ImageMemory(IMAGES * model.request_pixels)
         self.connections: Callable[[], int] = lambda: 0
         self.closed_connections: Counter[str] = Counter()
 
@@ -108,7 +115,9 @@ class Service:
         """The application, as servers of ASGI run it."""
         asked = {kind.path: self._answering(kind) for kind in ENDPOINTS} | {"/tokenize": self._tokenize}
         shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
+        shown |= {"/v1": self._what_there_is, "/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
+        self._endpoints = [*(f"POST {path}" for path in asked), *(f"GET {path}" for path in shown)]
         routes = [
             Route(path, asgi.Endpoint(answer, self._working), methods=[method])
             for method, answers in (("POST", asked), ("GET", shown))
@@ -121,10 +130,12 @@ class Service:
 
     @property
     def state(self) -> str:
-        """ "loading", "ready", "ending" or "failed"."""
+        """ "loading", "ready", "ending", "failed", or "stuck": no thread is left to make a request ready."""
         if self.failure is not None:
             return "failed"
-        return "ending" if self._is_ending else "ready" if self.is_open else "loading"
+        if self._is_ending or not self.is_open:
+            return "ending" if self._is_ending else "loading"
+        return "stuck" if self._readers.are_lost else "ready"
 
     @property
     def is_open(self) -> bool:
@@ -154,8 +165,14 @@ class Service:
         except TemplateError:  # which conversations will be told
             variables = frozenset()
         self._runtime, self._model_memory = runtime, runtime.planned_memory
-        vocab_size = runtime.directory.config.vocab_size
-        return replace(self.model, adapters=runtime.adapters, template_variables=variables, vocab_size=vocab_size)
+        return replace(
+            self.model,
+            adapters=runtime.adapters,
+            template_variables=variables,
+            vocab_size=runtime.directory.config.vocab_size,
+            description=SHIPPED if runtime.directory.path.resolve() == SHIPPED_MODEL.resolve() else None,
+            text_bytes=max(TEXT_BYTES, TOKEN_BYTES * self._llm.context_length),
+        )
 
     async def finish(self, seconds: float) -> None:
         """Answer nothing new, and wait until what runs has ended; what has not after so many seconds is cancelled."""
@@ -168,19 +185,17 @@ class Service:
         if self._working:  # a round, and the time to say that it was cancelled
             await asyncio.wait(self._working, timeout=1.0)
 
-    def close(self) -> None:
-        """Free the threads that make requests ready; the model stays open."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raise HTTPError for a request that is not to be answered, whatever it asks."""
         self._guard.check(scope["path"], headers)
         if scope["path"] in _ALWAYS or self.state == "ready":
             return
         if self.failure is not None:
-            raise HTTPError(503, f"the model has failed: {self.failure}", code="failed")
+            raise HTTPError(503, f"the model has failed: {self._said_failure}", code="failed")
         if self._is_ending:
             raise later(503, "the server is ending: ask another one", "ending", 5)
+        if self.is_open:
+            raise later(503, "all threads that read requests are lost: start the server anew", "stuck", 60)
         if scope["path"].startswith("/v1/") or scope["path"] == "/tokenize":
             raise later(503, "the model is being loaded: ask again soon", "loading", 2)
 
@@ -201,74 +216,96 @@ class Service:
         return answer
 
     async def _answer(self, kind: Kind, request: Request) -> Response:
-        """Ask the model, and wait for the answer, or the first piece of one that is streamed: what a queue or the
+        """Ask the model, and wait for the answers, or the first piece of those that are streamed: what a queue or the
         engine refuses has a status of its own, and what was not begun may be asked of another server."""
-        asked, answer, state = await self._ask(kind, request)
+        asked, answers, states = await self._ask(kind, request)
         assert self._runtime is not None
-        tokenizer, sequence = self._runtime.tokenizer, state.sequence
-        reader = AnswerReader.of(tokenizer, sequence, asked.request)
-        writer = kind.writer(asked, tokenizer, reader)
+        tokenizer = self._runtime.tokenizer
+        pairs = zip(states, asked.requests, strict=True)
+        readers = [AnswerReader.of(tokenizer, state.sequence, each) for state, each in pairs]
+        writer = kind.writer(asked, tokenizer, readers)
         headers = {"cache-control": "no-store"}
         if asked.ignored:
             headers["edgellm-ignored"] = _NO_HEADER.sub("?", ", ".join(asked.ignored))[:_LONGEST_HEADER]
-        self._answers.add(answer)
+        if dropped := sum(state.sequence.dropped.messages for state in states):
+            headers["edgellm-dropped-messages"] = str(dropped)
+        self._answers.update(answers)
         try:
             if not asked.stream:
-                response = await answer.result()
-                if response.finish_reason == "cancelled":
-                    raise later(503, "the server has ended before the answer was complete", "ending", 5)
-                calls = all_deltas(response.tool_calls)
-                chunk = Chunk(response.text, response.token_ids, (), response.logprobs or (), calls)
-                return JSONResponse(writer.whole(reader.read(chunk), response), headers=headers)
-            first = await anext(answer, None)
-            events = self._events(answer, first, reader, writer)
+                responses = [_not_cancelled(await answer.result()) for answer in answers]
+                pieces = [reader.read(_as_chunk(each)) for reader, each in zip(readers, responses, strict=True)]
+                return JSONResponse(writer.whole(pieces, responses), headers=headers)
+            chunks = _chunks(answers)
+            first = await anext(chunks)
+            events = self._events(answers, first, chunks, readers, writer)
             headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
             return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        except EdgeLLMError as error:
-            raise self._told(error, asked.fields) from error
+        except BaseException as error:
+            for answer in answers:
+                answer.cancel()
+            if isinstance(error, EdgeLLMError):
+                raise self._told(error, asked.fields) from error
+            raise
 
     async def _events(
-        self, answer: AsyncGeneration, first: Chunk | None, reader: AnswerReader, writer: Writer
+        self,
+        answers: Sequence[AsyncGeneration],
+        first: tuple[int, Chunk | None],
+        chunks: AsyncGenerator[tuple[int, Chunk | None], None],
+        readers: Sequence[AnswerReader],
+        writer: Writer,
     ) -> AsyncIterator[bytes]:
-        """The events of an answer that has begun; each time all that has come since, however slowly they are taken."""
+        """The events of answers that have begun; each time all that has come since, however slowly they are taken."""
         try:
             for each in writer.begin():
                 yield each
-            chunk = first
-            while chunk is not None:
-                events = b"".join(writer.piece(reader.read(chunk)))
+            index, chunk = first
+            responses: dict[int, RequestResponse] = {}
+            while True:
+                if chunk is None:
+                    responses[index] = _not_cancelled(await answers[index].result())
+                    found = writer.ended(index, responses[index])
+                else:
+                    found = writer.piece(index, readers[index].read(chunk))
+                events = b"".join(found)
                 if events:
                     yield events
-                chunk = await anext(answer, None)
-            response = await answer.result()
-            if response.finish_reason == "cancelled":
-                raise later(503, "the server has ended before the answer was complete", "ending")
-            yield b"".join(writer.end(response))
+                if len(responses) == len(answers):
+                    break
+                index, chunk = await anext(chunks)
+            yield b"".join(writer.end([responses[index] for index in range(len(answers))]))
         except Exception as error:
             for each in writer.failure(self._told(error, {})):
                 yield each
         finally:
-            answer.cancel()  # of no account where it is finished
+            await chunks.aclose()
+            for answer in answers:
+                answer.cancel()  # of no account where it is finished
 
-    async def _ask(self, kind: Kind, request: Request) -> tuple[Asked, AsyncGeneration, RequestState]:
-        found: list[Any] = []
+    async def _ask(self, kind: Kind, request: Request) -> tuple[Asked, list[AsyncGeneration], list[RequestState]]:
+        async with self._bodies.reading(request) as body:
 
-        async def ask() -> Generation:
-            async with self._bodies.reading(request) as body:
-
-                def submit() -> tuple[Asked, Generation]:
-                    asked = kind.read(body, self.model)
+            def submit() -> tuple[Asked, list[Generation]]:
+                asked = kind.read(body, self.model)
+                with self._images.reading(asked.pixels) as hand_over, self._telling(asked.fields):
+                    generations: list[Generation] = []
                     try:
-                        return asked, self._llm.served.submit(asked.request)
-                    except EdgeLLMError as error:
-                        raise self._told(error, asked.fields) from error
+                        for each in asked.requests:
+                            generations.append(self._llm.served._submit(each, asked.conversation))
+                            hand_over(generations[-1].request_state.sequence)
+                    except BaseException:  # all are answered, or none
+                        for generation in generations:
+                            generation.cancel()
+                        raise
+                    return asked, generations
 
-                asked, generation = await asyncio.get_running_loop().run_in_executor(self._pool, submit)
-            found.extend((asked, generation.request_state))
-            return generation
+            asked, generations = await self._read(request, submit, len(body))
+        return asked, [await _asynchronous(each) for each in generations], [each.request_state for each in generations]
 
-        answer = await AsyncGeneration(ask)
-        return found[0], answer, found[1]
+    async def _read(self, request: Request, function: Callable[[], T], size: int) -> T:
+        """What a function makes of a body of that size, in a thread."""
+        client = self._guard.client(request.client.host if request.client is not None else "", request.headers)
+        return await self._readers.run(client, function, size > LARGE_BODY)
 
     async def _tokenize(self, request: Request) -> Response:
         async with self._bodies.reading(request) as body:
@@ -276,12 +313,10 @@ class Service:
             def count() -> list[int]:
                 asked = fields.tokens(body, self.model)
                 assert self._runtime is not None
-                try:
+                with self._images.reading(asked.pixels), self._telling(asked.fields):
                     return list(self._runtime.prepare(asked.request).prompt_ids)
-                except EdgeLLMError as error:
-                    raise self._told(error, asked.fields) from error
 
-            ids = await asyncio.get_running_loop().run_in_executor(self._pool, count)
+            ids = await self._read(request, count, len(body))
         return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
 
     async def _models(self, request: Request) -> Response:
@@ -295,13 +330,22 @@ class Service:
     def _model_object(self, name: str) -> dict[str, Any]:
         parent = None if name == self.model.name else self.model.name
         known = {"id": name, "object": "model", "created": self._created, "owned_by": "edgellm", "parent": parent}
-        return known | {"max_model_len": self._llm.context_length}
+        about = {} if self.model.description is None else {"description": self.model.description}
+        return {**known, "max_model_len": self._llm.context_length, **about}
+
+    async def _what_there_is(self, request: Request) -> Response:
+        return JSONResponse({"server": "edgellm", "version": __version__, "endpoints": self._endpoints})
+
+    async def _version(self, request: Request) -> Response:
+        return JSONResponse({"version": __version__})
 
     async def _health(self, request: Request) -> Response:
         state = self.state
-        error = {} if self.failure is None else {"error": str(self.failure)}
+        found: dict[str, Any] = {"status": state} | ({} if self.failure is None else {"error": self._said_failure})
+        if self._readers.lost:
+            found["lost_readers"] = self._readers.lost
         headers = {} if state == "ready" else {"retry-after": "2"}
-        return JSONResponse({"status": state, **error}, 200 if state == "ready" else 503, headers)
+        return JSONResponse(found, 200 if state == "ready" else 503, headers)
 
     async def _metrics(self, request: Request) -> Response:
         return PlainTextResponse(
@@ -322,6 +366,7 @@ class Service:
         gauges = {
             "http_connections": ("Connections that are open.", self.connections()),
             "http_answers": ("Requests that are being answered, this one too.", len(self._working)),
+            "http_lost_readers": ("Threads that never ended making a request ready.", self._readers.lost),
             "http_body_bytes": ("Bytes of requests that are being read.", self._bodies.held),
             "resident_memory_bytes": ("Memory of the process.", _resident_bytes()),
             "available_memory_bytes": ("Memory of the system that programs can still have.", available_memory() or 0),
@@ -334,17 +379,72 @@ class Service:
         lines += [f'edgellm_model_memory_bytes{{part="{part}"}} {size}' for part, size in self._model_memory.items()]
         return lines
 
+    @property
+    def _said_failure(self) -> str:
+        return without_folders(str(self.failure))
+
+    @contextmanager
+    def _telling(self, names: Mapping[str, str]) -> Iterator[None]:
+        try:
+            yield
+        except EdgeLLMError as error:
+            raise self._told(error, names) from error
+
     def _told(self, error: Exception, names: Mapping[str, str]) -> HTTPError:
         """An error as a client is told it; what nobody expected goes to the log."""
         found = http_error(error, names, self._wait_seconds())
         if found.status == 500:
             logger.error("a request has failed: %s", error, exc_info=error)
+        if self._runtime is not None:
+            folder = self._runtime.directory.path
+            template = self._runtime.tokenizer.chat_template
+            origin = () if template is None else (Path(template.origin).parent,)
+            found.message = without_folders(found.message, (folder, folder.absolute(), *origin))
         return found
 
     def _wait_seconds(self) -> int:
         """After how many seconds a place in a full queue may be free: what a request takes on average."""
         mean = self._llm.metrics()["request_seconds"]["mean"]
         return min(_LONGEST_WAIT, max(1, math.ceil(mean or 1.0)))
+
+
+async def _asynchronous(generation: Generation) -> AsyncGeneration:
+    """A request on its way, to be read in the event loop."""
+
+    async def ask() -> Generation:
+        return generation
+
+    return await AsyncGeneration(ask)
+
+
+async def _chunks(answers: Sequence[AsyncGeneration]) -> AsyncGenerator[tuple[int, Chunk | None], None]:
+    """The chunks of several answers, by their indices, as they come; None is the end of one."""
+    waiting = {asyncio.ensure_future(anext(answer, None)): index for index, answer in enumerate(answers)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                index, chunk = waiting.pop(task), task.result()
+                if chunk is not None:
+                    waiting[asyncio.ensure_future(anext(answers[index], None))] = index
+                yield index, chunk
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _as_chunk(response: RequestResponse) -> Chunk:
+    """A whole answer as one chunk."""
+    calls = all_deltas(response.tool_calls)
+    return Chunk(response.text, response.token_ids, (), response.logprobs or (), calls)
+
+
+def _not_cancelled(response: RequestResponse) -> RequestResponse:
+    """An answer, if nothing has cut it off: HTTPError for one that the server's end has."""
+    if response.finish_reason == "cancelled":
+        raise later(503, "the server has ended before the answer was complete", "ending", 5)
+    return response
 
 
 def _resident_bytes() -> int:

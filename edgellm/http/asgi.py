@@ -45,12 +45,12 @@ class Bodies:
         declared = int(length) if length.isdecimal() else 0
         if declared > self._most * (1 if "expect" in request.headers else 1 + _DROPPED):
             raise too_large
-        body, read = bytearray(), 0
+        parts, read = list[bytes](), 0
         try:
             async for part in request.stream():
                 read += len(part)
                 if read <= self._most:
-                    body += part
+                    parts.append(part)
                     self.held += len(part)
                 elif read > self._most * (1 + _DROPPED):
                     raise too_large
@@ -58,9 +58,9 @@ class Bodies:
                     raise later(503, "the server reads as many requests as it can hold: ask again", "busy")
             if read > self._most:
                 raise too_large
-            yield bytes(body)
+            yield b"".join(parts)
         finally:
-            self.held -= len(body)
+            self.held -= sum(map(len, parts))
 
 
 def _check_content(headers: Headers) -> None:
@@ -106,8 +106,14 @@ class Endpoint:
                 task.cancel()
             outcomes = await asyncio.gather(work, listening, return_exceptions=True)
             self._working.discard(work)
-        if isinstance(outcomes[0], Exception) and not isinstance(outcomes[0], ClientDisconnect):
-            raise outcomes[0]
+        error = outcomes[0]
+        if isinstance(error, Exception) and not isinstance(error, ClientDisconnect):
+            try:
+                # What is answered needs no traceback, whose frames hold all that was read of the request.
+                error.__cause__ = error.__context__ = None
+                raise error.with_traceback(None)
+            finally:
+                del error, outcomes, work, listening
 
     async def _respond(self, request: Request, send: Send) -> None:
         try:

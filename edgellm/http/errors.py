@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from edgellm.errors import AdapterError, ContextError, EdgeLLMError, ImageError, QueueFullError, RequestError
+from edgellm.errors import (
+    AdapterError,
+    ConstraintError,
+    ContextError,
+    EdgeLLMError,
+    ImageError,
+    QueueFullError,
+    RequestError,
+)
 from edgellm.errors import TemplateError as ChatTemplateError
+from edgellm.kernels.errors import bounded_message
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+#: The folders of a file: of its path the name alone is told.
+_FOLDERS = re.compile(r"(?<![\w/:.])/(?:[^\s/:;,'\"()]+/)+")
 #: The field that a message begins with, and a place in it: "tools[1].function.name is ...".
 _FIELD = re.compile(r"(\w+)((?:\[\d+\]|\.\w+)*)(?=[ :'])")
 
@@ -30,6 +42,7 @@ class HTTPError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        message = bounded_message(message)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers)
@@ -38,6 +51,15 @@ class HTTPError(Exception):
         """The JSON object of an answer, and of the last event of a stream that fails."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def without_folders(message: str, known: Iterable[str | Path] = ()) -> str:
+    """A message in which paths of the server are names of files: those in `known` folders, or, without any, all that
+    look like one, which is for messages that nobody else has a part in."""
+    for path in sorted(map(str, known), key=len, reverse=True):
+        if "/" in path:
+            message = message.replace(f"{path}/", "").replace(path, Path(path).name)
+    return message if known else _FOLDERS.sub("", message)
 
 
 def later(status: int, message: str, code: str, seconds: int = 1) -> HTTPError:
@@ -60,10 +82,11 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
     if isinstance(error, AdapterError):
         return HTTPError(404, message, param="model", code="model_not_found")
     if isinstance(error, ContextError):
-        return HTTPError(400, message, param=fields.get(""), code="context_length_exceeded")
+        said = f"the maximum context length is {error.limit} tokens: {message}"  # words that clients look for
+        return HTTPError(400, said, param=fields.get(""), code="context_length_exceeded")
     if isinstance(error, ImageError):
         return HTTPError(400, message, param=fields.get(""), code="invalid_image")
-    if isinstance(error, (RequestError, ChatTemplateError)):
+    if isinstance(error, (RequestError, ConstraintError, ChatTemplateError)):
         match = _FIELD.match(message)
         if match is None or match[1] not in fields:
             return HTTPError(400, message, param=fields.get(""))
@@ -71,5 +94,6 @@ def http_error(error: Exception, fields: Mapping[str, str], retry_after: int = 1
         place = "".join([fields[match[1]], *parts])
         return HTTPError(400, place + message[match.end() :], param=place)
     if isinstance(error, EdgeLLMError):
-        return HTTPError(500, message, code="engine_error")
+        told = message if isinstance(error, ConstraintError) else without_folders(message)
+        return HTTPError(500, told, code="engine_error")
     return HTTPError(500, f"the server has failed with {type(error).__name__}: its log says more", code="server_error")

@@ -10,29 +10,40 @@ from typing import Any
 
 from PIL import Image
 
-from edgellm.engines.directories.strict_formats import parse_json
+from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean, shown
+from edgellm.http.bodies import TEXT_BYTES, check_body, check_images
 from edgellm.http.errors import HTTPError, http_error
 from edgellm.multimodal.image_input import image_of_url, readable_formats
 from edgellm.requests import Request, checked_priority
-from edgellm.sampling_params import SamplingParams, checked_value
-from edgellm.structure.description import structure_of_response_format
+from edgellm.sampling_params import LARGEST_SEED, SamplingParams, checked_value
+from edgellm.structure.description import Structure, structure_of_response_format
 from edgellm.text.messages import IMAGE_PARTS, checked_variables
+from edgellm.text.turns import OngoingConversation
 
 #: Fields of `SamplingParams` that requests name alike, those that only this server has among them.
 SAMPLING = (
     *("temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "stop", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "allowed_token_ids", "bad_words"),
+    "min_tokens",
 )
 #: Fields that change no answer here: they are taken, and named in the header `edgellm-ignored`.
 HARMLESS = (
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
-    *("prompt_cache_options", "prediction"),
+    *("prompt_cache_options", "prediction", "cache_prompt", "keep_alive"),
 )
+#: Fields of other servers that say what `response_format` says, by the kind of structure that they have.
+GUIDES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+GUIDES |= {"grammar": "grammar"}
+RESPONSE_FORMAT = "response_format: {'type': 'json_schema', 'json_schema': {'name': ..., 'schema': ...}}"
 #: Fields that go into a `Request` as they are.
 TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 #: What `reasoning_effort` may be; the first lets a model that can choose answer at once.
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+#: All images of a request have together at most so many times the pixels that one may have.
+LARGEST_IMAGES = 4
+#: Completions end after so many tokens where nothing says how many; a request has at most so many answers.
+COMPLETION_TOKENS, MOST_ANSWERS = 16, 64
 #: The engine looks for each stop string after each token.
 MOST_STOPS, LONGEST_STOP = 32, 1000
 
@@ -42,7 +53,8 @@ class ServedModel:
     """The model as requests name it, and what it takes.
 
     `params` are those of requests that say nothing else, `system` the system prompt of conversations that have none
-    (None: the model's own). `template_variables` are what its chat template reads. An image may have `image_pixels`.
+    (None: the model's own). `template_variables` are what its chat template reads. An image may have `image_pixels`,
+    and a body `text_bytes` beside its images.
     """
 
     name: str
@@ -53,6 +65,14 @@ class ServedModel:
     vocab_size: int = 2**31
     most_images: int = 16
     image_pixels: int = 16_000_000
+    text_bytes: int = TEXT_BYTES
+    #: What it is, for who has not chosen it.
+    description: str | None = None
+
+    @property
+    def request_pixels(self) -> int:
+        """The pixels of all images of a request."""
+        return LARGEST_IMAGES * self.image_pixels
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -71,9 +91,10 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request as the engine takes it, and how its answer is to be sent."""
+    """What the engine is asked, and how the answers are to be sent."""
 
-    request: Request
+    #: One for each answer; those to one prompt, `answers_each`, stand together.
+    requests: tuple[Request, ...]
     model: str
     stream: bool = False
     include_usage: bool = False
@@ -82,22 +103,40 @@ class Asked:
     fields: Mapping[str, str] = field(default_factory=dict)
     #: What the answer repeats of the request (`/v1/responses`).
     echoed: Mapping[str, Any] = field(default_factory=dict)
+    #: Of all its images.
+    pixels: int = 0
+    answers_each: int = 1
+    #: Whether answers begin with their prompts.
+    echo: bool = False
+    #: What drops its oldest turns where it does not fit.
+    conversation: OngoingConversation | None = None
+
+    @property
+    def request(self) -> Request:
+        """The first one, which the others differ from in prompt and seed alone."""
+        return self.requests[0]
 
 
 class Fields:
     """The fields of a body, of which each has to be taken. Null stands for a field that is not there."""
 
-    def __init__(self, body: bytes) -> None:
-        """Raises HTTPError for what is no JSON object."""
+    def __init__(self, body: bytes, model: ServedModel) -> None:
+        """Raises HTTPError for what is no JSON object, or has too much in it."""
+        check_body(body, model.text_bytes)
         try:
             value = parse_json(body, "the body", RequestError)
         except RequestError as error:
             raise HTTPError(400, str(error), code="invalid_json") from error
         if not isinstance(value, dict):
             raise HTTPError(400, f"the body is a {type(value).__name__}: expected a JSON object", code="invalid_json")
+        check_images(body, value, model.text_bytes)
         self._left = {name: item for name, item in value.items() if item is not None}
         self._known: list[str] = []
         self.ignored: list[str] = []
+        #: The values of fields that change nothing.
+        self.unused: dict[str, Any] = {}
+        #: Pixels of the images.
+        self.pixels = 0
 
     def take(self, name: str, kind: type | tuple[type, ...] = object, expected: str = "") -> Any:
         """A field's value; None where it is not there. HTTPError for one of another type than is expected."""
@@ -127,7 +166,9 @@ class Fields:
 
     def ignore(self, *names: str) -> None:
         """Take fields that change nothing, and report them."""
-        self.ignored += [name for name in names if self.take(name) is not None]
+        found = {name: value for name in names if (value := self.take(name)) is not None}
+        self.unused |= found
+        self.ignored += found
 
     def end(self) -> None:
         """HTTPError for what was not taken."""
@@ -160,7 +201,7 @@ def sampling(fields: Fields, model: ServedModel, *limits: str) -> SamplingParams
     if len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
         expected = f"expected at most {MOST_STOPS}, each of at most {LONGEST_STOP} characters"
         raise HTTPError(400, f"stop has {len(stops)} texts: {expected}", param="stop")
-    return replace(model.params, **given)
+    return checked("min_tokens", lambda given: replace(model.params, **given), given)
 
 
 def common(fields: Fields, model: ServedModel) -> tuple[str, bool, dict[str, Any]]:
@@ -171,7 +212,6 @@ def common(fields: Fields, model: ServedModel) -> tuple[str, bool, dict[str, Any
     deadline = fields.take("deadline", (int, float), "a number of seconds")
     priority = fields.take("priority")
     priority = 0 if priority is None else checked("priority", checked_priority, priority)
-    fields.only("n", 1, why="one answer is given to a request")
     fields.ignore(*HARMLESS)
     return name, stream, {"adapter": adapter, "deadline": deadline, "priority": priority}
 
@@ -192,10 +232,51 @@ def stream_options(fields: Fields, stream: bool) -> bool:
     return bool(options.get("include_usage"))
 
 
-def structured(params: SamplingParams, name: str, response_format: Any) -> SamplingParams:
-    """Parameters with the structure that a field in the form of `response_format` names."""
+def structured(fields: Fields, params: SamplingParams, name: str, response_format: Any) -> SamplingParams:
+    """Parameters with the structure that the field `name`, in the form of `response_format`, describes, or one of the
+    fields that other servers have for that."""
     structure = checked(name, structure_of_response_format, response_format, "response_format")
+    given = [(each, {kind: value}) for each, kind in GUIDES.items() if (value := fields.take(each)) is not None]
+    described = fields.take("structured_outputs", dict, "an object")
+    if described is not None:
+        given.append(("structured_outputs", {kind: value for kind, value in described.items() if value is not None}))
+    if len(given) + (structure is not None) > 1:
+        names = [each for each, _ in given] + [name] * (structure is not None)
+        raise HTTPError(400, f"{' and '.join(names)} are ways to say one thing: give one of them", param=names[0])
+    for name, described in given:
+        try:
+            structure = _guide(name, described)
+        except HTTPError as error:
+            message = f"{error.message}. OpenAI's field for this is {RESPONSE_FORMAT}"
+            raise HTTPError(400, message, param=name) from error
     return params if structure is None else checked(name, lambda it: replace(params, structure=it), structure)
+
+
+def _guide(name: str, described: Mapping[str, Any]) -> Structure:
+    """The structure of one kind that a field describes; a JSON schema may be text."""
+    kinds = (*GUIDES.values(), "json_object")
+    unknown = [kind for kind in described if kind not in kinds]
+    if unknown:
+        raise HTTPError(400, f"{name} has {shown(unknown[0])}: expected one of {', '.join(dict.fromkeys(kinds))}")
+    schema = described.get("json")
+    if isinstance(schema, str):
+        schema = checked(name, lambda text: parse_json(text.encode(), name, RequestError), schema)
+        described = {**described, "json": schema}
+    if "::=" in str(described.get("grammar")):
+        raise HTTPError(400, f"{name} has '::=', as llama.cpp's grammars do: expected one in Lark's form")
+    try:
+        return Structure(**described)
+    except RequestError as error:
+        raise http_error(error, dict.fromkeys(kinds, name)) from error
+
+
+def truncation(fields: Fields) -> OngoingConversation | None:
+    """What lets a conversation's oldest turns leave where it does not fit the context, if that is asked for."""
+    chosen = fields.take("truncation")
+    if chosen not in (None, "auto", "disabled"):
+        expected = "'auto', by which the oldest turns leave where they do not fit, or 'disabled'"
+        raise HTTPError(400, f"truncation is {shown(chosen)}: expected {expected}", param="truncation")
+    return OngoingConversation() if chosen == "auto" else None
 
 
 def template_variables(fields: Fields) -> dict[str, Any]:
@@ -248,6 +329,10 @@ def with_images(fields: Fields, messages: Any, model: ServedModel, name: str = "
     if count > model.most_images:
         message = f"{name} has {count} images: at most {model.most_images} are taken (--max-images)"
         raise HTTPError(400, message, param=name, code="too_many_images")
+    if fields.pixels > model.request_pixels:
+        most = f"at most {model.request_pixels:,} are taken, {LARGEST_IMAGES} times those of one (--max-image-pixels)"
+        message = f"{name} has images of {fields.pixels:,} pixels: {most}"
+        raise HTTPError(400, message, param=name, code="images_too_large")
     if model.system is not None and not any(
         isinstance(message, dict) and message.get("role") in ("system", "developer") for message in found
     ):
@@ -276,6 +361,7 @@ def _image(fields: Fields, part: dict[str, Any], what: str, model: ServedModel, 
     if pixels > model.image_pixels:
         message = f"{what} has {pixels:,} pixels: at most {model.image_pixels:,} are taken (--max-image-pixels)"
         raise HTTPError(400, message, param=param, code="image_too_large")
+    fields.pixels += pixels
     return {"type": "image", "image": data}
 
 
@@ -302,8 +388,9 @@ def _pixels(data: bytes) -> int:
 
 def chat(body: bytes, model: ServedModel) -> Asked:
     """A request to `/v1/chat/completions`. Raises HTTPError."""
-    fields = Fields(body)
+    fields = Fields(body, model)
     name, stream, shared = common(fields, model)
+    fields.only("n", 1, why="one answer is given to a conversation")
     params = sampling(fields, model, "max_tokens", "max_completion_tokens")
     logprobs, top = fields.flag("logprobs"), fields.take("top_logprobs", int, "a whole number")
     if top is not None and not logprobs:
@@ -311,7 +398,7 @@ def chat(body: bytes, model: ServedModel) -> Asked:
     if logprobs:
         check = replace(params, logprobs=0)
         params = checked("top_logprobs", lambda count: replace(check, logprobs=count), top or 0, "logprobs")
-    params = structured(params, "response_format", fields.take("response_format", dict, "an object"))
+    params = structured(fields, params, "response_format", fields.take("response_format", dict, "an object"))
     tools = {name: fields.take(name) for name in TOOLS}
     fields.only("modalities", ["text"], why="answers are text")
     for each in ("audio", "functions", "function_call", "web_search_options", "moderation", "verbosity"):
@@ -319,7 +406,7 @@ def chat(body: bytes, model: ServedModel) -> Asked:
     variables = thinking(fields, model, fields.take("reasoning_effort"), "reasoning_effort")
     include_usage = stream_options(fields, stream)
     continued = fields.flag("continue_final_message")
-    messages = fields.take("messages")
+    messages, conversation = fields.take("messages"), truncation(fields)
     fields.end()
     if messages is None:
         raise HTTPError(400, "messages is missing: expected a list of messages", param="messages")
@@ -330,7 +417,9 @@ def chat(body: bytes, model: ServedModel) -> Asked:
         **tools,
     }
     request |= {"template_variables": variables, "continue_final_message": continued}
-    return asked({"": "messages", "structure": "response_format"}, fields, name, request, stream, include_usage)
+    named = {"": "messages", "structure": "response_format"}
+    found = asked(named, fields, name, request, stream, include_usage)
+    return replace(found, conversation=conversation)
 
 
 def asked(
@@ -348,32 +437,48 @@ def asked(
         found = Request(**request)
     except RequestError as error:
         raise http_error(error, names) from error
-    return Asked(found, model, stream, include_usage, tuple(fields.ignored), names)
+    return Asked((found,), model, stream, include_usage, tuple(fields.ignored), names, pixels=fields.pixels)
 
 
 def completion(body: bytes, model: ServedModel) -> Asked:
-    """A request to `/v1/completions`. Raises HTTPError."""
-    fields = Fields(body)
+    """A request to `/v1/completions`, for `n` answers to each of its prompts. Raises HTTPError."""
+    fields = Fields(body, model)
     name, stream, shared = common(fields, model)
     params = sampling(fields, model, "max_tokens")
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=max(COMPLETION_TOKENS, params.min_tokens))
     logprobs = fields.take("logprobs", int, "a whole number")
     if logprobs is not None:
         params = checked("logprobs", lambda count: replace(params, logprobs=count), logprobs)
-    params = structured(params, "response_format", fields.take("response_format", dict, "an object"))
-    fields.only("best_of", 1, why="one answer is given to a request")
-    fields.only("echo", False, why="the prompt is not repeated")
+    params = structured(fields, params, "response_format", fields.take("response_format", dict, "an object"))
+    count, echo = fields.take("n", int, "a whole number"), fields.flag("echo")
+    count = 1 if count is None else count
+    fields.only("best_of", count, why="all answers are given, none is chosen")
     fields.only("suffix", "", why="text is not filled in")
+    if echo and logprobs is not None:
+        why = "log-probabilities of prompts are not computed, which echo would show: leave one of them out"
+        raise HTTPError(400, f"logprobs are not served with echo: {why}", param="echo")
     include_usage = stream_options(fields, stream)
-    prompt = single_prompt(fields.take("prompt"), model)
+    prompts = prompt_list(fields.take("prompt"), model)
     fields.end()
-    request = {"prompt": prompt, "params": params, **shared}
-    return asked({"": "prompt"}, fields, name, request, stream, include_usage)
+    if not 1 <= count * len(prompts) <= MOST_ANSWERS:
+        message = f"n is {shown(count)} and there are {len(prompts)} prompts: expected 1 to {MOST_ANSWERS} answers"
+        raise HTTPError(400, message, param="prompt" if count == 1 else "n")
+    first = asked({"": "prompt"}, fields, name, {"prompt": prompts[0], "params": params, **shared}, stream)
+    seeds = [None if params.seed is None else (params.seed + more) % (LARGEST_SEED + 1) for more in range(count)]
+    drawn = [replace(params, seed=seed) for seed in seeds]
+    requests = tuple(replace(first.request, prompt=prompt, params=each) for prompt in prompts for each in drawn)
+    return replace(first, requests=requests, include_usage=include_usage, answers_each=count, echo=echo)
 
 
-def single_prompt(prompt: Any, model: ServedModel) -> str | Sequence[int]:
-    """The prompt of a request: text, token ids of the model, or a list of one of them. Raises HTTPError."""
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
+def prompt_list(prompts: Any, model: ServedModel) -> list[str | Sequence[int]]:
+    """The prompts of a request: one, or a list of them, each text or token ids of the model. Raises HTTPError."""
+    if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list))):
+        prompts = [prompts]
+    return [_prompt(each, model) for each in prompts]
+
+
+def _prompt(prompt: Any, model: ServedModel) -> str | Sequence[int]:
     if isinstance(prompt, str):
         return prompt
     if isinstance(prompt, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in prompt):
@@ -383,12 +488,12 @@ def single_prompt(prompt: Any, model: ServedModel) -> str | Sequence[int]:
                 raise HTTPError(400, message, param="prompt")
         return prompt
     found = "missing" if prompt is None else shown(prompt)
-    raise HTTPError(400, f"prompt is {found}: expected one text, or one list of token ids", param="prompt")
+    raise HTTPError(400, f"prompt is {found}: expected text, token ids, or a list of these", param="prompt")
 
 
 def tokens(body: bytes, model: ServedModel) -> Asked:
     """A request to `/tokenize`: a `prompt`, or `messages`, perhaps with `tools`. Raises HTTPError."""
-    fields = Fields(body)
+    fields = Fields(body, model)
     adapter = model.adapter_of(fields.take("model") or model.name)
     prompt, messages = fields.take("prompt"), fields.take("messages")
     request = {"adapter": adapter, "tools": fields.take("tools"), "template_variables": template_variables(fields)}
@@ -396,5 +501,8 @@ def tokens(body: bytes, model: ServedModel) -> Asked:
     if (prompt is None) == (messages is None):
         raise HTTPError(400, "give a prompt or messages, one of them", param="prompt")
     if messages is None:
-        return asked({"": "prompt"}, fields, model.name, {"prompt": single_prompt(prompt, model), **request})
+        prompt, *others = prompt_list(prompt, model)
+        if others:
+            raise HTTPError(400, f"prompt is a list of {len(others) + 1}: expected one", param="prompt")
+        return asked({"": "prompt"}, fields, model.name, {"prompt": prompt, **request})
     return asked({"": "messages"}, fields, model.name, {"messages": with_images(fields, messages, model), **request})

@@ -73,6 +73,10 @@ class Guard:
                 headers={"www-authenticate": "Bearer"},
             )
 
+    def client(self, address: str, headers: Mapping[str, str]) -> str:
+        """Who asks: the key where there are some, else the address."""
+        return headers.get("authorization", "") if self.keys else address
+
     def is_known_origin(self, origin: str, host: str) -> bool:
         """Whether a page is from this server, by the host that it was asked for, or from an origin that is allowed."""
         origin = origin.lower().rstrip("/")
@@ -83,7 +87,8 @@ class Guard:
         origin = headers.get("origin", "")
         if origin.lower().rstrip("/") not in self.origins:
             return {"vary": "origin"} if self.origins else {}
-        return {"access-control-allow-origin": origin, "vary": "origin"}
+        told = "edgellm-ignored, edgellm-dropped-messages, retry-after"
+        return {"access-control-allow-origin": origin, "access-control-expose-headers": told, "vary": "origin"}
 
     def _has_key(self, authorization: str) -> bool:
         scheme, _, key = authorization.partition(" ")

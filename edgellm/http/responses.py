@@ -23,6 +23,7 @@ from edgellm.http.fields import (
     stream_options,
     structured,
     thinking,
+    truncation,
     with_images,
 )
 from edgellm.requests import Response
@@ -42,9 +43,10 @@ _ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 
 def response_request(body: bytes, model: ServedModel) -> Asked:
     """A request to `/v1/responses`. Raises HTTPError."""
-    fields = Fields(body)
+    fields = Fields(body, model)
     metadata = fields.take("metadata", dict, "an object")
     name, stream, shared = common(fields, model)
+    fields.only("n", 1, why="one answer is given to a conversation")
     params = sampling(fields, model, "max_output_tokens")
     include = fields.take("include", list, "a list") or []
     fields.ignored += [f"include.{each}" for each in map(str, include) if each != _LOGPROBS]
@@ -58,7 +60,7 @@ def response_request(body: bytes, model: ServedModel) -> Asked:
     for each in ("previous_response_id", "conversation", "prompt", "context_management"):
         fields.refuse(each, why)
     fields.only("background", False, why=why)
-    fields.only("truncation", "disabled", why="conversations are not cut: leave out what is to go")
+    conversation = truncation(fields)
     fields.refuse("max_tool_calls", "it counts calls of a server's own tools, and there are none here")
     stream_options(fields, stream)
     reasoning = fields.take("reasoning", dict, "an object") or {}
@@ -73,7 +75,9 @@ def response_request(body: bytes, model: ServedModel) -> Asked:
     found = asked(named, fields, name, request, stream)
     echoed = {"instructions": instructions, "metadata": metadata or {}, "text": text or {"format": {"type": "text"}}}
     echoed |= {each: tools[each] for each in tools if tools[each] is not None}
-    return replace(found, echoed=echoed)
+    echoed |= {each: fields.unused.get(each) for each in ("user", "safety_identifier", "prompt_cache_key")}
+    echoed["reasoning"] = {"effort": None, "summary": None, **reasoning}
+    return replace(found, echoed=echoed, conversation=conversation)
 
 
 def _tool_choice(given: Any) -> Any:
@@ -93,7 +97,7 @@ def _with_text_format(fields: Fields, params: Any, text: Mapping[str, Any]) -> A
     form = text.get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
-    return structured(params, "text.format", form)
+    return structured(fields, params, "text.format", form)
 
 
 def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]:
@@ -181,28 +185,26 @@ def _is_cut(response: Response) -> bool:
 class ResponseWriter:
     """Writes answers of `/v1/responses`; see `edgellm.http.answers.Writer`."""
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer, reader: AnswerReader) -> None:
-        self._asked, self._tokenizer, self._reader = asked, tokenizer, reader
+    def __init__(self, asked: Asked, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
+        self._asked, self._tokenizer, (self._reader,) = asked, tokenizer, readers
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
         self._number = 0
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
         self._logprobs: list[dict[str, Any]] = []
 
-    def whole(self, piece: Piece, response: Response) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
         """See `Writer`."""
-        for _ in self.piece(piece):
+        for _ in (*self.piece(0, *pieces), *self._close(*responses)):
             pass
-        for _ in self._close(response):
-            pass
-        return self._finished(response)
+        return self._finished(*responses)
 
     def begin(self) -> Iterator[bytes]:
         """See `Writer`."""
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._object("in_progress"))
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
+    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
         """See `Writer`."""
         goes_on = bool(piece.calls) and piece.calls[0].name is None  # with a call: what else there is, is behind that
         yield from self._called(piece.calls[:goes_on])
@@ -216,11 +218,15 @@ class ResponseWriter:
             yield from self._added("response.output_text.delta", piece.content, logprobs=logprobs)
         yield from self._called(piece.calls[goes_on:])
 
-    def end(self, response: Response) -> Iterator[bytes]:
+    def ended(self, index: int, response: Response) -> Iterator[bytes]:
         """See `Writer`."""
         yield from self._close(response)
         finished = self._finished(response)
         yield self._event(f"response.{finished['status']}", response=finished)
+
+    def end(self, responses: Sequence[Response]) -> Iterator[bytes]:
+        """See `Writer`."""
+        return iter(())
 
     def failure(self, error: HTTPError) -> Iterator[bytes]:
         """See `Writer`."""
@@ -292,6 +298,7 @@ class ResponseWriter:
     def _finished(self, response: Response) -> dict[str, Any]:
         usage, is_cut = response.usage, _is_cut(response)
         return self._object("incomplete" if is_cut else "completed") | {
+            "completed_at": None if is_cut else time.time(),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": {
                 "input_tokens": usage.prompt_tokens,
@@ -310,6 +317,8 @@ class ResponseWriter:
             "object": "response",
             "created_at": self._created,
             "status": status,
+            "completed_at": None,
+            "background": False,
             "error": None,
             "incomplete_details": None,
             "model": self._asked.model,
@@ -319,10 +328,15 @@ class ResponseWriter:
             "tools": [],
             "temperature": params.temperature,
             "top_p": params.top_p,
+            "presence_penalty": params.presence_penalty,
+            "frequency_penalty": params.frequency_penalty,
+            "top_logprobs": params.logprobs or 0,
             "max_output_tokens": params.max_tokens,
+            "max_tool_calls": None,
             "previous_response_id": None,
+            "service_tier": "default",
             "store": False,
-            "truncation": "disabled",
+            "truncation": "disabled" if self._asked.conversation is None else "auto",
             "usage": None,
             **self._asked.echoed,
         }

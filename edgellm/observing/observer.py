@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from edgellm.decoding.runner import StepTokens
-from edgellm.decoding.slots import KVContents, SnapshotSource
 from edgellm.engines.backends.base import Backend, Readback
 from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import MissingDependencyError
+from edgellm.snapshots.contents import KVContents
+from edgellm.snapshots.slots import SlotSnapshots
 
 #: Names of spans on the host: enqueueing work, waiting for the device, and everything that is done with tokens before
 #: the next of these, the consumer's time included.
@@ -79,7 +79,7 @@ class ObservedRunner:
 
     def __init__(self, runner: DecodingRunner, observer: Observer) -> None:
         self.base, self.draft, self.backend, self.limits = runner.base, runner.draft, runner.backend, runner.limits
-        self.draft_rows, self.takes_given = runner.draft_rows, runner.takes_given
+        self.draft_rows, self.takes_given, self.logits = runner.draft_rows, runner.takes_given, runner.logits
         self._runner, self._observer = runner, observer
         self._steps = 0
         self._handling: AbstractContextManager[None] | None = None
@@ -89,7 +89,7 @@ class ObservedRunner:
     def start(
         self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues, *images: Any, **others: Any
     ) -> Readback:
-        """See `Runner.start`."""
+        """See `DecodingRunner.start`."""
 
         def launch() -> Readback:
             return self._runner.start(slot, prompt_ids, reused, sampling, *images, **others)
@@ -97,56 +97,22 @@ class ObservedRunner:
         details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
         return self._launch(PREFILL, details, launch)
 
-    def resume(self, slot: int, *others: Any, **more: Any) -> None:
-        """See `Runner.resume`."""
-        self._end_handling()
-        self._runner.resume(slot, *others, **more)
-
-    def step(self, batch: int, plan: DraftPlan | None, *others: Any, **more: Any) -> StepTokens:
-        """See `Runner.step`."""
+    def step(self, batch: int, plan: DraftPlan | None, *others: Any, **more: Any) -> Any:
+        """See `DecodingRunner.step`."""
         details = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})
         name = DECODE if plan is None else ROUND
         return self._launch(name, details, lambda: self._runner.step(batch, plan, *others, **more))
 
     def begin(self, batch: int) -> StepKey:
-        """See `Runner.begin`."""
+        """See `DecodingRunner.begin`."""
         self._end_handling()
         with self._observer.device_span(self.backend, FORWARD, step=self._steps + 1, sequences=batch):
             return self._runner.begin(batch)
 
-    def complete_draft(self, slot: int, batch: int) -> None:
-        """See `Runner.complete_draft`."""
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else the runner does: the host has handled the latest tokens when it is asked for."""
         self._end_handling()
-        self._runner.complete_draft(slot, batch)
-
-    def stop(self, slot: int) -> None:
-        """See `Runner.stop`."""
-        self._end_handling()
-        self._runner.stop(slot)
-
-    def move(self, source: int, target: int) -> None:
-        """See `Runner.move`."""
-        self._end_handling()
-        self._runner.move(source, target)
-
-    def logits(self, slot: int, count: int) -> np.ndarray:
-        """See `Runner.logits`."""
-        return self._runner.logits(slot, count)
-
-    def swap_rows(self, first: int, second: int) -> None:
-        """See `Runner.swap_rows`."""
-        self._end_handling()
-        self._runner.swap_rows(first, second)
-
-    def copy_rows(self, source: int, target: int) -> None:
-        """See `Runner.copy_rows`."""
-        self._end_handling()
-        self._runner.copy_rows(source, target)
-
-    def close(self) -> None:
-        """See `Runner.close`; the observer must have finished."""
-        self._end_handling()
-        self._runner.close()
+        return getattr(self._runner, name)
 
     def wait(self, result: Any, step: int) -> Any:
         """Wait for the result of `step`; from then to the next call the host counts as handling its tokens."""
@@ -191,13 +157,17 @@ class _ObservedResult:
 class ObservedSnapshots:
     """A source of snapshots; an observer takes note of its work."""
 
-    def __init__(self, snapshots: SnapshotSource, observer: Observer) -> None:
+    def __init__(self, snapshots: SlotSnapshots, observer: Observer) -> None:
         self._snapshots, self._observer = snapshots, observer
 
     def restore(self, slot: int, prompt_ids: Sequence[int], contents: KVContents, *others: Any) -> int:
-        """See `SnapshotSource.restore`."""
+        """See `SlotSnapshots.restore`."""
         with self._observer.host_span(SNAPSHOT, slot=slot):
             return self._snapshots.restore(slot, prompt_ids, contents, *others)
+
+    def prove(self, slot: int, logits: np.ndarray) -> None:
+        """See `SlotSnapshots.prove`."""
+        self._snapshots.prove(slot, logits)
 
 
 _LIBRARY_NAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.generation import Generation
-from edgellm.requests import Chunk, Response, StopWhen
+from edgellm.requests import Chunk, Request, Response, TurnOptions
 from edgellm.sampling_params import SamplingParams
-from edgellm.sessions import Content, Session
+from edgellm.sessions import Conversation
+from edgellm.text.turns import OngoingConversation, Overflow
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class AsyncGeneration:
@@ -104,136 +109,45 @@ class AsyncGeneration:
         self._changed.clear()
 
 
-class AsyncSession:
-    """See `Session`: a conversation that remembers what was said."""
+class AsyncSession(Conversation[AsyncGeneration, Coroutine[Any, Any, Response]]):
+    """See `Session`: a conversation that remembers what was said. `warn` is called in the thread that reads."""
 
-    def __init__(self, session: Session, open_model: Callable[[], Awaitable[object]]) -> None:
-        """`open_model` waits until the model is open, before the first message."""
-        self._session, self._open_model = session, open_model
+    _awaits = True
 
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """See `Session.messages`."""
-        return self._session.messages
-
-    def replace(self, messages: Sequence[dict[str, Any]]) -> None:
-        """See `Session.replace`."""
-        self._session.replace(messages)
-
-    @property
-    def system(self) -> Any:
-        """See `Session.system`."""
-        return self._session.system
-
-    @system.setter
-    def system(self, content: Any) -> None:
-        self._session.system = content
-
-    @property
-    def params(self) -> SamplingParams | None:
-        """See `Session.params`."""
-        return self._session.params
-
-    @params.setter
-    def params(self, params: SamplingParams | None) -> None:
-        self._session.params = params
-
-    @property
-    def adapter(self) -> str | None:
-        """See `Session.adapter`."""
-        return self._session.adapter
-
-    @adapter.setter
-    def adapter(self, adapter: str | None) -> None:
-        self._session.adapter = adapter
-
-    @property
-    def priority(self) -> int:
-        """See `Session.priority`."""
-        return self._session.priority
-
-    @priority.setter
-    def priority(self, priority: int) -> None:
-        self._session.priority = priority
-
-    @property
-    def tool_choice(self) -> Any:
-        """See `Session.tool_choice`."""
-        return self._session.tool_choice
-
-    @tool_choice.setter
-    def tool_choice(self, tool_choice: Any) -> None:
-        self._session.tool_choice = tool_choice
-
-    @property
-    def warn(self) -> Callable[[str], object]:
-        """See `Session.warn`; it is called in the thread that reads."""
-        return self._session.warn
-
-    @warn.setter
-    def warn(self, warn: Callable[[str], object]) -> None:
-        self._session.warn = warn
-
-    def trim(self, turns: int) -> int:
-        """See `Session.trim`."""
-        return self._session.trim(turns)
-
-    def undo(self) -> list[dict[str, Any]]:
-        """See `Session.undo`."""
-        return self._session.undo()
-
-    def take_in(self) -> None:
-        """See `Session.take_in`."""
-        self._session.take_in()
-
-    def retry(
+    def __init__(
         self,
+        ask: Callable[[Request, OngoingConversation], Generation],
+        open_model: Callable[[], Awaitable[object]],
+        system: str | None = None,
         params: SamplingParams | None = None,
-        deadline: float | None = None,
+        adapter: str | None = None,
         *,
-        stop_when: StopWhen | None = None,
-    ) -> AsyncGeneration:
-        """See `Session.retry`. It is asked when the answer is first iterated, awaited or entered."""
-        return AsyncGeneration(lambda: self._asked(self._session._retry, params, deadline, stop_when))
-
-    def stream(
-        self,
-        content: Content,
-        params: SamplingParams | None = None,
-        deadline: float | None = None,
-        *,
-        stop_when: StopWhen | None = None,
-        structure: Any = None,
-        response_format: Any = None,
-    ) -> AsyncGeneration:
-        """See `Session.stream`. It is said when the answer is first iterated, awaited or entered."""
-        params = self._session._asked_params(params, structure, response_format)
-        return AsyncGeneration(lambda: self._asked(self._session._say, content, params, deadline, stop_when))
-
-    async def send(
-        self,
-        content: Content,
-        params: SamplingParams | None = None,
-        deadline: float | None = None,
-        *,
-        stop_when: StopWhen | None = None,
-        structure: Any = None,
-        response_format: Any = None,
-    ) -> Response:
-        """See `Session.send`."""
-        return await self.stream(
-            content, params, deadline, stop_when=stop_when, structure=structure, response_format=response_format
-        ).result()
+        overflow: Overflow = "drop_oldest",
+        **options: Unpack[TurnOptions],
+    ) -> None:
+        """`open_model` waits until the model is open, before the first message; for the others see `Session`."""
+        super().__init__(ask, system, params, adapter, overflow=overflow, **options)
+        self._open_model = open_model
 
     def __await__(self) -> Generator[Any, None, AsyncSession]:
         """Wait until the model is open, which the first message does otherwise; gives this again."""
         yield from self._open_model().__await__()
         return self
 
-    def __repr__(self) -> str:
-        return repr(self._session).replace("Session", "AsyncSession", 1)
+    def _asked(self, ask: Callable[..., Generation], *arguments: Any) -> AsyncGeneration:
+        return AsyncGeneration(lambda: self._asked_in_turn(ask, *arguments))
 
-    async def _asked(self, ask: Callable[..., Generation], *arguments: Any) -> Generation:
+    def _result(self, growing: AsyncGeneration) -> Coroutine[Any, Any, Response]:
+        return growing.result()
+
+    def _to_its_end(self, running: Coroutine[Any, Any, Response]) -> Coroutine[Any, Any, Response]:
+        return running
+
+    def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        awaited = inspect.iscoroutinefunction(function)
+        return function(**arguments) if awaited else asyncio.to_thread(function, **arguments)
+
+    async def _asked_in_turn(self, ask: Callable[..., Generation], *arguments: Any) -> Generation:
         await asyncio.sleep(0)  # a task that was cancelled in this turn gives its message up first
         await self._open_model()
         given_up = threading.Event()

@@ -9,8 +9,8 @@ from typing import Any
 
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation, RequestState
+from edgellm.metrics import Metrics
 from edgellm.requests import Chunk, Request, Response, request_list
-from edgellm.serving.metrics import Metrics
 from edgellm.serving.server import Engine, RequestQueue, RequestServer
 
 OnChunk = Callable[[Chunk], object]

@@ -15,8 +15,8 @@ from edgellm.decoding.loop import DecodingLoop, EmittedToken
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EngineError, QueueFullError
 from edgellm.generation import RequestState
+from edgellm.metrics import Metrics
 from edgellm.requests import Chunk, Response
-from edgellm.serving.metrics import Metrics
 from edgellm.text.output import FinishReason
 
 logger = logging.getLogger("edgellm.serving")
@@ -307,19 +307,17 @@ class RequestServer:
 
     def _deliver(self, emitted: Iterator[EmittedToken]) -> None:
         """Hand the tokens of a round to those who wait for them, and end what is finished."""
-        rounds: dict[DecodingSequence, list[EmittedToken]] = {}
+        rounds: dict[DecodingSequence, list[Chunk]] = {}
         try:
             for each in emitted:
-                rounds.setdefault(each.sequence, []).append(each)
+                logprobs, calls = () if each.logprobs is None else (each.logprobs,), each.sequence.take_call_deltas()
+                chunk = Chunk(each.text, (each.token_id,), (each.from_draft,), logprobs, calls)
+                rounds.setdefault(each.sequence, []).append(chunk)
         finally:
             if rounds:
                 self._metrics.stepped(len(rounds), sum(map(len, rounds.values())))
-            for sequence, tokens in rounds.items():
-                text = "".join(each.text for each in tokens)
-                ids, flags = tuple(each.token_id for each in tokens), tuple(each.from_draft for each in tokens)
-                logprobs = tuple(each.logprobs for each in tokens if each.logprobs is not None)
-                calls = sequence.take_call_deltas()
-                self._request_states[sequence].deliver(Chunk(text, ids, flags, logprobs, calls))
+            for sequence, chunks in rounds.items():
+                self._request_states[sequence].deliver(chunks)
         self._end_finished()
 
     def _end_finished(self) -> None:
@@ -364,7 +362,7 @@ def _release_text(request_state: RequestState, reason: FinishReason) -> None:
         return
     calls = request_state.sequence.take_call_deltas()
     if text or calls:
-        request_state.deliver(Chunk(text, (), tool_calls=calls))
+        request_state.deliver([Chunk(text, (), tool_calls=calls)])
 
 
 def _failed_with(cause: Exception) -> Exception:

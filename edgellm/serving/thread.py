@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EdgeLLMError, EngineError, RequestError, closed_error, shown
 from edgellm.generation import Generation, RequestState
+from edgellm.metrics import Metrics
 from edgellm.requests import StopWhen
-from edgellm.serving.metrics import Metrics
 from edgellm.serving.server import Call, Engine, RequestQueue, RequestServer, end_request
 
 logger = logging.getLogger("edgellm.serving")

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
-from edgellm.engines.directories.digests import FileDigest, hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft, is_weight_file
-from edgellm.engines.directories.strict_formats import ADDED_LATER, canonical_json, plain_values
+from edgellm.engines.formats.digests import FileDigest, hash_bytes
+from edgellm.engines.formats.strict_formats import ADDED_LATER, canonical_json, plain_values
 from edgellm.engines.model.config import HEADS, DecoderConfig
 from edgellm.engines.model.decoder import as_published, head_weight_name
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from edgellm.engines.backends.platform import usable_cores
-from edgellm.engines.checkpoints.tensors import STORAGE
+from edgellm.engines.formats.tensors import STORAGE
 from edgellm.kernels.sampling.twin import first_not_finite
 
 DIGEST_BYTES = 32

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import numpy as np
 
 from edgellm.engines.backends.platform import usable_cores
-from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.checkpoints.tensors import value_and_place
-from edgellm.engines.directories.digests import is_known_finite_content, remember_finite_content
-from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.digests import is_known_finite_content, remember_finite_content
+from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
+from edgellm.engines.formats.strict_formats import JSONObject
+from edgellm.engines.formats.tensors import value_and_place
 from edgellm.engines.model.states import is_recurrent, saved_dtype
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding

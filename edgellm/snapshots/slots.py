@@ -13,17 +13,17 @@ from weakref import WeakSet
 
 import numpy as np
 
-from edgellm.decoding.runner import Runner
-from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.base import Transfer
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.model.states import Edge, is_recurrent
 from edgellm.engines.runners.prompt_images import PromptImages, before_image
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import NONE, SnapshotBinding, encoder_digest, images_digest, snapshot_binding
 from edgellm.snapshots.content_digest import Findings
-from edgellm.snapshots.file import check_binding, damaged, read_snapshot, verify_snapshot
+from edgellm.snapshots.contents import KVContents
+from edgellm.snapshots.file import NOT_FINITE, check_binding, damaged, read_snapshot, verify_snapshot
 from edgellm.snapshots.prefix_index import reusable_rows
 from edgellm.snapshots.snapshot import FORMAT_VERSION, STATE_PREFIX, TOKEN_IDS, Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import file_identity, opened_unchanged
@@ -43,7 +43,7 @@ class SlotSnapshots:
     def __init__(
         self,
         store: SnapshotStore,
-        runner: Runner,
+        runner: DecodingRunner,
         directory: EngineDirectory,
         vision_directory: EngineDirectory | None = None,
     ) -> None:
@@ -54,6 +54,7 @@ class SlotSnapshots:
         self._states = {"base": runner.base.states} | ({} if draft is None else {"draft": draft.states})
         self._has_draft = draft is not None
         self._checked: WeakSet[Snapshot] = WeakSet()
+        self._taken: dict[int, StoredSnapshot] = {}
         self._uploader = Uploader(runner.backend)
         self._reserve(store.snapshots())
         config = directory.config
@@ -106,8 +107,22 @@ class SlotSnapshots:
                 self.store.discard(match.stored, error)
                 continue
             contents.replace(tokens[:common], self._draft_rows(common), place, held)
+            self._taken[slot] = match.stored
             return rows
         return 0
+
+    def prove(self, slot: int, logits: np.ndarray) -> None:
+        """See that the first logits [..., V] behind the rows that a slot got by `restore` are numbers: each of these
+        can be finite, and their products not. Raises SnapshotError, and uses that snapshot no more."""
+        stored = self._taken.pop(slot)
+        if not np.isfinite(logits.max()):  # of NaN it is NaN; what rules forbid is minus infinity
+            error = SnapshotError(
+                f"the snapshot {stored.path or repr(stored.facts.label)} cannot be used: behind its rows the model's "
+                "logits are infinite or NaN, so that values in it are far too large. Build it anew, or leave it out",
+                NOT_FINITE,
+            )
+            self.store.discard(stored, error)
+            raise error
 
     def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
         """Of snapshots with none, one, ... of the prompt's images the one that shares the longest prefix with it."""

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.checkpoints.safetensors_file import DTYPES
-from edgellm.engines.checkpoints.tensors import STORAGE
-from edgellm.engines.directories.digests import is_known_finite_content
-from edgellm.engines.directories.strict_formats import bounded, canonical_json, plain_values
+from edgellm.engines.formats.digests import is_known_finite_content
+from edgellm.engines.formats.safetensors_file import DTYPES
+from edgellm.engines.formats.strict_formats import bounded, canonical_json, plain_values
+from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.limits import LARGEST_CONTEXT
 from edgellm.snapshots.binding import SnapshotBinding
 from edgellm.snapshots.content_digest import DIGEST_BYTES, Section

@@ -12,6 +12,7 @@ from edgellm.errors import RequestError
 from edgellm.snapshots.prefix_index import common_tokens, token_key
 from edgellm.text.messages import checked_tools, checked_variables, is_image, strings_in, text_of_part
 from edgellm.text.tokenizer import Tokenizer, check_encodable
+from edgellm.tools.functions import described_tools
 
 #: Two first questions that have no beginning in common.
 _QUESTIONS = ("Hello!", "7 + 5 = ?")
@@ -116,7 +117,7 @@ def checked_template_inputs(
     tools: Tools | None, template_variables: Mapping[str, Any] | None
 ) -> tuple[list[dict[str, Any]] | None, dict[str, Any] | None]:
     """Tools and variables for a chat template, None where there are none; RequestError unless they are JSON values."""
-    found, variables = checked_tools(tools), checked_variables(template_variables) or None
+    found, variables = checked_tools(described_tools(tools)), checked_variables(template_variables) or None
     _check_texts(found, "tools")
     _check_texts(variables, "template_variables")
     return found, variables

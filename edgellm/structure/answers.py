@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from edgellm.engines.speculation.constraints import AllConstraints, AllowedTokens, BadWords, TokenConstraint
+from edgellm.engines.speculation.constraints import AllConstraints, AllowedTokens, BadWords, LateEnd, TokenConstraint
 from edgellm.errors import RequestError
 from edgellm.structure.reasoning import AfterReasoning, reasoning_marks, reasoning_state
 from edgellm.text.tokenizer import Tokenizer
@@ -55,17 +55,17 @@ class RuleMaker:
         """The rules for the answer to a prompt, fresh ones for each; None where it may be anything.
 
         `continued` is the text of the message that the model goes on with, where the request asks for that. `calls`
-        makes the rules of the calls in an answer that has no structure, where it needs some. Raises RequestError for
-        ids beyond the vocabulary, and for what cannot be enforced on this model.
+        makes the rules of an answer that calls tools, or may, and has the structure where it does not. Raises
+        RequestError for ids beyond the vocabulary, and for what cannot be enforced on this model.
         """
         self._check_ids("logit_bias", dict(params.logit_bias))
         constraints: list[TokenConstraint] = []
         after_reasoning = None
         structured: TokenConstraint | None = None
-        if params.structure is not None:
-            structured = self.vocabulary().constraint_for(params.structure.grammar_text, params.structure.name)
-        elif calls is not None:
+        if calls is not None:
             structured = calls(self.vocabulary)
+        elif params.structure is not None:
+            structured = self.vocabulary().constraint_for(params.structure.grammar_text, params.structure.name)
         if structured is not None:
             marks = reasoning_marks(self._tokenizer)
             state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
@@ -80,6 +80,9 @@ class RuleMaker:
             constraints.append(AllowedTokens(params.allowed_token_ids, self._vocab_size))
         if params.bad_words:
             constraints.append(BadWords(self._word_ids(params.bad_words), self._vocab_size))
+        ending_ids = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        if params.min_tokens and ending_ids:
+            constraints.append(LateEnd(ending_ids, params.min_tokens, self._vocab_size))
         if not constraints:
             return None
         constraint = constraints[0] if len(constraints) == 1 else AllConstraints(constraints)

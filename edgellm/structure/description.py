@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from edgellm.errors import RequestError, shown
 from edgellm.structure.schema import enforced_schema
-from edgellm.structure.typed_values import dataclass_schema, instance, is_dataclass_type
+from edgellm.structure.steps import check_path, folded
+from edgellm.structure.typed_values import dataclass_schema, is_dataclass_type, typed_value
 
 #: "spaced" is as `json.dumps` writes: ", " and ": "; "compact" has no whitespace, "free" any.
 Whitespace = Literal["spaced", "compact", "free"]
@@ -26,8 +27,14 @@ _NAMES = {
 }
 #: JSON's escapes but that of any character by number, which would let a key be spelled in two ways.
 _ESCAPES = '"\\bfnrt'
-_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*', re.DOTALL)
-_NOT_ENFORCED = re.compile(r"%\s*(?:json|llguidance)\b|\[[^\]]*\b(?:max_tokens|temperature)\b|<[^>\s]+>")
+#: Also those that no quote or slash ends, so that each character is looked at once.
+_LITERALS = re.compile(
+    r'"(?:\\.|[^"\\\n])*\\?(?:"|$)|/(?![/*])(?:\\.|[^/\\\n])+\\?(?:/|$)|//[^\n]*', re.DOTALL | re.MULTILINE
+)
+_NOT_ENFORCED = re.compile(r"%\s*(?:json|llguidance)\b|\[[^\[\]]*\b(?:max_tokens|temperature)\b|<[^<>\s]+>")
+#: The beginning of a rule, and the names that it refers to.
+_RULE = re.compile(r"^[ \t]*[?!]?([A-Za-z_]\w*)\b[^\n:|]*:", re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -35,10 +42,10 @@ class Structure:
     """What an answer has to be, one of these; RequestError for more or none, and for what cannot be enforced.
 
     `json`: a JSON schema (a dictionary), a class with `model_json_schema()` as pydantic's have, or a dataclass whose
-    fields are str, int, float, bool, Literal, Enum, list, Optional and dataclasses. Properties come in the schema's
-    order. `json_object`: any JSON object. `regex`: a regular expression of the whole answer, in the syntax of Rust's
-    regex crate without look-around. `choice`: one of these texts. `grammar`: a grammar in llguidance's form of Lark,
-    with a rule `start`; not with its `%json`, limits in tokens, temperatures or special tokens.
+    fields are str, int, float, bool, Literal, Enum, list, dict, unions of these, and dataclasses. Properties come in
+    the schema's order. `json_object`: any JSON object. `regex`: a regular expression of the whole answer, in the syntax
+    of Rust's regex crate without look-around. `choice`: one of these texts. `grammar`: a grammar in llguidance's form
+    of Lark, with a rule `start`; not with its `%json`, limits in tokens, temperatures or special tokens.
 
     `whitespace` of JSON: "spaced" as `json.dumps` writes it, "compact" without any, "free" wherever JSON allows it.
     """
@@ -104,7 +111,7 @@ class Structure:
             return text
         value = json.loads(text)
         if is_dataclass_type(self.json):
-            return instance(self.json, value)
+            return typed_value(self.json, value)
         validate = getattr(self.json, "model_validate", None)
         return validate(value) if callable(validate) else value
 
@@ -119,12 +126,14 @@ class Structure:
             from llguidance import LLMatcher
 
             return str(LLMatcher.grammar_from_regex(text))
-        wrong = _NOT_ENFORCED.search(_LITERALS.sub('""', text))
+        bare = _LITERALS.sub('""', text)
+        wrong = _NOT_ENFORCED.search(bare)
         if wrong:
             raise RequestError(
                 f"the grammar has {wrong[0]!r}, which would not be checked or enforced: leave it out (a JSON schema "
                 "goes to json=..., a limit of tokens to max_tokens; special tokens have no text)"
             )
+        _check_rules(bare)
         return _lark(text)
 
 
@@ -217,6 +226,22 @@ def _json_grammar(schema: Any, whitespace: Whitespace) -> str:
 def _lark(text: str) -> str:
     """A grammar as data: a text that begins with a brace would be taken for a whole description of grammars."""
     return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _check_rules(text: str) -> None:
+    """RequestError for rules of a grammar, without its literals, that refer to one another on too long a path."""
+    _, *parts = _RULE.split(text)
+    rules = dict(zip(parts[::2], map(_NAME.findall, parts[1::2]), strict=True))
+
+    def following(rule: str) -> list[str]:
+        return [each for each in rules[rule] if each in rules]
+
+    def value(rule: str, known: Callable[[str], int | None]) -> int:
+        links = max((1 + (known(each) or 0) for each in following(rule)), default=0)
+        check_path(links, "the grammar")
+        return links
+
+    folded(rules, following, value, str)
 
 
 def _checked_text(kind: str, value: Any) -> str:

@@ -9,23 +9,30 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from edgellm.engines.speculation.constraints import mask_of, mask_words
 from edgellm.errors import ConstraintError, RequestError
-from edgellm.text.tokenizer import Tokenizer
+from edgellm.structure.steps import check_grammar
+
+if TYPE_CHECKING:
+    from edgellm.text.tokenizer import Tokenizer
 
 #: Work that compiling and one mask may take, as llguidance counts it (its documentation: about 50, 14 and 20 units a
 #: microsecond); the clock is looked at once, when a grammar is tried. A mask that needs more is its request's error.
 FUEL: dict[str, Any] = {"initial_lexer_fuel": 200_000, "step_lexer_fuel": 200_000, "step_max_items": 50_000}
 COMPILE_SECONDS = 2.0
-#: After a mask of so much work it is made sure that the grammar still works.
-SLOW_MASK_SECONDS = 0.01
+#: After a mask of so much work it is made sure, with so many of its tokens, that the grammar still works.
+SLOW_MASK_SECONDS, PROVED_TOKENS = 0.002, 8
+#: A mask that takes longer is its answer's error: those behind it would, too.
+MASK_SECONDS = 1.0
+#: A grammar is tried along so many tokens, or stretches of forced ones: work grows with what an answer has.
+TRIED_TOKENS = 8
 #: How many grammars of a model stay compiled, and the bytes of masks that each keeps.
 MOST_GRAMMARS, MASK_BYTES = 64, 4 * 2**20
 #: Answers rarely share more tokens from their beginning on.
@@ -122,11 +129,15 @@ class GrammarConstraint:
         if known is not None:
             words[:] = known
             return
-        matcher, began = self._live(), time.perf_counter()
+        matcher, began = self._live(), time.thread_time()
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._check()
-        if time.perf_counter() - began > SLOW_MASK_SECONDS:
-            self._prove(words)
+        seconds = time.thread_time() - began
+        if seconds > MASK_SECONDS:
+            self._begin_again()
+            raise ConstraintError(f"a mask of the answer's structure took {seconds:.1f} seconds: ask for a simpler one")
+        if seconds > SLOW_MASK_SECONDS:
+            self.prove(words)
         if not words.any():
             raise ConstraintError(
                 f"no token goes on with the answer's structure after {len(self._path)} tokens: the model's vocabulary "
@@ -203,14 +214,18 @@ class GrammarConstraint:
                 "simpler one"
             )
 
-    def _prove(self, words: np.ndarray) -> None:
-        """Raise ConstraintError where a mask's work has broken the automaton, which shows only in what it consumes."""
-        token = next((each for each in _tokens(words) if each not in self._grammar.eos_token_ids), None)
-        if token is not None and self.try_advance(token):
+    def prove(self, words: np.ndarray) -> list[int]:
+        """Some tokens of a mask, from first to last. Raises ConstraintError where the mask's work has broken the
+        automaton, which shows only in what it consumes: these are tried."""
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        some = allowed[:: max(1, len(allowed) // PROVED_TOKENS)].tolist()
+        tried = [each for each in some if each not in self._grammar.eos_token_ids]
+        for token in tried:
+            if not self.try_advance(token):
+                self._begin_again()
+                raise ConstraintError("the answer's structure takes too much work: ask for a simpler one")
             self.rollback(1)
-        elif token is not None:
-            self._begin_again()
-            raise ConstraintError("the answer's structure takes too much work: ask for a simpler one")
+        return tried
 
     def _live(self) -> LLMatcher:
         """The matcher, at the place behind the path."""
@@ -228,11 +243,28 @@ class GrammarConstraint:
             self._matcher.try_consume_tokens(self._path)
 
 
+class Definition(NamedTuple):
+    """What makes a vocabulary: the text of a tokenizer.json, the width of the logits, and tokens that are no text."""
+
+    tokenizer: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    special_token_ids: tuple[int, ...]
+
+
 class GrammarVocabulary:
     """A model's tokens as grammars see them, and the grammars compiled for them. Any thread may use it."""
 
-    def __init__(self, tokenizer: LLTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`vocab_size` is the width of the logits, `tokenizer` was made with it and the same ends of sequence."""
+    def __init__(
+        self,
+        tokenizer: LLTokenizer,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        definition: Definition | None = None,
+    ) -> None:
+        """`vocab_size` is the width of the logits, `tokenizer` was made with it and the same ends of sequence by the
+        `definition`; None is that of single bytes."""
+        self._definition = definition
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
         self._lock = threading.Lock()
@@ -245,22 +277,32 @@ class GrammarVocabulary:
                 "the model names no end-of-sequence token, so that no structured answer could end: name one in "
                 "generation_config.json (eos_token_id) and build anew"
             )
+        special = sorted(model.special_token_ids.union(eos_token_ids))
+        definition = Definition(model.definition, vocab_size, tuple(eos_token_ids), tuple(special))
         try:
-            tokenizer = LLTokenizer(model.definition, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-            special = model.special_token_ids.union(eos_token_ids)
-            plain = _NamesAsText(tokenizer, vocab_size, special)
-            if plain.is_needed:
-                named = TokenizerWrapper(plain)
-                tokenizer = LLTokenizer(named, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+            vocabulary = cls.of_definition(definition)
             sample = model.encode(_SAMPLE, add_special_tokens=False)
-            read = tokenizer.decode_bytes(sample).decode(errors="replace").lstrip()
+            read = vocabulary._tokenizer.decode_bytes(sample).decode(errors="replace").lstrip()
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's cannot be named
                 raise
             raise _unreadable(" ".join(str(error).split())[:200]) from error
         if read != _SAMPLE:
             raise _unreadable(f"it reads {_SAMPLE} as {read[:80]!r}")
-        return cls(tokenizer, vocab_size, eos_token_ids)
+        return vocabulary
+
+    @classmethod
+    def of_definition(cls, definition: Definition) -> GrammarVocabulary:
+        """The vocabulary that a definition describes; what llguidance raises for one that it cannot read is raised.
+
+        Only the special tokens that it names are known by their ids alone. llguidance takes each added token whose name
+        is like `<name>` for such, which no text is spelled with, and yet spells forced text with it, and with special
+        ones: behind such a literal there was no token that it took.
+        """
+        size, ends = definition.vocab_size, list(definition.eos_token_ids)
+        tokenizer = LLTokenizer(definition.tokenizer, n_vocab=size, eos_token=ends)
+        named = TokenizerWrapper(_NamesAsText(tokenizer, size, definition.special_token_ids))
+        return cls(LLTokenizer(named, n_vocab=size, eos_token=ends), size, ends, definition)
 
     @property
     def size(self) -> int:
@@ -293,15 +335,17 @@ class GrammarVocabulary:
             if found is not None:
                 self._grammars.move_to_end(grammar)
                 return found
-        compiled = self._compile(grammar, what)
+        check_grammar(self._definition, grammar, what)
+        compiled = self.compiled_anew(grammar, what)
         with self._lock:
             self._grammars[grammar] = compiled
             if len(self._grammars) > MOST_GRAMMARS:
                 self._grammars.popitem(last=False)
         return compiled
 
-    def _compile(self, grammar: str, what: str) -> Grammar:
-        began = time.perf_counter()
+    def compiled_anew(self, grammar: str, what: str) -> Grammar:
+        """A grammar, compiled and tried in this process; see `constraint_for`."""
+        began = time.thread_time()
         limits = LLParserLimits(verbose_errors=False, **FUEL)
 
         def make() -> LLMatcher:
@@ -313,23 +357,19 @@ class GrammarVocabulary:
         compiled = Grammar(make, self._eos_token_ids, self._vocab_size)
         trial, row = GrammarConstraint(compiled), np.empty(mask_words(self._vocab_size), np.int32)
         try:
-            for _ in range(2):  # the beginning, and what follows where that is forced
+            for _ in range(TRIED_TOKENS):
                 trial.fill_mask(row)
-                for token in trial.forced(64):
+                some = trial.prove(row)
+                for token in trial.forced(64) or some[len(some) // 2 :][:1]:
                     trial.try_advance(token)
         except ConstraintError as error:
             raise RequestError(f"{what} cannot be begun by any answer, or takes too much work: {error}") from error
-        seconds = time.perf_counter() - began
+        seconds = time.thread_time() - began
         if seconds > COMPILE_SECONDS:
             raise RequestError(
                 f"{what} took {seconds:.1f} seconds to compile, of {COMPILE_SECONDS:g}: ask for a simpler one"
             )
         return compiled
-
-
-def _tokens(words: np.ndarray) -> Iterator[int]:
-    """The tokens of a mask, in order."""
-    return iter(np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist())
 
 
 def matcher_error(matcher: LLMatcher) -> str:
@@ -350,9 +390,8 @@ def _unreadable(reason: str) -> RequestError:
 class _NamesAsText:
     """A tokenizer as llguidance takes one, in which only `special` tokens are known by their ids alone.
 
-    llguidance takes each added token whose name is like `<name>` for a special one, which no text is spelled with, and
-    yet spells forced text with it: behind such a literal there was no token that it took. Forced text is spelled as the
-    model's tokenizer spells it, but for names of special tokens: their text is no such token.
+    Forced text is spelled as the model's tokenizer spells it, but for names of special tokens: their text is no such
+    token.
     """
 
     bos_token_id = None
@@ -364,12 +403,6 @@ class _NamesAsText:
         #: Where there is no token llguidance writes the id.
         self.tokens = [b"" if name == b"<[%d]>" % token else name for token, name in named]
         self._spelled = lru_cache(SPELLED_TEXTS)(self._spell)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether llguidance takes others than `special` for such (but the byte that marks them)."""
-        named = (each for each, name in enumerate(self.tokens) if len(name) > 1 and each not in self._special)
-        return any(map(self._tokenizer.is_special_token, named))
 
     def __call__(self, text: bytes) -> list[int]:
         return [*self._spelled(text)]

@@ -6,20 +6,88 @@ import re
 import warnings
 from collections.abc import Callable
 from decimal import Decimal
+from itertools import combinations
 from typing import Any
 
 from edgellm.errors import RequestError, shown
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
+LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
+MAPPINGS = ("properties", "patternProperties")
+SCHEMAS = ("items", "additionalProperties")
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+#: They say nothing about what is valid: those of the specification, of OpenAPI, and pydantic's hint beside a `oneOf`.
+ANNOTATIONS = frozenset(
+    ["title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "discriminator"]
+    + ["$schema", "$id", "id", "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "nullable", "example"]
+    + ["contentEncoding", "contentMediaType", "contentSchema"]
+)
+#: They mean something that no mask keeps, but with the values for which they say nothing.
+NOT_ENFORCED: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
+    **dict.fromkeys(["$dynamicRef", "$recursiveRef", "contains"], lambda value, schema: False),
+    **dict.fromkeys(["dependencies", "dependentRequired", "dependentSchemas"], lambda value, schema: value == {}),
+    **dict.fromkeys(["unevaluatedItems", "unevaluatedProperties"], lambda value, schema: value is True),
+    **dict.fromkeys(["minContains", "maxContains"], lambda value, schema: "contains" not in schema),
+    **dict.fromkeys(["then", "else"], lambda value, schema: "if" not in schema),
+    "if": lambda value, schema: not {"then", "else"} & set(schema),
+    "not": lambda value, schema: value is False,
+    "uniqueItems": lambda value, schema: value is False or schema.get("maxItems") in (0, 1),
+    "propertyNames": lambda value, schema: value in (True, {}, {"type": "string"}),
+    "additionalItems": lambda value, schema: not isinstance(schema.get("items"), (list, tuple)),
+}
 #: Whole numbers beyond are rounded on the way to masks.
 LARGEST_NUMBER = 2**53
 #: multipleOf 0.25 is 25 hundredths: automata have a state for each remainder of such a number.
 LARGEST_DIVISOR = 2000
 #: JSON's short escapes; other control characters are never written.
 _ESCAPED = "\b\f\n\r\t"
+
+
+_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_DATE = (  # of the years 0001 to 9999
+    r"(?:(?:\d{3}[1-9]|\d\d[1-9]0|\d[1-9]00|[1-9]000)-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])"
+    rf"|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+_BYTE, _GROUP = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)", "[0-9A-Fa-f]{1,4}"
+_IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
+#: Eight groups, the last two of which may be an IPv4 address; "::" stands for one group or more.
+_IPV6 = "|".join(
+    [rf"(?:{_GROUP}:){{6}}(?:{_GROUP}:{_GROUP}|{_IPV4})"]
+    + [
+        rf"{f'{_GROUP}(?::{_GROUP}){{{before - 1}}}' if before else ''}::"
+        + (rf"(?:(?:{_GROUP}:){{0,{6 - before}}}{_GROUP})?" if before < 7 else "")
+        for before in range(8)
+    ]
+    + [
+        rf"{f'{_GROUP}(?::{_GROUP}){{{before - 1}}}' if before else ''}::(?:{_GROUP}:){{0,{5 - before}}}{_IPV4}"
+        for before in range(6)
+    ]
+)
+_SAFE = r"A-Za-z0-9._~!$&'()*+,;=@-"
+_PATH = rf"(?:[:{_SAFE}]|%[0-9A-Fa-f]{{2}})"
+#: As RFC 3986 has it, without hosts in brackets.
+_URI_REFERENCE = (
+    rf"(?:[A-Za-z][A-Za-z0-9+.-]*:)?(?://(?:[A-Za-z0-9._~-]*(?::\d*)?)(?:/{_PATH}*)*|/(?:{_PATH}+(?:/{_PATH}*)*)?"
+    rf"|(?:[{_SAFE}]|%[0-9A-Fa-f]{{2}})+(?:/{_PATH}*)*)?(?:\?(?:[/?]|{_PATH})*)?(?:#(?:[/?]|{_PATH})*)?"
+)
+#: The formats that are enforced, each by its expression, or as llguidance knows one.
+FORMATS: dict[str, str | None] = {
+    "date-time": f"{_DATE}[Tt]{_TIME}",
+    "time": _TIME,
+    "date": _DATE,
+    **dict.fromkeys(["duration", "email", "hostname", "ipv4", "uuid", "uri"]),
+    "ipv6": _IPV6,
+    "uri-reference": _URI_REFERENCE,
+    "json-pointer": "(?:/(?:[^/~]|~[01])*)*",
+}
+#: The other formats of the specification. One that it does not name is an annotation.
+FORMATS_NOT_ENFORCED = frozenset(
+    ["idn-email", "idn-hostname", "iri", "iri-reference", "uri-template", "regex", "relative-json-pointer"]
+)
+#: Of a whole name, which llguidance does not bound.
+LONGEST_HOSTNAME = 253
 
 
 def schema_error(place: str, found: str, expected: str) -> RequestError:
@@ -74,9 +142,9 @@ def _divisor(value: Any, here: str) -> int | float:
 
 
 def _count(value: Any, here: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**31 or value != int(value):
         raise schema_error(here, f"is {shown(value)}", "a whole number from 0")
-    return value
+    return int(value)
 
 
 def _required(value: Any, here: str) -> list[str]:
@@ -104,9 +172,11 @@ def check_pattern(pattern: Any, here: str) -> str:
 
 
 def _format(value: Any, here: str) -> str:
-    if value not in FORMATS:
-        raise schema_error(here, f"is {shown(value)}, which would not be enforced", f"one of {', '.join(FORMATS)}")
-    return str(value)
+    if not isinstance(value, str):
+        raise schema_error(here, f"is {shown(value)}", f"text, such as {', '.join(FORMATS)}")
+    if value in FORMATS_NOT_ENFORCED:
+        raise schema_error(here, f"is {value!r}, which would not be enforced", f"one of {', '.join(FORMATS)}")
+    return value
 
 
 #: What checks the value of each keyword, and gives it as the grammar takes it.
@@ -120,4 +190,29 @@ CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "required": _required,
     "pattern": check_pattern,
     "format": _format,
+}
+
+#: `$defs` and `definitions` are looked into where a $ref leads there.
+ENFORCED = frozenset((*LISTS, *MAPPINGS, *SCHEMAS, *CHECKS, "$ref", "$defs", "definitions"))
+
+
+def meant_keyword(name: str) -> str | None:
+    """The keyword that an unknown one is a slip of: another case, a letter more, less, changed or moved (of long names
+    two). None for what is none: by the specification that is an annotation."""
+    if name.startswith(("_", "@", "x-")) or len(name) > 30:
+        return None
+    return next((_SLIPS[each] for each in _shortened(name.casefold()) if each in _SLIPS), None)
+
+
+def _shortened(name: str) -> set[str]:
+    """A name, and it without one letter, of long ones without two: names at few edits have one in common."""
+    least = len(name) - (2 if len(name) >= 12 else 1)
+    return {"".join(each) for size in range(least, len(name) + 1) for each in combinations(name, size)}
+
+
+_SLIPS = {
+    short: keyword
+    for keyword in sorted({*ENFORCED, *NOT_ENFORCED})
+    if len(keyword) > 3
+    for short in _shortened(keyword.casefold())
 }

@@ -4,10 +4,13 @@ belong that the template leaves out. They bear marks, characters that occur nowh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import RequestError
 from edgellm.text.messages import DISGUISES, strings_in
+
+if TYPE_CHECKING:
+    from edgellm.text.template import ChatTemplate
 
 #: Gives the text of a message's calls, as its model writes them; "" where that is not known.
 WriteCalls = Callable[[Sequence[Any]], str]
@@ -20,19 +23,24 @@ class EarlierCalls:
     them, and text of the arguments does not.
     """
 
-    def __init__(self, values: dict[str, Any], write: WriteCalls | None, template_writes: Callable[[], bool]) -> None:
+    def __init__(self, values: dict[str, Any], write: WriteCalls | None, template: ChatTemplate) -> None:
         """`values` is all that the template is given, its `messages` as it takes them; the `values` of this object are
-        those to render."""
+        those to render. Raises RequestError for calls that cannot be written, which the model would not know of."""
         self.values, messages = values, list(values["messages"])
         self._texts: dict[str, str] = {}
         places = [place for place, message in enumerate(messages) if message.get("tool_calls")]
-        if write is None or not places or template_writes():
+        if not places or template.writes_calls(bool(values.get("tools"))):
             return
         for place, mark in zip(places, _free_marks(strings_in(values)), strict=False):
-            text = write(messages[place]["tool_calls"])
-            if text:
-                self._texts[mark] = text
-                messages[place] = {**messages[place], "content": _behind(messages[place]["content"], mark)}
+            text = "" if write is None else write(messages[place]["tool_calls"])
+            if not text:
+                raise RequestError(
+                    f"an earlier message has tool_calls, which the chat template of {template.origin} does not write, "
+                    "and no form is known in which this model calls: leave them out and say in the message's text what "
+                    "was called, or build with --tool-format"
+                )
+            self._texts[mark] = text
+            messages[place] = {**messages[place], "content": _behind(messages[place]["content"], mark)}
         self.values = {**values, "messages": messages}
 
     def put_into(self, rendered: str) -> str:

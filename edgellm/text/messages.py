@@ -16,7 +16,9 @@ logger = logging.getLogger("edgellm.text")
 
 #: The first of Unicode's two supplementary private use areas: no standard gives its characters a meaning.
 DISGUISES = range(0xF0000, 0xFFFFE)
-ROLES = ("system", "developer", "user", "assistant", "tool")
+#: Messages with these roles say how the model should behave.
+SYSTEM_ROLES = ("system", "developer")
+ROLES = (*SYSTEM_ROLES, "user", "assistant", "tool")
 #: What a message may say of how its answer was found: the first that there is, is all that templates are given.
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 EXTRA_KEYS = ("name", "tool_calls", "tool_call_id", *REASONING_KEYS)
@@ -254,7 +256,7 @@ class UnreadVariables:
 
 def _checked_tool(tool: Any, place: str, copy: _JSONCopy) -> dict[str, Any]:
     if not isinstance(tool, Mapping):
-        raise RequestError(f"{place} is a {type(tool).__name__}: expected an object, {_TOOL_EXAMPLE}")
+        raise RequestError(f"{place} is a {type(tool).__name__}: expected an object, {_TOOL_EXAMPLE}, or a function")
     given = _without_none(copy.of(tool, place))
     kind = given.get("type", "function")
     if kind != "function":

@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
-from edgellm.engines.directories.small_files import decoded_ids
+from edgellm.engines.formats.small_files import decoded_ids
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
@@ -49,13 +49,15 @@ class StopStrings:
             raise RequestError("a stop string is empty, which would end every answer at once: leave it out")
         self._held = ""
 
-    def push(self, piece: str) -> tuple[str, str | None]:
-        """Add a piece of text; return the text now certain, and the stop string where one was found."""
+    def push(self, piece: str, is_early: bool = False) -> tuple[str, str | None]:
+        """Add a piece of text; return the text now certain, and the stop string where one was found. None ends in a
+        piece that `is_early`."""
         if not self._strings:
             return piece, None
-        text = self._held + piece
-        found = [(start + len(string), start, string) for string in self._strings if (start := text.find(string)) >= 0]
-        if found:
+        text, known = self._held + piece, len(self._held)
+        starts = [(text.find(string, max(0, known + 1 - len(string))), string) for string in self._strings]
+        found = [(start + len(string), start, string) for start, string in starts if start >= 0]
+        if found and not is_early:
             _, start, string = min(found)
             self._held = ""
             return text[:start], string
@@ -94,8 +96,10 @@ class OutputText:
         eos_token_ids: Collection[int] = (),
         max_tokens: int | None = None,
         calls: CallReader | None = None,
+        min_tokens: int = 0,
     ) -> None:
-        """`eos_token_ids` is empty where a request ignores the end of sequence; `max_tokens` None sets no limit.
+        """`eos_token_ids` is empty where a request ignores the end of sequence; `max_tokens` None sets no limit; no
+        stop string ends in the text of the first `min_tokens`.
 
         `calls` takes calls of tools out of the text, behind which stop strings are looked for, too.
         """
@@ -104,7 +108,7 @@ class OutputText:
         self._stop_strings = StopStrings(stop_strings)
         self._stop_token_ids = frozenset(stop_token_ids)
         self._ending_ids = self._stop_token_ids | frozenset(eos_token_ids)
-        self._max_tokens = max_tokens
+        self._max_tokens, self._min_tokens = max_tokens, min_tokens
         self._pieces: list[str] = []
         self._token_ids: list[int] = []
         #: How many tokens there are so far.
@@ -154,7 +158,7 @@ class OutputText:
         return piece
 
     def _take(self, new_text: str, token_id: int = -1) -> str:
-        piece, match = self._stop_strings.push(new_text)
+        piece, match = self._stop_strings.push(new_text, self.token_count <= self._min_tokens)
         if match is not None:
             self.finish_reason, self.stop_match = "stop_string", match
         return self._show(piece, token_id, match is not None)

@@ -10,9 +10,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.directories.small_files import TEMPLATE_BYTES, read_text
-from edgellm.engines.directories.strict_formats import parse_json
-from edgellm.errors import EngineDirectoryError, TemplateError
+from edgellm.engines.formats.small_files import TEMPLATE_BYTES, read_text
+from edgellm.engines.formats.strict_formats import parse_json
+from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
+from edgellm.text.messages import SYSTEM_ROLES
 from edgellm.text.template_budget import (
     LimitExceeded,
     TemplateLimits,
@@ -107,10 +108,17 @@ class ChatTemplate:
 
         A list of text parts stays one where the template writes the text in it, and is else joined by line ends; text
         becomes a part where the template writes nothing else; None beside tool calls becomes empty text, but where the
-        template tests for it. Arguments of calls, an object or its text, become what the template writes as JSON.
+        template tests for it. Arguments of calls, an object or its text, become what the template writes as JSON. An
+        empty system message is left out, but where the template would have a prompt of its own in its place.
         """
         trials = self._trials(self._name(with_tools))
-        found = [{**message, "content": _fitted_content(message, trials)} for message in messages]
+        found = [
+            {**message, "content": _fitted_content(message, trials)}
+            for message in messages
+            if not _is_empty_system_message(message) or trials.has_own_prompt(with_tools)
+        ]
+        if not found:
+            raise RequestError("there are no messages beside an empty system prompt: expected at least one")
         for message in found:
             if isinstance(message.get("tool_calls"), list):
                 message["tool_calls"] = [_fitted_call(call, trials) for call in message["tool_calls"]]
@@ -124,8 +132,9 @@ class ChatTemplate:
     def writes_calls(self, with_tools: bool = False) -> bool:
         """Whether the template (the one for tools, where there are some) writes the calls of earlier answers: some tell
         of tools, and leave calls to the text of the messages."""
-        return self._trials(self._name(with_tools)).writes_calls
+        return self._trials(self._name(with_tools)).writes_calls(with_tools)
 
+    @cached_property
     def template_variables(self) -> frozenset[str]:
         """The names of the variables that a template of these reads, `messages` and the like among them.
 
@@ -228,6 +237,12 @@ def _written(template: Any, variables: dict[str, Any]) -> str:
         budget.spend(8)
         pieces.append(piece)
     return "".join(pieces)
+
+
+def _is_empty_system_message(message: dict[str, Any]) -> bool:
+    content = message["content"]
+    texts = [content] if isinstance(content, str) else [part.get("text", "image") for part in content or ()]
+    return message["role"] in SYSTEM_ROLES and not any(texts)
 
 
 def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:

@@ -58,15 +58,22 @@ class TemplateTrials:
         """A conversation with a call of a tool: with its arguments as an object, and as text."""
         return tuple(self._render(*trial) for trial in _calls())
 
-    @cached_property
-    def writes_calls(self) -> bool:
-        """Whether a call of an earlier answer makes a difference to what is written; so it does where it cannot be."""
-        without = [
-            ([{key: kept for key, kept in message.items() if key != "tool_calls"} for message in messages], tools)
-            for messages, tools in _calls()
-        ]
-        trials = [(found, trial) for found, trial in zip(self.calls, without, strict=True) if found is not None]
-        return not trials or any(found != self._render(*trial) for found, trial in trials)
+    def writes_calls(self, with_tools: bool) -> bool:
+        """Whether a call of an earlier answer makes a difference to what is written beside tools, or without any; so it
+        does where it cannot be."""
+        found = []
+        for messages, _ in _calls():
+            without = [{key: kept for key, kept in message.items() if key != "tool_calls"} for message in messages]
+            written = self._render(messages, with_tools)
+            if written is not None:
+                found.append(written != self._render(without, with_tools))
+        return not found or any(found)
+
+    def has_own_prompt(self, with_tools: bool) -> bool:
+        """Whether the template writes a system prompt of its own where there is none, and less where it is empty."""
+        own = self._render([_QUESTION], with_tools)
+        empty = self._render([{"role": "system", "content": ""}, _QUESTION], with_tools)
+        return own is not None and empty is not None and len(own) > len(empty)
 
     @cached_property
     def wants_argument_text(self) -> bool:

@@ -17,13 +17,14 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from edgellm.engines.directories.small_files import check_tokenizer_file, encoded, largest_id, read_tokenizer
-from edgellm.engines.directories.strict_formats import JSONObject
-from edgellm.errors import EngineDirectoryError, RequestError, TemplateError, shown
+from edgellm.engines.formats.small_files import check_tokenizer_file, encoded, largest_id, read_tokenizer
+from edgellm.engines.formats.strict_formats import JSONObject
+from edgellm.errors import ContextError, EngineDirectoryError, RequestError, TemplateError, shown
 from edgellm.text.marked_messages import EarlierCalls, FinalMessage, WriteCalls
 from edgellm.text.messages import DISGUISES, checked_messages, strings_in, unsplit_parts
 from edgellm.text.output import Detokenizer, TokenText
 from edgellm.text.template import ChatTemplate
+from edgellm.text.token_sizes import TokenSizes
 
 #: Tokenizers count tokens in 32 bits.
 _IDS = 2**32
@@ -47,7 +48,7 @@ class Tokenizer:
         additional_special_tokens: Iterable[str] = (),
         chat_template: ChatTemplate | None = None,
     ) -> None:
-        tokenizer.no_padding()
+        tokenizer.no_padding()  # a file keeps what its last user asked for, which asks nothing of other texts
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
         self.special_tokens = dict(special_tokens or {})
@@ -126,17 +127,22 @@ class Tokenizer:
         """The bytes that a token stands for; None where it is a piece of text."""
         return (self._token_text.known.get(token_id) or self._token_text.look_up(token_id)).data
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, capacity: int | None = None) -> list[int]:
         """The ids of raw text; special tokens written in it are recognized.
 
-        `add_special_tokens` adds what the tokenizer puts around a text, usually the beginning of sequence.
+        `add_special_tokens` adds what the tokenizer puts around a text, usually the beginning of sequence. Raises
+        ContextError, before anything is encoded, for a text so long that it cannot fit a context of `capacity` tokens
+        together with one of an answer; one that is not as long may have too many all the same.
         """
         check_encodable(text, "the prompt")
+        self._check_size(text, capacity)
         return encoded(self._tokenizer, text, add_special_tokens)
 
     def encode_chat(
         self,
         messages: Sequence[dict[str, Any]],
+        capacity: int | None = None,
+        /,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
@@ -148,7 +154,7 @@ class Tokenizer:
         Messages have a `role` and a `content` (text, or a list of parts); no text in them becomes a special token.
         `variables` are handed to the template as they are (`enable_thinking=False`). With `continue_final_message` the
         last message, an assistant's, is not closed: the ids end with its text. Raises RequestError where the template
-        does not write that out.
+        does not write that out. `capacity` is that of `encode`.
         """
         if not isinstance(tools, (list, tuple, type(None))):
             raise RequestError(f"tools is a {type(tools).__name__}: expected a list of tools, or None")
@@ -170,7 +176,7 @@ class Tokenizer:
         except RecursionError as error:
             raise RequestError("messages, tools or variables are nested too deeply, or hold themselves") from error
         template = self._required_template()
-        calls = EarlierCalls(given, self.write_calls, lambda: template.writes_calls(bool(tools)))
+        calls = EarlierCalls(given, self.write_calls, template)
         rendered = calls.put_into(
             template.render(
                 calls.values,
@@ -181,13 +187,14 @@ class Tokenizer:
         if final is not None:
             rendered = final.cut(rendered, given["messages"][-1])
         rendered = self.write_images(rendered)
+        self._check_size(disguise.undo(rendered), capacity)
         if disguise.is_needed or self._matched_after_normalizing:
             return self._anchored.encode(rendered, disguise)
         return encoded(self._tokenizer, rendered)
 
     def template_variables(self) -> frozenset[str]:
         """The names of the variables that the chat template reads ("messages", "tools", ...); raises TemplateError."""
-        return self._required_template().template_variables()
+        return self._required_template().template_variables
 
     @property
     def template_origin(self) -> str:
@@ -209,6 +216,16 @@ class Tokenizer:
         for message in checked:
             message["content"] = unsplit_parts(message["content"], self._special_pattern)
         return self._required_template().fitted(checked, with_tools)
+
+    def _check_size(self, text: str, capacity: int | None) -> None:
+        """Raise ContextError for a text that has, whatever is in it, too many tokens for a context."""
+        least = 0 if capacity is None or len(text.encode()) < capacity else self._sizes.least_tokens(text)
+        if capacity is not None and least >= capacity:
+            raise ContextError.of_prompt(least, capacity, is_least=True)
+
+    @cached_property
+    def _sizes(self) -> TokenSizes:
+        return TokenSizes(self._tokenizer)
 
     @cached_property
     def _anchored(self) -> AnchoredTokenizer:
@@ -311,7 +328,7 @@ class Disguise:
         used: set[str] = set()
         for string in strings_in(values):
             found.update(dict.fromkeys(pattern.findall(string)))
-            used.update(character for character in string if ord(character) >= DISGUISES.start)
+            used.update(character for character in set(string) if ord(character) >= DISGUISES.start)
         free = (chr(code) for code in DISGUISES if chr(code) not in used)
         self._pattern = pattern
         self._characters = dict(zip(found, free, strict=False))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any, Literal, NamedTuple, get_args
 
 from edgellm.errors import ContextError, RequestError
+from edgellm.text.messages import SYSTEM_ROLES
 
 #: What a conversation does that outgrows the context: its oldest turns leave, or its next message raises ContextError.
 Overflow = Literal["drop_oldest", "error"]
@@ -20,7 +21,6 @@ _CHARACTERS_OF_A_TOKEN = 4
 _NEAR = 0.85
 #: How often it is guessed by the turns' sizes; then the search halves what is left.
 _GUESSES = 4
-_SYSTEM_ROLES = ("system", "developer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,8 @@ class OngoingConversation:
 
 
 class Dropped(NamedTuple):
-    """What left a conversation before an answer: so many turns, of so many messages in all."""
+    """What left a conversation before an answer: so many turns, of so many messages in all, its system messages apart,
+    which stay."""
 
     turns: int = 0
     messages: int = 0
@@ -46,23 +47,30 @@ def turn_starts(messages: Sequence[dict[str, Any]]) -> list[int]:
     """Where the turns of a conversation begin; what comes before the first is its system prompt.
 
     A turn is a user's message with all that answers it: calls of tools, their results, the model's words. A system
-    message later on belongs to the turn that it stands before. Where a conversation does not begin with the user, what
-    comes before his first message is a turn, too.
+    message later on belongs to the turn that it stands before, behind the user's last message to that. Where a
+    conversation does not begin with the user, what comes before his first message is a turn, too.
     """
     roles = [message["role"] for message in messages]
-    first = next((place for place, role in enumerate(roles) if role not in _SYSTEM_ROLES), len(roles))
+    first = next((place for place, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
+    last = max((place for place, role in enumerate(roles) if role == "user"), default=first)
     return [
         place
         for place in range(first, len(roles))
         if place == first
-        or (roles[place] in ("user", *_SYSTEM_ROLES) and not (place > first and roles[place - 1] in _SYSTEM_ROLES))
+        or (place <= last and roles[place] in ("user", *SYSTEM_ROLES) and roles[place - 1] not in SYSTEM_ROLES)
     ]
 
 
+def stays(messages: Sequence[dict[str, Any]], place: int) -> list[bool]:
+    """Of each message whether it stays when a conversation is to begin at `place`: system messages always do."""
+    return [at >= place or message["role"] in SYSTEM_ROLES for at, message in enumerate(messages)]
+
+
 def without_oldest(messages: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """A conversation without the first `count` messages behind its system prompt."""
-    first = next(iter(turn_starts(messages)), len(messages))
-    return [*messages[:first], *messages[first + count :]]
+    """A conversation without its first `count` messages that are no system messages."""
+    spoken = [place for place, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES]
+    place = [*spoken, len(messages)][min(count, len(spoken))]
+    return list(compress(messages, stays(messages, place)))
 
 
 def turn_sizes(messages: Sequence[dict[str, Any]], starts: Sequence[int], image_tokens: Sequence[int]) -> list[float]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import RequestError
+from edgellm.structure.description import Structure
 from edgellm.structure.reasoning import reasoning_marks, reasoning_state
 from edgellm.tools.calls import ToolChoice
 from edgellm.tools.formats import ToolFormat, taught_format, tool_format
@@ -64,12 +65,16 @@ class ToolCalling:
         return "" if found is None else found.written([(each["name"], _arguments(each)) for each in named])
 
     def calling(
-        self, choice: ToolChoice | None, prompt_ids: Sequence[int], continued: str | None = None
+        self,
+        choice: ToolChoice | None,
+        prompt_ids: Sequence[int],
+        continued: str | None = None,
+        structure: Structure | None = None,
     ) -> Calling | None:
         """What the answer to a prompt needs; None where no call is to be read of it.
 
-        `continued` is the text of the message that the model goes on with. Raises RequestError where a call is required
-        of a model whose template teaches none.
+        `continued` is the text of the message that the model goes on with; an answer that calls nothing has the
+        `structure`. Raises RequestError where a call is required of a model whose template teaches none.
         """
         if choice is None or choice.mode == "none":
             return None
@@ -86,8 +91,8 @@ class ToolCalling:
         hidden = self._tokenizer.special_token_ids.intersection(ids.values())
         marks = reasoning_marks(self._tokenizer)
         state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
-        reader = ToolReader(found, choice.schemas(), marks, state, hidden)
-        return Calling(reader, partial(_constraint, found, choice, ids))
+        reader = ToolReader(found, choice.schemas(), marks, state, hidden, structure is not None)
+        return Calling(reader, partial(_constraint, found, choice, ids, structure))
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
@@ -98,7 +103,11 @@ def _arguments(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constraint(
-    found: ToolFormat, choice: ToolChoice, mark_ids: dict[str, int], vocabulary: Callable[[], GrammarVocabulary]
+    found: ToolFormat,
+    choice: ToolChoice,
+    mark_ids: dict[str, int],
+    structure: Structure | None,
+    vocabulary: Callable[[], GrammarVocabulary],
 ) -> TokenConstraint | None:
     """The rules; None where a model may call or not, and grammars cannot read its tokenizer: its calls are read as they
     come."""
@@ -107,8 +116,8 @@ def _constraint(
     try:
         tokens = vocabulary()
     except RequestError as error:
-        if choice.mode == "required":
+        if choice.mode == "required" or structure is not None:
             raise
         logger.warning("calls of tools are not enforced: %s", error)
         return None
-    return call_constraint(found, choice, tokens, mark_ids)
+    return call_constraint(found, choice, tokens, mark_ids, structure)

@@ -11,6 +11,7 @@ from typing import Any
 
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.structure.schema import enforced_schema
+from edgellm.structure.steps import Steps
 
 #: Tools of one request; OpenAI's API takes as many.
 MOST_TOOLS = 128
@@ -56,15 +57,13 @@ class ToolCallDelta:
 
 def joined_deltas(deltas: Iterable[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
     """Deltas of a stream with those of one call as one, in order."""
-    found: dict[int, ToolCallDelta] = {}
+    found: dict[int, list[ToolCallDelta]] = {}
     for delta in deltas:
-        first = found.get(delta.index)
-        found[delta.index] = (
-            delta
-            if first is None
-            else ToolCallDelta(delta.index, first.id, first.name, first.arguments + delta.arguments)
-        )
-    return tuple(found.values())
+        found.setdefault(delta.index, []).append(delta)
+    return tuple(
+        ToolCallDelta(index, pieces[0].id, pieces[0].name, "".join(each.arguments for each in pieces))
+        for index, pieces in found.items()
+    )
 
 
 def all_deltas(calls: Iterable[ToolCall]) -> tuple[ToolCallDelta, ...]:
@@ -136,8 +135,9 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
         )
     mode = "required" if named else choice or "auto"
     if mode != "none":
+        steps = Steps("what the tools' parameters say")
         for place, tool in enumerate(tools):
-            _check_parameters(tool["function"], f"tools[{place}].function")
+            _check_parameters(tool["function"], f"tools[{place}].function", steps)
     wanted = tuple(tool for tool in tools if name is None or tool["function"]["name"] == name)
     return ToolChoice(mode, wanted, not named and parallel is not False)
 
@@ -156,14 +156,15 @@ def _named_tool(choice: Any) -> str:
     return name
 
 
-def _check_parameters(function: Mapping[str, Any], place: str) -> None:
+def _check_parameters(function: Mapping[str, Any], place: str, steps: Steps) -> None:
     if not isinstance(function.get("strict", False), bool):
         raise RequestError(f"{place}.strict is {shown(function['strict'])}: expected true or false")
     kind = function.get("parameters", {}).get("type", "object")
     if kind != "object":
         raise RequestError(f"{place}.parameters has the type {shown(kind)}: expected 'object', arguments by name")
     try:
-        _arguments_schema(function)
+        if function.get("strict") is not False:
+            steps.take(_enforced(json.dumps(function.get("parameters")))[1])
     except RequestError as error:
         raise RequestError(f"{place}.parameters: {error}; or set the function's strict to false") from error
 
@@ -171,11 +172,15 @@ def _check_parameters(function: Mapping[str, Any], place: str) -> None:
 def _arguments_schema(function: Mapping[str, Any]) -> Any:
     if function.get("strict") is False:
         return _ANY_OBJECT
-    return json.loads(_enforced(json.dumps(function.get("parameters"))))
+    return json.loads(_enforced(json.dumps(function.get("parameters")))[0])
 
 
 @lru_cache(maxsize=512)
-def _enforced(parameters: str) -> str:
-    """The schema of a function's arguments, as JSON text; one that says nothing of them takes none."""
-    schema = json.loads(parameters) or {"properties": {}, "additionalProperties": False}
-    return json.dumps(enforced_schema({"type": "object", **schema}))
+def _enforced(parameters: str) -> tuple[str, int]:
+    """The schema of a function's arguments, as JSON text, and the steps that its walks took; one that says nothing of
+    them takes none."""
+    schema, steps = (
+        json.loads(parameters) or {"properties": {}, "additionalProperties": False},
+        Steps("the JSON schema"),
+    )
+    return json.dumps(enforced_schema({"type": "object", **schema}, steps)), steps.taken

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import string
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 from edgellm.tools.values import json_text, python_json, unescaped
@@ -14,6 +15,12 @@ SPACES = frozenset(" \t\r\n")
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_-.")
 #: In place of a character: the answer has ended.
 END = ""
+#: What a string of Python may stand behind, as part of an argument or all of it, and what may follow one in a list.
+_BEFORE_STRING = ("", "(", "[", "{", ",", ":")
+_BEHIND_INNER = (",", ")", "]", "}", ":")
+#: How a call of Python goes on behind an argument, and what is read to tell.
+_GOING_ON = re.compile(r"\s*(,\s*([\w-]+\s*=|\))|\)\s*(\]|,\s*(\{|[\w.-]+\()))")
+_PASSED = SPACES | NAME_CHARACTERS | {",", ")"}
 
 #: Reads characters: what is sent is one, or `END`.
 Characters = Generator[None, str, Any]
@@ -56,22 +63,24 @@ class CharacterReader:
             pass
         return character
 
-    def _followed_by(self, texts: tuple[str, ...]) -> Characters:
-        """Whether one of the texts stands behind whitespace, or the answer ends there. All that is read for that is
-        read again."""
+    def _followed_by(self, texts: Collection[str], spaces: Collection[str] = SPACES) -> Characters:
+        """Whether one of the texts stands here, behind whitespace. All that is read for that is read again."""
         passed: list[str] = []
-        while True:
-            text = "".join(passed).lstrip(" \t\r\n")
-            if text in texts or not any(each.startswith(text) for each in texts):
-                break
+        text = ""
+        while text not in texts and any(each.startswith(text) for each in texts):
             character = yield from self._next()
             if character == END:
-                text = texts[0]
                 break
             passed.append(character)
-        for character in reversed(passed):
-            self._back(character)
+            if text or character not in spaces:
+                text += character
+        self._reread(passed)
         return text in texts
+
+    def _reread(self, passed: Sequence[str]) -> None:
+        """Let the latest characters be read again."""
+        self._again.extendleft(reversed(passed))
+        del self._raw[len(self._raw) - len(passed) :]
 
     def _expect(self, expected: str) -> Characters:
         self._require((yield from self._behind_spaces()), expected)
@@ -142,12 +151,16 @@ class CharacterReader:
     def _python_value(self) -> Characters:
         """An argument as Python writes it, as JSON, and the character behind it, `,` or `)`."""
         source: list[str] = []
+        last = ""  # the latest character that is no whitespace
         depth = 0
         while True:
             character = yield from self._next()
             self._refuse_end(character)
             if character in ("'", '"'):
-                source.append(json_text((yield from self._python_string(character))))
+                if last not in _BEFORE_STRING:
+                    raise Broken(f"a call has a string behind {last!r}: expected one value for each argument")
+                source.append(json_text((yield from self._python_string(character, depth > 0))))
+                last = character
                 continue
             if depth == 0 and character in (",", ")"):
                 break
@@ -155,19 +168,21 @@ class CharacterReader:
             if depth < 0:
                 self._require(character, ")")
             source.append(character)
+            last = last if character in SPACES else character
         try:
             return python_json("".join(source)), character
         except ValueError as error:
             raise Broken(f"a call has an argument that cannot be read ({error})") from error
 
-    def _python_string(self, quote: str) -> Characters:
-        """The value of a string behind its first quote.
+    def _python_string(self, quote: str, is_inner: bool) -> Characters:
+        """The value of a string behind its first quote; `is_inner`: it is part of a list or an object.
 
         Line ends may stand in it as they are. A quote ends it where what follows may follow a string: templates write
         text with quotes in it as it is, and so do models.
         """
-        if (yield from self._followed_at_once(quote * 2)):
-            return unescaped((yield from self._until(quote * 3))[2:])
+        is_triple = yield from self._followed_by((quote * 2,), ())
+        if is_triple:
+            yield from self._literal(quote * 2)
         found: list[str] = []
         while True:
             character = yield from self._next()
@@ -176,18 +191,24 @@ class CharacterReader:
                 found.append(character)
                 character = yield from self._next()
                 self._refuse_end(character)
-            elif character == quote and (yield from self._followed_by((",", ")", "]", "}", ":"))):
+            elif character != quote:
+                pass
+            elif is_triple:
+                if (yield from self._followed_by((quote * 2,), ())):
+                    yield from self._literal(quote * 2)
+                    return unescaped("".join(found))
+            elif (yield from self._followed_by(_BEHIND_INNER) if is_inner else self._goes_on()):
                 return unescaped("".join(found))
             found.append(character)
 
-    def _followed_at_once(self, text: str) -> Characters:
-        """Whether the next characters are these; they are read again."""
+    def _goes_on(self) -> Characters:
+        """Whether a call goes on here behind an argument: with the name of the next one, or with its own end and that
+        of the list, or another call. All that is read for that is read again."""
         passed: list[str] = []
-        while len(passed) < len(text) and text.startswith("".join(passed)):
+        while not passed or passed[-1].isalnum() or passed[-1] in _PASSED:
             character = yield from self._next()
             if character == END:
                 break
             passed.append(character)
-        for character in reversed(passed):
-            self._back(character)
-        return "".join(passed) == text
+        self._reread(passed)
+        return _GOING_ON.match("".join(passed)) is not None

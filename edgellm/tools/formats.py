@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from edgellm.errors import EdgeLLMError, RequestError, shown
+from edgellm.errors import RequestError, shown
 from edgellm.text.template import ChatTemplate
 from edgellm.text.template_trials import TOOL
 from edgellm.text.tokenizer import Tokenizer, read_json_object
@@ -44,6 +44,16 @@ class ToolFormat:
         """What a tokenizer may have special tokens for."""
         return tuple(filter(None, (self.begin, self.end, "[ARGS]" if self.body == "named" else "")))
 
+    def openings(self, names: Iterable[str]) -> tuple[str, ...]:
+        """What enforced calls of the tools of these names begin with."""
+        if self.bare == "{":
+            return tuple(self.object_head(name) for name in names)
+        return tuple(f"[{name}(" for name in names) if self.bare else (self.begin,)
+
+    def object_head(self, name: str) -> str:
+        """What is before the arguments of a call that is an object."""
+        return f'{{"name": {json_text(name)}, "{self.key}": '
+
     def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         """Calls, each a name and arguments, as an answer has them; "" for none."""
         line_end = "\n" if self.end and self.body in ("object", "tags") else ""
@@ -62,11 +72,12 @@ class ToolFormat:
             return f"<function={name}>\n{tags}</function>"
         if self.body == "named":
             return f"{name}[ARGS]{json_text(arguments)}"
-        return f'{{"name": {json_text(name)}, "{self.key}": {json_text(arguments)}}}'
+        return f"{self.object_head(name)}{json_text(arguments)}}}"
 
 
 _OBJECT = r'\{\s*"name":\s*"look",\s*"%s":\s*\{\s*"at":\s*"cup"\s*\}'
-_PYTHON = r"\[look\(at=[\"']cup[\"']\)\]"
+#: Some templates write text without quotes (`"%s" | format`), or with another letter for them (`"%sr"`).
+_PYTHON = r"\[look\(at=([\"']cup[\"']|cupr?)\)\]"
 #: By name; the first whose call a template shows is its format.
 FORMATS = {
     each.name: each
@@ -130,18 +141,13 @@ def tool_format(name: str) -> ToolFormat:
 
 def checkpoint_format(folder: Path, named: str | None) -> str | None:
     """The name of a checkpoint's format: the one that is `named`, else the one that its chat template teaches; None
-    where there is none. RequestError for a name that is not known."""
+    where there is none. RequestError for a name that is not known, EngineDirectoryError for files that are wrong."""
     if named is not None:
         return tool_format(named).name
-    try:
-        template = ChatTemplate.from_directory(folder, read_json_object(folder / "tokenizer_config.json"))
-        found = None
-        if template is not None:
-            found = taught_format(
-                template, lambda token: Tokenizer.from_directory(folder).token_to_id(token) is not None
-            )
-    except EdgeLLMError:  # opening the directory says what is wrong
+    template = ChatTemplate.from_directory(folder, read_json_object(folder / "tokenizer_config.json"))
+    if template is None:
         return None
+    found = taught_format(template, lambda token: Tokenizer.from_directory(folder).token_to_id(token) is not None)
     return None if found is None else found.name
 
 

@@ -9,19 +9,12 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from edgellm.structure.reasoning import ReasoningMarks, ReasoningState
 from edgellm.tools.calls import ToolCall, ToolCallDelta, joined_deltas
-from edgellm.tools.characters import (
-    END,
-    NAME_CHARACTERS,
-    SPACES,
-    Broken,
-    CharacterReader,
-    Characters,
-)
+from edgellm.tools.characters import END, NAME_CHARACTERS, SPACES, Broken, CharacterReader, Characters
 from edgellm.tools.formats import ToolFormat
 from edgellm.tools.values import is_object, json_text, typed_text
 
@@ -30,7 +23,8 @@ _ID_LENGTH = 9
 _ID_CHARACTERS = string.ascii_letters + string.digits
 #: The end of a value between tags, and what follows it: within a text the first may stand for itself.
 _VALUE_END = "</parameter>"
-_BEHIND_VALUE = ("<parameter=", "</function>", "</tool_call>")
+_FUNCTION, _ARGUMENT, _CALL_END, _END = "<function=", "<parameter=", "</function>", "</tool_call>"
+_BEHIND_VALUE = (_ARGUMENT, _CALL_END, _END)
 
 
 class _OpenCall:
@@ -64,10 +58,12 @@ class ToolReader(CharacterReader):
         marks: ReasoningMarks | None = None,
         reasoning: ReasoningState = "closed",
         shown_ids: Iterable[int] = (),
+        calls_first: bool = False,
     ) -> None:
         """`schemas` are those of the tools' arguments, by name. A model with reasoning `marks` calls nothing while it
         thinks; `reasoning` is how that stands where the answer begins. `shown_ids` are the special tokens whose text it
-        has to see."""
+        has to see. With `calls_first` an answer that does not begin with an enforced call, as its rules write it, has
+        none."""
         super().__init__()
         self.shown_ids = frozenset(shown_ids)
         self._format, self._schemas, self._marks = tool_format, schemas, marks
@@ -82,7 +78,11 @@ class ToolReader(CharacterReader):
         self._at_beginning = True  # where a call without a mark may begin
         self._behind_call = False
         self._is_between = True  # in text, with nothing held back
-        self._firsts = frozenset(filter(None, (tool_format.begin[:1],)))
+        self._calls_first = calls_first
+        # Qwen3-Coder leaves its mark out now and then.
+        begins = (tool_format.begin, _FUNCTION if tool_format.body == "tags" else "")
+        self._begins_with = tool_format.openings(schemas) if calls_first else tuple(filter(None, begins))
+        self._firsts = frozenset(each[0] for each in self._begins_with)
         self._reading = self._read()
         next(self._reading)
 
@@ -153,16 +153,17 @@ class ToolReader(CharacterReader):
                 self._show(character)
 
     def _begins(self, character: str) -> Characters:
-        """Whether a call begins with this character, and what follows it as far as the format's mark goes."""
-        begin = self._format.begin
-        while begin.startswith("".join(self._raw)):
-            if len(self._raw) == len(begin):
-                return True
-            if (yield from self._next()) == END:
-                break
-        self._again.extendleft(reversed(self._raw[1:]))
-        del self._raw[1:]
-        return self._at_beginning and character == self._format.bare
+        """Whether a call begins with this character, and what follows it as far as a mark goes."""
+        may_be_bare = self._at_beginning and character == self._format.bare
+        if self._calls_first and (not self._at_beginning or (self._held and not self._behind_call)):
+            return False
+        while (read := "".join(self._raw)) not in self._begins_with:
+            if not any(each.startswith(read) for each in self._begins_with) or (yield from self._next()) == END:
+                self._reread(self._raw[1:])
+                return may_be_bare and not self._calls_first
+        if may_be_bare:
+            self._reread(self._raw[1:])
+        return True
 
     def _read_calls(self) -> Characters:
         """What follows the beginning of a call; what is none is shown as text."""
@@ -205,7 +206,7 @@ class ToolReader(CharacterReader):
                 place += 1
             elif place or character not in SPACES:
                 if character != END:  # of an answer that ends here it is no text, either
-                    self._again.extendleft(reversed(passed))
+                    self._reread(passed)
                 return
 
     def _listed_or_named(self) -> Characters:
@@ -278,14 +279,15 @@ class ToolReader(CharacterReader):
 
     def _tagged_call(self) -> Characters:
         """A call as tags, each value as text by itself."""
-        yield from self._expect("<")
-        yield from self._literal("function=")
+        if self._raw != [*_FUNCTION]:
+            yield from self._expect("<")
+            yield from self._literal(_FUNCTION[1:])
         self._begin_call()
         name = yield from self._until(">")
         self._name(name)
         schema = self._schemas[name]
         properties = schema.get("properties", {}) if isinstance(schema, dict) else {}
-        separator = "{"
+        separator, given = "{", set[str]()
         while True:
             yield from self._expect("<")
             character = yield from self._next()
@@ -295,20 +297,36 @@ class ToolReader(CharacterReader):
             self._require(character, "p")
             yield from self._literal("arameter=")
             key = yield from self._until(">")
-            value = (yield from self._tagged_value()).removeprefix("\n").removesuffix("\n")
+            self._add_name(key, given)
+            value = (yield from self._tagged_value(properties, given)).removeprefix("\n").removesuffix("\n")
             self._argue(f"{separator}{json_text(key)}: {typed_text(value, properties.get(key), schema)}")
             separator = ", "
         self._argue("{}" if separator == "{" else "}")
         self._close_call()
 
-    def _tagged_value(self) -> Characters:
-        """The text up to the tag that ends it: the one that another tag of the call follows."""
-        found = ""
+    def _tagged_value(self, names: Collection[str], given: Collection[str]) -> Characters:
+        """The text up to the tag that ends it: the one that another tag of the call follows. Where it is missing, the
+        text ends where the call does, or before the tag of an argument of these `names` that was not `given`; where
+        there are no names, before any such tag that begins a line."""
+        found: list[str] = []
+        start: int | None = None  # of the latest tag, until it has ended
         while True:
-            found += yield from self._until(_VALUE_END)
-            if (yield from self._followed_by(_BEHIND_VALUE)):
-                return found
-            found += _VALUE_END
+            character = yield from self._next()
+            self._refuse_end(character)
+            if character == "<":
+                start = len(found)
+            found.append(character)
+            if character != ">" or start is None:
+                continue
+            tag, begin, start = "".join(found[start:]), start, None
+            if tag == _VALUE_END and (yield from self._followed_by(_BEHIND_VALUE)):
+                return "".join(found[:begin])
+            name = tag[len(_ARGUMENT) : -1] if tag.startswith(_ARGUMENT) else ""
+            is_known = name in names or (not names and (begin == 0 or found[begin - 1] == "\n"))
+            is_next = bool(name) and name not in given and is_known
+            if is_next or (tag == _CALL_END and (yield from self._followed_by((_END,)))):
+                self._reread(tag)
+                return "".join(found[:begin])
 
     def _python_list(self) -> Characters:
         """Calls as Python writes them, in a list; a model that is told to may have objects there."""
@@ -318,15 +336,16 @@ class ToolReader(CharacterReader):
             character = yield from self._behind_spaces()
             if character == "{":
                 yield from self._object_call()
+                character = yield from self._behind_spaces()
             else:
-                yield from self._python_call(character)
-            character = yield from self._behind_spaces()
+                character = yield from self._python_call(character)
             if character != ",":
                 break
         self._require(character, "]")
 
     def _python_call(self, character: str) -> Characters:
-        """A call that begins with this character. Each argument is shown when it is whole; any word may be its name."""
+        """A call that begins with this character, and the `,` or `]` behind it. Each argument is shown when it is
+        whole; any word may be its name."""
         self._begin_call()
         name: list[str] = []
         while character in NAME_CHARACTERS:
@@ -334,15 +353,14 @@ class ToolReader(CharacterReader):
             character = yield from self._next()
         self._require(character, "(")
         self._name("".join(name))
-        separator = "{"
+        separator, given = "{", set[str]()
         character = yield from self._behind_spaces()
         while character != ")":
             key = ""
             while character.isalnum() or character in ("_", "-"):
                 key += character
                 character = yield from self._next()
-            if not key:
-                raise Broken("a call has an argument without a name")
+            self._add_name(key, given)
             self._back(character)
             yield from self._expect("=")
             value, character = yield from self._python_value()
@@ -350,8 +368,18 @@ class ToolReader(CharacterReader):
             separator = ", "
             if character == ",":
                 character = yield from self._behind_spaces()
+        character = yield from self._behind_spaces()
+        if character not in (",", "]"):  # the text of its last argument went on
+            self._require(character, "]")
         self._argue("{}" if separator == "{" else "}")
         self._close_call()
+        return character
+
+    def _add_name(self, name: str, given: set[str]) -> None:
+        """Note the name of an argument; refuse one that was given before, and none."""
+        if not name or name in given:
+            raise Broken(f"a call has the argument {name[:80]!r} twice" if name else "a call has an unnamed argument")
+        given.add(name)
 
     def _begin_call(self) -> None:
         self._open = _OpenCall()

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from edgellm.engines.speculation.constraints import TokenConstraint, packed_mask
 from edgellm.errors import ConstraintError, RequestError
-from edgellm.structure.description import json_options
+from edgellm.structure.description import Structure, json_options
+from edgellm.structure.steps import Steps
 from edgellm.tools.calls import ToolChoice
 from edgellm.tools.formats import ToolFormat
-from edgellm.tools.values import json_text, kinds_of, named_values, referred
+from edgellm.tools.values import all_kinds, json_text, kind_of, named_values, referred
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
 
+#: Of the JSON schemas in the grammar of a request's tools.
+_MOST_BYTES = 2**20
 #: A call without a mark begins within so many bytes of an answer, or not at all.
 _OPENING_BYTES = 256
-#: So many $refs that lead to $refs are followed.
-_MOST_REFERENCES = 20
 
 
 def call_constraint(
@@ -30,56 +31,60 @@ def call_constraint(
     choice: ToolChoice,
     vocabulary: GrammarVocabulary,
     mark_ids: dict[str, int],
+    structure: Structure | None = None,
 ) -> TokenConstraint:
     """The rules of an answer that calls one of the tools, or may; `mark_ids` are those of the format's marks that are
-    one token. Raises RequestError for tools that cannot be enforced on this model."""
+    one token. An answer that need not call has the `structure` where it does not. Raises RequestError for tools that
+    cannot be enforced on this model."""
     special_ids = {mark: token for mark, token in mark_ids.items() if vocabulary.is_special(token)}
-    grammar = call_grammar(tool_format, choice, special_ids)
+    grammar = call_grammar(tool_format, choice, special_ids, may_lack_mark=choice.mode == "auto" and structure is None)
     compiled = vocabulary.constraint_for(grammar, "the tools")
     if choice.mode == "required":
         return compiled
+    if structure is not None:
+        text = vocabulary.constraint_for(structure.grammar_text, structure.name)
+        openings = " | ".join(_mark(opening, special_ids) for opening in tool_format.openings(choice.names))
+        begun = f"%llguidance {{}}\nstart: ({openings}) /(?s:.+)/?"
+        return CallsOrText(compiled, text, vocabulary.constraint_for(begun, "the tools"))
     names = "|".join(map(re.escape, choice.names))
-    before = rf"\s*(?:{re.escape(tool_format.begin)})?\s*"
-    openings = {
+    mark = re.escape(tool_format.begin)
+    tags = f"|<function=(?:{names})>" if tool_format.body == "tags" else ""
+    before = rf"\A\s*(?:{mark})?\s*"
+    # A mark that is not always there is no part of the grammar.
+    openings_by_bare = {
         "{": rf'{before}(\{{\s*"name"\s*:\s*"(?:{names})"\s*,\s*"parameters"\s*:\s*)',
         "[": rf"{before}(\[(?:{names})\()",
+        "": f"({mark if tool_format.begin not in special_ids else '(?!)'}{tags})",
     }
-    opening = openings.get(tool_format.bare)
-    marked = opening is None  # else the mark is not always there, and no part of the grammar
-    return FromCall(
-        lambda: vocabulary.constraint_for(grammar, "the tools"),
-        vocabulary,
-        tool_format.begin.encode() if marked else b"",
-        special_ids.get(tool_format.begin) if marked else None,
-        None if opening is None else re.compile(opening.encode()),
-    )
+    mark_id = None if tool_format.bare else special_ids.get(tool_format.begin)
+    opening = re.compile(openings_by_bare[tool_format.bare].encode())
+    return FromCall(lambda: vocabulary.constraint_for(grammar, "the tools"), vocabulary, opening, mark_id)
 
 
-def call_grammar(tool_format: ToolFormat, choice: ToolChoice, special_ids: dict[str, int]) -> str:
-    """The grammar of an answer's calls, in llguidance's form of Lark."""
+def _mark(text: str, special_ids: Mapping[str, int]) -> str:
+    return f"<[{special_ids[text]}]>" if text in special_ids else _text(text)
 
-    def mark(text: str) -> str:
-        return f"<[{special_ids[text]}]>" if text in special_ids else _text(text)
 
-    rules, alternatives = [], []
+def call_grammar(
+    tool_format: ToolFormat, choice: ToolChoice, special_ids: Mapping[str, int], may_lack_mark: bool = False
+) -> str:
+    """The grammar of an answer's calls, in llguidance's form of Lark; tags may stand without the mark before them."""
+    rules, alternatives, size = [], [], Steps("the grammar of the tools", _MOST_BYTES)
     for number, (name, schema) in enumerate(choice.schemas().items()):
         alternatives.append(f"call_{number}")
-        if tool_format.body == "tags":
-            rules += _tagged_rules(number, name, schema)
-        elif tool_format.body == "python":
-            rules += _python_rules(number, name, schema)
+        if tool_format.body in ("tags", "python"):
+            rules += (_tagged_rules if tool_format.body == "tags" else _python_rules)(number, name, schema, size)
         else:
-            before, behind = f'{{"name": {json.dumps(name)}, "{tool_format.key}": ', "}"
             named = tool_format.body == "named"
-            head = f"{_text(name)} {mark('[ARGS]')}" if named else _text(before)
-            rules += [f"call_{number}: {head} args_{number}{'' if named else ' ' + _text(behind)}"]
-            rules += [f"args_{number}: {_json_rule(schema)}"]
+            head = f"{_text(name)} {_mark('[ARGS]', special_ids)}" if named else _text(tool_format.object_head(name))
+            rules += [f"call_{number}: {head} args_{number}{'' if named else ' ' + _text('}')}"]
+            rules += [f"args_{number}: {_json_rule(schema, {}, size)}"]
     rules.append(f"call: {' | '.join(alternatives)}")
     line_end = ' "\\n"' if tool_format.end and tool_format.body in ("object", "tags") else ""
-    begin = f"{mark(tool_format.begin)}{line_end} " if tool_format.begin and tool_format.bare != "{" else ""
-    end = f"{line_end} {mark(tool_format.end)}" if tool_format.end else ""
-    if tool_format.bare == "[":
-        begin = end = ""
+    begin = "" if tool_format.bare else f"{_mark(tool_format.begin, special_ids)}{line_end} "
+    end = f"{line_end} {_mark(tool_format.end, special_ids)}" if tool_format.end and not tool_format.bare else ""
+    if may_lack_mark and tool_format.body == "tags":
+        begin = f"({begin})? "
     more = f" ({_text(tool_format.separator)} call)*" if choice.parallel else ""
     if tool_format.body in ("list", "python"):
         start = f'{begin}"[" call{more} "]"{end}'
@@ -94,8 +99,13 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _json_rule(schema: Any) -> str:
-    return f"%json {json.dumps({'x-guidance': json_options(), **schema})}"
+def _json_rule(schema: Any, definitions: dict[str, Any], size: Steps) -> str:
+    """JSON of a schema, with the definitions where it refers to some; `size` counts the bytes."""
+    text = json.dumps({"x-guidance": json_options(), **schema})
+    if definitions and '"$ref"' in text:
+        text = json.dumps({"x-guidance": json_options(), **schema, **definitions})
+    size.take(len(text))
+    return f"%json {text}"
 
 
 def _parts(schema: dict[str, Any]) -> tuple[list[tuple[str, Any, bool]], dict[str, Any]]:
@@ -138,11 +148,15 @@ def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> 
     return rules or [f'from_{number}_0: ""']
 
 
-def _python_rules(number: int, name: str, schema: dict[str, Any]) -> list[str]:
+def _python_rules(number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
     call = f'call_{number}: {_text(name + "(")} from_{number}_0 ")"'
     if _is_open(schema):
         some = f'any_{number}: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value_{number}'
-        rules = [f'from_{number}_0: (any_{number} (", " any_{number})*)?', some, f"value_{number}: {_json_rule({})}"]
+        rules = [
+            f'from_{number}_0: (any_{number} (", " any_{number})*)?',
+            some,
+            f"value_{number}: {_json_rule({}, {}, size)}",
+        ]
         return [call, *rules]
     parts, definitions = _parts(schema)
     rules = [call, *_listed(number, parts, ", ")]
@@ -155,7 +169,7 @@ def _python_rules(number: int, name: str, schema: dict[str, Any]) -> list[str]:
         words = {"boolean": '"True" | "False"', "null": '"None"'}
         own = words.get(each["type"]) if isinstance(each, dict) and set(each) == {"type"} else None
         if own is None:
-            own = _json_rule({**each, **definitions} if isinstance(each, dict) else {})
+            own = _json_rule(each if isinstance(each, dict) else {}, definitions, size)
         value = f"value_{number}_{place}"
         rules += [f"arg_{number}_{place}: {_text(key + '=')} {value}", f"{value}: {own}"]
     return rules
@@ -166,7 +180,7 @@ _TAG_END = "\n</parameter>\n"
 _WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 
 
-def _tagged_rules(number: int, name: str, schema: dict[str, Any]) -> list[str]:
+def _tagged_rules(number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
     call = f'call_{number}: {_text(f"<function={name}>" + chr(10))} from_{number}_0 "</function>"'
     if _is_open(schema):
         some = f"from_{number}_0: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
@@ -175,20 +189,23 @@ def _tagged_rules(number: int, name: str, schema: dict[str, Any]) -> list[str]:
     rules = [call, *_listed(number, parts, "")]
     for place, (key, each, _) in enumerate(parts):
         value = f"value_{number}_{place}"
-        rules += _tagged_value(value, f"the tool {name} has the argument {key!r}", each, schema, definitions)
+        rules += _tagged_value(value, f"the tool {name} has the argument {key!r}", each, schema, definitions, size)
         rules += [f"arg_{number}_{place}: {_text(f'<parameter={key}>' + chr(10))} {value}"]
     return rules
 
 
-def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], definitions: dict[str, Any]) -> list[str]:
+def _tagged_value(
+    value: str, what: str, schema: Any, root: dict[str, Any], definitions: dict[str, Any], size: Steps
+) -> list[str]:
     """Rules of the value of one argument with the tag that ends it. RequestError, which begins with `what`, where the
     schema says more of its text than can be kept, or text could be taken for something else that is not allowed."""
     alternatives, rules, written = _alternatives(schema, root), [], []
-    is_text = any("string" in kinds_of(each, root) for each in alternatives)
-    for place, each in enumerate(alternatives):
-        kinds, named, is_plain = kinds_of(each, root), named_values(each), set(each) == {"type"}
+    all_of_them = all_kinds(alternatives, root)
+    is_text = any("string" in kinds for kinds in all_of_them)
+    for place, (each, kinds) in enumerate(zip(alternatives, all_of_them, strict=True)):
+        named, is_plain = named_values(each), set(each) == {"type"}
         if named is not None and set(each) <= {"type", "enum", "const"}:
-            valid = [one for one in named if kinds_of({"const": one}, root) & kinds]
+            valid = [one for one in named if kind_of(one) in kinds]
             written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in _spelled(one)]
         elif not each or (kinds == {"string"} and set(each) <= {"type", "minLength", "maxLength"}):
             rules.append(_tagged_text(f"{value.upper()}_{place}", each))
@@ -202,7 +219,7 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], defi
         elif is_plain and each["type"] in _WORDS:
             written += [f"{_text(word)} {_text(_TAG_END)}" for word in _WORDS[each["type"]]]
         else:
-            rules.append(f"json_{value}_{place}: {_json_rule({**each, **definitions})}")
+            rules.append(f"json_{value}_{place}: {_json_rule(each, definitions, size)}")
             written.append(f"json_{value}_{place} {_text(_TAG_END)}")
     if not written:
         raise RequestError(f"{what} which nothing can be: expected a schema that some value fulfils")
@@ -210,29 +227,38 @@ def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], defi
 
 
 def _tagged_text(name: str, schema: dict[str, Any]) -> str:
-    """The terminal of any text of a length, with the tag that ends it, which may not be within it."""
+    """The terminal of any text of a length, with the tag that ends it. What else readers take for the end of a text may
+    not be within it."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     length = "*" if not least and most == "" else f"{{{least},{most}}}"
-    return rf"{name}: /(?s:.{length})\n<\/parameter>\n/ & ~/(?s:.*)<\/parameter>(?s:.*)<\/parameter>(?s:.*)/"
+    ends = r"<\/parameter>(?s:.*)<\/parameter>|<parameter=|<\/function>\s*<\/tool_call>"
+    return rf"{name}: /(?s:.{length})\n<\/parameter>\n/ & ~/(?s:.*)({ends})(?s:.*)/"
 
 
-def _alternatives(schema: Any, root: dict[str, Any], level: int = 0) -> list[dict[str, Any]]:
-    """The schemas of which a value fulfils one: those of $ref, anyOf and oneOf that stand alone, and one for each type
-    of a list. A schema that allows everything is an empty one."""
-    if not isinstance(schema, dict):
-        return [{}]
-    if set(schema) == {"$ref"} and level < _MOST_REFERENCES:
-        return _alternatives(referred(schema["$ref"], root), root, level + 1)
-    for keyword in ("anyOf", "oneOf"):
-        if set(schema) == {keyword}:
-            return [found for each in schema[keyword] for found in _alternatives(each, root, level + 1)]
-    if isinstance(schema.get("type"), list) and named_values(schema) is None:
-        return [
-            {key: kept for key, kept in schema.items() if kind == "string" or key not in ("minLength", "maxLength")}
-            | {"type": kind}
-            for kind in schema["type"]
-        ]
-    return [schema]
+def _alternatives(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
+    """The schemas of which a value fulfils one: those of $ref, anyOf and oneOf that stand alone, each once, and one for
+    each type of a list. A schema that allows everything is an empty one."""
+    found: list[dict[str, Any]] = []
+    waiting, seen = [schema], set()
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if not isinstance(each, dict):
+            found.append({})
+        elif set(each) == {"$ref"}:
+            waiting.append(referred(each["$ref"], root))
+        elif set(each) in ({"anyOf"}, {"oneOf"}):
+            waiting += reversed(next(iter(each.values())))
+        elif isinstance(each.get("type"), list) and named_values(each) is None:
+            lengths = {"minLength", "maxLength"}
+            for kind in each["type"]:
+                found.append({key: kept for key, kept in each.items() if kind == "string" or key not in lengths})
+                found[-1]["type"] = kind
+        else:
+            found.append(each)
+    return found
 
 
 def _spelled(value: Any) -> tuple[str, ...]:
@@ -253,14 +279,11 @@ class FromCall:
         self,
         make_rules: Callable[[], TokenConstraint],
         vocabulary: GrammarVocabulary,
-        mark: bytes,
+        opening: re.Pattern[bytes],
         mark_id: int | None,
-        opening: re.Pattern[bytes] | None,
     ) -> None:
-        """A call begins with `mark` anywhere (the token `mark_id` where that is a special one; b"" for none), or at the
-        answer's beginning with the first group of `opening`."""
-        self._make, self._vocabulary, self._mark, self._mark_id = make_rules, vocabulary, mark, mark_id
-        self._opening = opening
+        """A call begins with the first group of `opening`, and with the token `mark_id`."""
+        self._make, self._vocabulary, self._opening, self._mark_id = make_rules, vocabulary, opening, mark_id
         self._text = bytearray()
         self._ends: list[int] = []  # of the text, behind each free token
         self._rules: TokenConstraint | None = None
@@ -316,15 +339,14 @@ class FromCall:
 
     def _begun(self, token: int, begin: int) -> TokenConstraint | None:
         """The rules, where a call begins with this token, whose text is that from `begin` on."""
-        if self._mark_id is not None:
-            first = [token] if token == self._mark_id else None
-        else:
-            start = self._text.find(self._mark, max(0, begin - len(self._mark) + 1)) if self._mark else -1
-            first = None if start < 0 else self._vocabulary.spelled(bytes(self._text[start:]))
-        if first is None and self._opening is not None and begin < _OPENING_BYTES:
-            found = self._opening.match(self._text)
-            first = None if found is None else self._vocabulary.spelled(bytes(self._text[found.start(1) :]))
-        return None if first is None else _following(self._make(), first)
+        first = [token]
+        if token != self._mark_id:
+            found = self._opening.finditer(self._text, max(0, begin - _OPENING_BYTES))
+            start = next((each.start(1) for each in found if each.end() > begin), None)
+            if start is None:
+                return None
+            first = self._vocabulary.spelled(bytes(self._text[start:]))
+        return _following(self._make(), first)
 
 
 def _following(rules: TokenConstraint, tokens: Sequence[int]) -> TokenConstraint | None:
@@ -333,3 +355,81 @@ def _following(rules: TokenConstraint, tokens: Sequence[int]) -> TokenConstraint
         return rules if all(map(rules.try_advance, tokens)) else None
     except ConstraintError:
         return None
+
+
+class CallsOrText:
+    """Rules of an answer that is calls, or text of a structure: see
+    `edgellm.engines.speculation.constraints.TokenConstraint`.
+
+    What begins as a call does is one, whatever the structure allows: as it is read.
+    """
+
+    def __init__(self, calls: TokenConstraint, text: TokenConstraint, opening: TokenConstraint) -> None:
+        """`opening` takes each text that begins as a call does, and is complete from there on."""
+        self._rules = (calls, text, opening)
+        self._taken = [0, 0, 0]  # tokens, by each of them: it is followed while it has taken all
+        self._count = 0
+
+    def _followed(self, number: int) -> bool:
+        return self._taken[number] == self._count
+
+    @property
+    def _answers(self) -> list[TokenConstraint]:
+        """What may still be followed: the calls, the text, or both."""
+        return [self._rules[number] for number in (0, 1) if self._followed(number)]
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """See `TokenConstraint`."""
+        first, *second = self._answers
+        first.fill_mask(row)
+        if second:
+            text, opening = np.empty_like(row), np.empty_like(row)
+            second[0].fill_mask(text)
+            self._rules[2].fill_mask(opening)
+            words = row.view(np.uint32)
+            words |= text.view(np.uint32) & ~opening.view(np.uint32)
+
+    def try_advance(self, token: int) -> bool:
+        """See `TokenConstraint`."""
+        calls, text, opening = self._rules
+        is_open = self._followed(0) and self._followed(1)
+        took = [
+            self._followed(0) and calls.try_advance(token),
+            self._followed(1) and text.try_advance(token),
+            is_open and opening.try_advance(token),
+        ]
+        if took[1] and took[2] and opening.is_complete():
+            text.rollback(1)
+            took[1] = False
+        if not any(took[:2]):
+            if took[2]:
+                opening.rollback(1)
+            return False
+        self._count += 1
+        self._taken = [self._count if each else taken for each, taken in zip(took, self._taken, strict=True)]
+        return True
+
+    def rollback(self, count: int) -> None:
+        """See `TokenConstraint`."""
+        self._count -= count
+        for number, rules in enumerate(self._rules):
+            if self._taken[number] > self._count:
+                rules.rollback(self._taken[number] - self._count)
+                self._taken[number] = self._count
+
+    def forced(self, most: int) -> list[int]:
+        """See `TokenConstraint`."""
+        answers = self._answers
+        return answers[0].forced(most) if len(answers) == 1 else []
+
+    def is_free(self) -> bool:
+        """Each token is allowed by the one or the other."""
+        return False
+
+    def is_complete(self) -> bool:
+        """See `TokenConstraint`."""
+        return any(each.is_complete() for each in self._answers)
+
+    def is_stopped(self) -> bool:
+        """See `TokenConstraint`."""
+        return all(each.is_stopped() for each in self._answers)

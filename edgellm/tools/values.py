@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from edgellm.structure.schema_keywords import TYPES
+from edgellm.structure.steps import folded
 
-#: So many $refs, and schemas in schemas, are followed.
-_MOST_LEVELS = 20
 _WORDS = {"True": True, "False": False, "None": None}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = re.compile(
@@ -58,7 +58,7 @@ def python_json(source: str) -> str:
         raise ValueError(str(error)) from error
 
 
-def _literal(node: ast.AST) -> Any:
+def _literal(node: ast.AST | None) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float, bool, type(None))):
         return node.value
     if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
@@ -67,7 +67,7 @@ def _literal(node: ast.AST) -> Any:
         return [_literal(each) for each in node.elts]
     if isinstance(node, ast.Dict):
         pairs = zip(node.keys, node.values, strict=True)
-        return {str(_literal(key)): _literal(value) for key, value in pairs if key is not None}
+        return {str(_literal(key)): _literal(value) for key, value in pairs}
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         value = _literal(node.operand)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -87,26 +87,41 @@ def unescaped(text: str) -> str:
     return _ESCAPE.sub(character, text)
 
 
-def kinds_of(schema: Any, root: Any, level: int = 0) -> frozenset[str]:
+def kinds_of(schema: Any, root: Any) -> frozenset[str]:
     """The JSON types that a value may have, an "integer" also where it may be any "number"; those that the schema
     leaves open are all there. `root` is the schema that has the definitions."""
-    kinds = frozenset(TYPES)
-    if not isinstance(schema, dict) or level > _MOST_LEVELS:
-        return kinds
-    if "type" in schema:
-        named = {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
-        kinds &= named | ({"integer"} if "number" in named else set())
-    values = named_values(schema)
-    if values is not None:
-        kinds &= {_kind(each) for each in values}
-    if "$ref" in schema:
-        kinds &= kinds_of(referred(schema["$ref"], root), root, level + 1)
-    for keyword in ("anyOf", "oneOf"):
-        if keyword in schema:
-            kinds &= frozenset().union(*(kinds_of(each, root, level + 1) for each in schema[keyword]))
-    for each in schema.get("allOf", ()):
-        kinds &= kinds_of(each, root, level + 1)
-    return kinds
+    return all_kinds([schema], root)[0]
+
+
+def all_kinds(schemas: Iterable[Any], root: Any) -> list[frozenset[str]]:
+    """The types of each of the schemas; see `kinds_of`."""
+    everything = frozenset(TYPES)
+
+    def held(schema: Any, keyword: str) -> list[Any]:
+        return schema.get(keyword, []) if isinstance(schema, dict) else []
+
+    def every(schema: Any) -> list[Any]:
+        return [*held(schema, "allOf"), *([referred(schema["$ref"], root)] if held(schema, "$ref") else [])]
+
+    def value(schema: Any, known: Callable[[Any], frozenset[str] | None]) -> frozenset[str]:
+        def those(each: Any) -> frozenset[str]:
+            found = known(each)
+            return everything if found is None else found
+
+        kinds = everything
+        if not isinstance(schema, dict):
+            return kinds
+        if "type" in schema:
+            named = {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
+            kinds &= named | ({"integer"} if "number" in named else set())
+        values = named_values(schema)
+        if values is not None:
+            kinds &= set(map(kind_of, values))
+        for keyword in {"anyOf", "oneOf"} & set(schema):
+            kinds &= frozenset().union(*map(those, schema[keyword]))
+        return kinds.intersection(*map(those, every(schema)))
+
+    return folded(schemas, lambda each: [*held(each, "anyOf"), *held(each, "oneOf"), *every(each)], value)
 
 
 def named_values(schema: dict[str, Any]) -> list[Any] | None:
@@ -123,7 +138,8 @@ def referred(reference: str, root: Any) -> Any:
     return found
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else "boolean"
     if isinstance(value, (int, float)):
@@ -141,7 +157,7 @@ def typed_text(text: str, schema: Any, root: Any = None) -> str:
         found = _json_of(text)
     except (ValueError, RecursionError):
         return json_text(text)
-    return json_text(text) if "string" in kinds and _kind(parsed_json(found)) not in kinds else found
+    return json_text(text) if "string" in kinds and kind_of(parsed_json(found)) not in kinds else found
 
 
 def _json_of(text: str) -> str:

@@ -10,10 +10,10 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 from edgellm.errors import EngineDirectoryError, ImageError
+from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import DEFAULT_LIMITS, ImageLimits, image_of_url, read_image
 from edgellm.multimodal.image_processor import PreparedImage, expand_image_tokens, open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
-from edgellm.serving.metrics import Metrics
 from edgellm.text.messages import ImageReference
 
 
@@ -78,10 +78,12 @@ class VisionEncoder:
         return place_images(prompt_ids, embeddings, self.image_token_id, self._config)
 
     def close(self) -> None:
-        """Free all memory."""
-        self._runner.close()
-        if self._own is not None:
-            self._own.close()
+        """Free all memory; requests that are being prepared meanwhile still find the processor."""
+        runner, own = self._runner, self._own
+        del self._runner, self._own
+        runner.close()
+        if own is not None:
+            own.close()
 
     def _prepared(self, reference: ImageReference) -> PreparedImage:
         try:

@@ -9,17 +9,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from edgellm.defaults import ModelDefaults
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.errors import EngineDirectoryError, closed_error
-from edgellm.serving.metrics import Metrics
+from edgellm.metrics import Metrics
 from edgellm.text.messages import ImageReference
+from edgellm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from edgellm.engines.runners.prompt_images import PromptImages
     from edgellm.multimodal.image_processor import PreparedImage
-    from edgellm.text.tokenizer import Tokenizer
     from edgellm.vision.encoder import VisionEncoder
 
 
@@ -34,9 +35,10 @@ class LazyVisionEncoder:
     memory: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, open_vision_encoder: Callable[[], VisionEncoder], backend: Backend, image_token_id: int) -> None:
-        self._open_vision_encoder, self._backend, self._image_token_id = open_vision_encoder, backend, image_token_id
+        self._image_token_id = image_token_id
+        #: What opens it, and where; None when it is closed: whoever holds it then holds no backend.
+        self._opening: tuple[Callable[[], VisionEncoder], Backend] | None = (open_vision_encoder, backend)
         self._vision: VisionEncoder | None = None
-        self._is_closed = False
         self._lock = threading.Lock()
 
     def load(self, progress: Callable[[int, int], None] | None = None) -> None:
@@ -59,19 +61,20 @@ class LazyVisionEncoder:
     def close(self) -> None:
         """Free all memory."""
         with self._lock:
-            self._is_closed = True
+            self._opening = None
             if self._vision is not None:
                 self._vision.close()
                 self._vision = None
 
     def _opened(self) -> VisionEncoder:
         with self._lock:
-            if self._is_closed:  # as a request may find that was being prepared meanwhile
+            if self._opening is None:  # as a request may find that was being prepared meanwhile
                 raise closed_error()
             if self._vision is None:
-                vision = self._open_vision_encoder()
+                open_vision_encoder, backend = self._opening
+                vision = open_vision_encoder()
                 try:
-                    self._backend.check_memory(MemoryPlan({**vision.memory}))
+                    backend.check_memory(MemoryPlan({**vision.memory}))
                     vision.load()
                 except BaseException:
                     vision.close()
@@ -120,6 +123,15 @@ def image_writer(directory: EngineDirectory, tokenizer: Tokenizer) -> Callable[[
     marker = re.compile(f"{re.escape(before)}(?!{re.escape(image)})")
     written = f"\n\n{before}{image}{behind}\n\n"
     return lambda text: marker.sub(lambda match: written, text)
+
+
+def open_texts(directory: EngineDirectory, vision_engines: EngineDirectory | None) -> tuple[Tokenizer, ModelDefaults]:
+    """The tokenizer of a directory, which writes images where there are `vision_engines`, and the model's defaults;
+    EngineDirectoryError for files that are wrong."""
+    tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
+    if vision_engines is not None:
+        tokenizer.takes_images, tokenizer.write_images = True, image_writer(vision_engines, tokenizer)
+    return tokenizer, ModelDefaults(directory.path)
 
 
 def vision_directory(directory: EngineDirectory, path: str | Path | None) -> EngineDirectory | None:

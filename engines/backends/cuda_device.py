@@ -387,6 +387,15 @@ class CudaDevice:
             self._context = None
 
 
+def gpu_memory() -> tuple[int, int]:
+    """Bytes of the first GPU's memory that are free, and in all. Raises MissingDependencyError."""
+    device = CudaDevice()
+    try:
+        return device.free_memory()
+    finally:
+        device.close()
+
+
 def checked(driver: Any, result: tuple) -> Any:
     """The value of a call of the driver, of which there is one at most; raises EngineError with its status."""
     status, *values = result

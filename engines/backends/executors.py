@@ -9,10 +9,10 @@ from dataclasses import replace
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows
 from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal, title
 from edgellm.engines.backends.recurrent_steps import recurrent_refusal
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.decode.tilings import Capacity, fastest
 from edgellm.kernels.gpu import find_gpu

@@ -24,9 +24,9 @@ from edgellm.engines.backends.base import check_bound, check_scratch, checked_bi
 from edgellm.engines.backends.kernel_executors import Executor, StepKernels
 from edgellm.engines.backends.kernel_steps import adapter_words, most_rows, passes, scratch_of
 from edgellm.engines.backends.recurrent_steps import layer_begins
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Attention, Program
-from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.states import without_layer
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout, PackedMatrix

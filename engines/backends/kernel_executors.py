@@ -28,7 +28,7 @@ from edgellm.engines.backends.recurrent_steps import (
     recurrent_launches,
     recurrent_refusal,
 )
-from edgellm.engines.lora.config import SCALES
+from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.program import (
     Attention,
     Input,

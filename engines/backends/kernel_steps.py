@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, recurrent_refusal
-from edgellm.engines.lora.config import AdaptedProjection
+from edgellm.engines.model.adapted_projections import AdaptedProjection
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Attention,

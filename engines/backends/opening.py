@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 from edgellm.engines.backends.base import Backend
+from edgellm.engines.backends.device_layouts import model_layouts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
-from edgellm.engines.quantization.device_layouts import model_layouts
 from edgellm.kernels.gpu import find_gpu
 
 BACKENDS = ("auto", "numpy", "tensorrt")

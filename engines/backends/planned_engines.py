@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.executors import kernel_executor, split_refusal
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.program import NormLinear, Program
-from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.segments import segment_shapes
-from edgellm.engines.quantization.device_layouts import PackedLayouts
 from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.prefill.twin import NumpyPrefill
 

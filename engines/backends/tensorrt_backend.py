@@ -11,10 +11,12 @@ from typing import Any
 
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
 from edgellm.engines.backends.executors import kernel_executor, plan_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
+from edgellm.engines.backends.plan_files import gpu_platform, load_or_build_plan
 from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
@@ -23,15 +25,13 @@ from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.plan_files import gpu_platform, load_or_build_plan
 from edgellm.engines.errors import DeviceMemoryError, EngineError
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, most_logit_rows
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
-from edgellm.engines.quantization.device_layouts import PackedLayouts, packed_layouts, packed_memory
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -68,7 +68,7 @@ class TensorRTBackend(CudaDevice):
         with ExitStack() as opened:
             super().__init__()
             opened.callback(super().close)
-            self._module = KernelModule(self.gpu, self.stream.handle)
+            self._module = KernelModule(self.gpu, self.stream)
             opened.callback(self._module.close)
             self._load()
             self._opened = opened.pop_all()
@@ -265,13 +265,10 @@ class TensorRTBackend(CudaDevice):
             raise EngineError(refusal)
 
         def build() -> bytes:
-            logger.warning(
-                "building %s for %s with TensorRT %s: no plan was there",
-                shape.name,
-                self._platform.compute_capability,
-                self._library.version,
-            )
-            return build_plan(config, shape, self.compute_dtype, attention, self._platform.compute_capability)
+            capability = self._platform.compute_capability
+            stage = f"Plans are built for {capability} with TensorRT {self._library.version}: none were there"
+            logger.warning("%s: %s", stage, shape.name, extra={"stage": (stage, shape.name)})
+            return build_plan(config, shape, self.compute_dtype, attention, capability)
 
         plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
         return TensorRTEngine(self._library, self._runtime, plan, shape, self._runtime_cache)

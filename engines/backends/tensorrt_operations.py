@@ -9,11 +9,11 @@ import numpy as np
 
 from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
 from edgellm.engines.errors import BuildError, EngineError
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.operations import Operations
 from edgellm.engines.model.program import GatedDelta, ShortConvolution
-from edgellm.engines.model.programs import ModelConfig, model_program
 
 #: Compute capabilities with fused kernels for IAttention in TensorRT-RTX; elsewhere it must be decomposed, and was
 #: slower than the composition below (sm_90: 1.60 against 1.37 ms for a decode step).

@@ -10,7 +10,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from edgellm.engines.backends.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.backends.plan_files import (
+    PlanManifest,
+    Platform,
+    directory_network,
+    find_plan,
+    network_digest,
+    plan_path,
+    store_plan,
+    write_plan,
+)
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import (
     EMBEDDINGS,
@@ -29,7 +40,6 @@ from edgellm.engines.building.checks import (
 from edgellm.engines.building.inputs import (
     BuildInputs,
     WeightTransfer,
-    copy_hashed,
     own_files,
     read_adapters,
     read_decoder_config,
@@ -41,9 +51,7 @@ from edgellm.engines.building.inputs import (
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
-from edgellm.engines.directories.digests import FileDigest, current_digest, remember_digest
 from edgellm.engines.directories.engine_directory import (
     EngineDirectory,
     adapter_names,
@@ -52,29 +60,20 @@ from edgellm.engines.directories.engine_directory import (
     write_description,
 )
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
-from edgellm.engines.directories.plan_files import (
-    PlanManifest,
-    Platform,
-    directory_network,
-    find_plan,
-    network_digest,
-    plan_path,
-    store_plan,
-    write_plan,
-)
-from edgellm.engines.directories.small_files import size_limit
-from edgellm.engines.directories.staged_directory import StagedDirectory
-from edgellm.engines.directories.strict_formats import JSONObject
-from edgellm.engines.errors import BuildError, CheckpointError, EngineError
+from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError, EngineError
+from edgellm.engines.families.programs import ModelConfig
+from edgellm.engines.formats.digests import FileDigest, copy_hashed, current_digest, remember_digest
+from edgellm.engines.formats.small_files import size_limit
+from edgellm.engines.formats.staged_directory import StagedDirectory
+from edgellm.engines.formats.strict_formats import JSONObject
+from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES
 from edgellm.engines.model.config import HEADS, MTP, DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
-from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import folder_quantization
-from edgellm.engines.quantization.device_layouts import PackedLayouts, model_layouts, packed_memory
 
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
 #: "head" (rows) and "finish".
@@ -115,6 +114,7 @@ def build_engine_directory(
     embedding: str = EMBEDDINGS[0],
     tool_format: str | None = None,
     draft_vocabulary: str | Path | None = None,
+    check: Callable[[Path, BuildReport], None] | None = None,
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
@@ -127,7 +127,8 @@ def build_engine_directory(
     draft's own head becomes the same. `embedding` is one of `EMBEDDINGS`: where tokens are looked up of a model whose
     embedding table was its head. `tool_format` names the format of the model's calls.
     Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. With
-    `force` an existing engine directory is replaced, once the new one is complete.
+    `force` an existing engine directory is replaced, once the new one is complete. `check` gets the directory before it
+    has its name, and the report; what it raises fails the build, in an error that names the checkpoint's files.
     Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
     """
     started, progress = time.perf_counter(), progress or _no_progress
@@ -179,14 +180,12 @@ def build_engine_directory(
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
     try:
-        digests = _make(job, report, progress)
+        _make(job, report, progress, check)
     except OSError as error:
         raise BuildError(
             f"{target} was not built, and nothing was left behind: {error.strerror or error}"
             + (f" ({error.filename})" if error.filename else "")
         ) from error
-    for name, digest in digests.items():
-        remember_digest(target / name, digest)
     return _finished(report, started)
 
 
@@ -366,8 +365,10 @@ def _has_vision_part(source: Path) -> bool:
     return is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values)
 
 
-def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileDigest]:
-    """Write the directory under another name, then move it to its place; gives the digests of the weights."""
+def _make(
+    job: _Job, report: BuildReport, progress: Progress, check: Callable[[Path, BuildReport], None] | None
+) -> None:
+    """Write the directory under another name, let it be checked, then move it to its place."""
     copied, total = 0, job.inputs.weight_bytes
 
     def advance(count: int) -> None:
@@ -395,10 +396,27 @@ def _make(job: _Job, report: BuildReport, progress: Progress) -> dict[str, FileD
         write_description(
             staged.path, _description(job.inputs, job.dtype, job.attention, job.limits, files, job.tool_format)
         )
+        report.published_bytes = sum(digest.size for digest in published.values())
+        report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
+        if check is not None:
+            for name, digest in digests.items():
+                remember_digest(staged.path / name, digest)
+            try:
+                check(staged.path, report)
+            except EdgeLLMError as error:
+                raise BuildError(f"{job.target} was not built: {_by_source(str(error), job, staged.path)}") from error
         staged.commit(job.replace)
-    report.published_bytes = sum(digest.size for digest in published.values())
+    for name, digest in digests.items():
+        remember_digest(job.target / name, digest, staged.path / name)
     progress("finish", 1, 1)
-    return digests
+
+
+def _by_source(text: str, job: _Job, staged: Path) -> str:
+    """A message with the names of the checkpoint's files for those of their copies."""
+    sources = {**job.inputs.published, **job.inputs.weights}
+    for name, source in sorted(sources.items(), key=lambda item: len(item[0]), reverse=True):
+        text = text.replace(str(staged / name), str(source))
+    return text.replace(str(staged), str(job.inputs.published["config.json"].parent))
 
 
 def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTransfer, progress: Progress) -> None:
@@ -445,8 +463,8 @@ def _engine_dtype(config: DecoderConfig) -> str:
 
 
 def _finished(report: BuildReport, started: float) -> BuildReport:
-    report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
-    report.total_seconds = time.perf_counter() - started
+    report.peak_host_bytes = report.peak_host_bytes or peak_memory() + report.workers_peak_bytes
+    report.total_seconds = time.perf_counter() - started - report.token_seconds
     return report
 
 

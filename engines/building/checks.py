@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from edgellm.engines.backends.plan_files import Platform, present_platform
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
-from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
-from edgellm.engines.directories.plan_files import Platform, present_platform
-from edgellm.engines.directories.small_files import check_tokenizer_file
-from edgellm.engines.directories.staged_directory import holds, is_vacant, lack_of_space
 from edgellm.engines.errors import BuildError, CheckpointError
+from edgellm.engines.formats.small_files import check_tokenizer_file
+from edgellm.engines.formats.staged_directory import holds, is_vacant, lack_of_space
 from edgellm.engines.lora.adapter import LARGEST_RANK
 from edgellm.engines.model.config import HEADS, DecoderConfig
 from edgellm.engines.model.limits import (
@@ -185,6 +184,12 @@ def check_limits(
             f"--prefill-chunk is {chunk}: expected a multiple of {PREFILL_CHUNK_STEP} from {PREFILL_CHUNK_STEP} to "
             f"{LARGEST_PREFILL_CHUNK}"
         )
+    for name, bound in context_bounds(config).items():
+        if bound < PREFILL_CHUNK_STEP:
+            raise BuildError(
+                f"config.json has {name}, which is not supported. Up to {bound} tokens of context it changes nothing, "
+                f"but the least context is {PREFILL_CHUNK_STEP}: choose another model"
+            )
     trained, capacity = config.max_position_embeddings, limits.kv_capacity
     if capacity < chunk or (capacity > trained and not beyond_trained_context) or capacity > LARGEST_CONTEXT:
         trained = min(trained, LARGEST_CONTEXT)
@@ -269,19 +274,6 @@ def check_places(source: Path, target: Path, force: bool) -> None:
         raise BuildError(f"{target} exists and is not an engine directory: name another place, or remove it yourself")
     if not force:
         raise BuildError(f"{target} exists: --force replaces it, --refresh-plans gives it the plans that it lacks")
-
-
-def check_checkpoint_places(source: Path, target: Path, force: bool, kind: str = "checkpoint") -> None:
-    """Raise CheckpointError where a checkpoint of the `kind`, made of a source, would overwrite something else."""
-    if holds(target, source):
-        raise CheckpointError(f"{target} is the source {source} or holds it: name another place for the new directory")
-    if is_vacant(target):
-        return
-    is_checkpoint = any((target / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
-    if not is_checkpoint or (target / DESCRIPTION_NAME).exists():
-        raise CheckpointError(f"{target} exists and is no {kind}: name another place, or remove it yourself")
-    if not force:
-        raise CheckpointError(f"{target} exists: --force replaces it")
 
 
 def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...], str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
@@ -14,12 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from edgellm.engines.backends.device_layouts import with_delta_products
 from edgellm.engines.building.checks import check_tokenizer
 from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary, write_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.tensors import is_multimodal
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
-from edgellm.engines.directories.digests import BLOCK_BYTES, FileDigest, current_digest, hash_file
 from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, WEIGHT_INDEX, published_file_names
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
@@ -28,21 +26,22 @@ from edgellm.engines.directories.engine_parts import (
     is_adapter_name,
     is_weight_file,
 )
-from edgellm.engines.directories.small_files import check_ordinary, open_ordinary, size_limit, too_large
 from edgellm.engines.errors import AdapterError, BuildError, CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
 from edgellm.engines.families.mtp import has_packed_head, read_mtp
+from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.families.vision_config import read_vision
+from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, current_digest, hash_file
+from edgellm.engines.formats.small_files import check_ordinary, size_limit
+from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import DRAFT_HEAD, HEADS, MTP, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, unread_tensors
-from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE
-from edgellm.engines.quantization.device_layouts import with_delta_products
-from edgellm.engines.quantization.heads import write_head
 from edgellm.engines.quantization.layout import Quantization
+from edgellm.engines.quantizer.heads import write_head
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 _DRAFT_PREFIX, _LORA_PREFIX, _VISION_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER}/", f"{VISION_FOLDER}/"
@@ -303,43 +302,6 @@ def _weight_files(checkpoint: Checkpoint, prefix: str, published: dict[str, Path
     if len(checkpoint.files) > 1:
         published[f"{prefix}{WEIGHT_INDEX}"] = checkpoint.path / WEIGHT_INDEX
     return {f"{prefix}{path.name}": path for path in checkpoint.files}
-
-
-class Cancelled(Exception):
-    """The copy was stopped."""
-
-
-def copy_hashed(
-    source: Path,
-    destination: Path,
-    stop: threading.Event,
-    advance: Callable[[int], None] | None = None,
-    limit: int | None = None,
-) -> FileDigest:
-    """Copy an ordinary file in one pass that also hashes it; `advance` gets the bytes of each block.
-
-    Only one block is in memory at a time. Raises OSError, also for more than `limit` bytes and for what is no ordinary
-    file, or Cancelled once `stop` is set.
-    """
-    digest, size = hashlib.sha256(), 0
-    buffer = bytearray(BLOCK_BYTES)
-    view = memoryview(buffer)
-    with open_ordinary(source) as reader, destination.open("xb", buffering=0) as writer:
-        while count := reader.readinto(buffer):
-            if stop.is_set():
-                raise Cancelled
-            block = view[:count]
-            digest.update(block)
-            written = 0
-            while written < count:
-                written += writer.write(block[written:])
-            size += count
-            if limit is not None and size > limit:
-                raise too_large(source, None, limit)
-            if advance is not None:
-                advance(count)
-        os.fsync(writer.fileno())
-    return FileDigest(digest.hexdigest(), size)
 
 
 class WeightTransfer:

@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
 
+from edgellm.engines.backends.plan_files import Platform
 from edgellm.engines.backends.platform import usable_cores
 from edgellm.engines.backends.tensorrt_operations import build_plan
-from edgellm.engines.directories.plan_files import Platform
-from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import BuildError, EdgeLLMError
+from edgellm.engines.families.programs import ModelConfig
+from edgellm.engines.formats.strict_formats import JSONObject, plain_values
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import available_memory
-from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.vision import VisionConfig
 
 _MOST_WORKERS = 4
@@ -62,7 +62,8 @@ class BuildReport:
     `head_bytes` are those of packed heads.
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
-    upper bound, as they share libraries. `notes` are what a user should know.
+    upper bound, as they share libraries. `notes` are what a user should know. `token_seconds` are those that a check
+    spent on a token of the model, which are in none of the others.
     """
 
     path: Path
@@ -83,6 +84,7 @@ class BuildReport:
     vision: VisionConfig | None = None
     targets: list[str] = field(default_factory=list)
     head_bytes: int = 0
+    token_seconds: float = 0.0
 
     def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
         """Note a plan that was built."""

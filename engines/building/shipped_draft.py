@@ -13,15 +13,15 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.directories.digests import FileDigest, hash_file
-from edgellm.engines.directories.small_files import read_text, read_tokenizer
-from edgellm.engines.directories.strict_formats import is_integer
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.families.mtp import has_mtp, missing_mtp
+from edgellm.engines.formats.digests import FileDigest, hash_file
+from edgellm.engines.formats.small_files import read_text, read_tokenizer
+from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import MTP, DecoderConfig
 from edgellm.engines.model.draft_decoder import MAPPING
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.quantization.written_layout import StoredTensor, write_tensors
+from edgellm.engines.quantizer.written_layout import StoredTensor, write_tensors
 from edgellm.kernels.errors import shown
 
 #: How many ids a draft has where nothing else is asked for.

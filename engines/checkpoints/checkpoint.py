@@ -12,8 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.checkpoints.tensors import (
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, foreign_model, open_weight_files
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
+from edgellm.engines.formats.strict_formats import JSONObject
+from edgellm.engines.formats.tensors import (
     STORAGE,
     VISION_PREFIXES,
     convert,
@@ -22,9 +25,6 @@ from edgellm.engines.checkpoints.tensors import (
     published_names,
     value_and_place,
 )
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, foreign_model, open_weight_files
-from edgellm.engines.directories.strict_formats import JSONObject
-from edgellm.engines.errors import CheckpointError
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.quantization.compressed_tensors import PackQuantized
 from edgellm.engines.quantization.config import read_quantization

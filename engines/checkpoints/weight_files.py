@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile
-from edgellm.engines.directories.small_files import size_limit
-from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.safetensors_file import SafetensorsFile
+from edgellm.engines.formats.small_files import size_limit
+from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.kernels.user_paths import printable
 
 SINGLE_FILE = "model.safetensors"

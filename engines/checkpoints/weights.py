@@ -10,10 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, not_finite_error, overflow_error, storage_of
-from edgellm.engines.checkpoints.tensors import convert, float32_into
-from edgellm.engines.directories.digests import is_known_finite, remember_finite
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.formats.digests import is_known_finite, remember_finite
+from edgellm.engines.formats.tensors import convert, float32_into
+from edgellm.engines.model.config import DraftConfig, WeightSpec
+from edgellm.engines.model.draft_decoder import MAPPING
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.sampling.twin import first_not_finite
 
@@ -168,3 +169,12 @@ def _part(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarr
             f"{list(shape)}. Take config.json and weights of one and the same model"
         )
     return values
+
+
+def load_draft_to_target(checkpoint: Checkpoint, config: DraftConfig) -> np.ndarray:
+    """The base's token id of each draft id, int32 [draft_vocab_size]: `d2t` holds what must be added to the draft id.
+
+    Raises CheckpointError where `d2t` is missing or not of a whole-number type.
+    """
+    own = np.arange(config.draft_vocab_size, dtype=np.int64)
+    return (own + checkpoint.integers(MAPPING) if config.has_mapping else own).astype(np.int32)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE, foreign_model
-from edgellm.engines.directories.digests import FileDigest, current_digest, hash_bytes, recall_digest
+from edgellm.engines.checkpoints.weight_files import HEAD_FILE, INDEX_FILE, SINGLE_FILE, foreign_model
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
     LORA_FOLDER,
@@ -30,13 +29,15 @@ from edgellm.engines.directories.engine_parts import (
     parse_files,
     parse_vision,
 )
-from edgellm.engines.directories.small_files import CONFIG_BYTES, read_file
-from edgellm.engines.directories.strict_formats import JSONObject, plain_values
-from edgellm.engines.errors import EngineDirectoryError
+from edgellm.engines.errors import CheckpointError, EngineDirectoryError
+from edgellm.engines.families.programs import ModelConfig
+from edgellm.engines.formats.digests import FileDigest, current_digest, hash_bytes, recall_digest
+from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
+from edgellm.engines.formats.staged_directory import holds, is_vacant
+from edgellm.engines.formats.strict_formats import JSONObject, plain_values
 from edgellm.engines.model.config import HEADS, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.model.limits import KV_CACHES, EngineLimits
-from edgellm.engines.model.programs import ModelConfig
 from edgellm.engines.model.rotary import context_bounds
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import folder_quantization
@@ -377,3 +378,16 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         vision=vision,
         tool_format=values.get(_TOOL_KEY, "str") if _TOOL_KEY in values.values else None,
     )
+
+
+def check_checkpoint_places(source: Path, target: Path, force: bool, kind: str = "checkpoint") -> None:
+    """Raise CheckpointError where a checkpoint of the `kind`, made of a source, would overwrite something else."""
+    if holds(target, source):
+        raise CheckpointError(f"{target} is the source {source} or holds it: name another place for the new directory")
+    if is_vacant(target):
+        return
+    is_checkpoint = any((target / name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
+    if not is_checkpoint or (target / DESCRIPTION_NAME).exists():
+        raise CheckpointError(f"{target} exists and is no {kind}: name another place, or remove it yourself")
+    if not force:
+        raise CheckpointError(f"{target} exists: --force replaces it")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
-from edgellm.engines.directories.digests import FileDigest
-from edgellm.engines.directories.strict_formats import JSONObject, as_json
+from edgellm.engines.formats.digests import FileDigest
+from edgellm.engines.formats.strict_formats import JSONObject, as_json
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter, adapter_digest
 from edgellm.engines.model.config import (
     CONV_WIDTHS,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.cwm import CWM
 from edgellm.engines.families.decoders import Family, filled
@@ -25,6 +24,7 @@ from edgellm.engines.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
 from edgellm.engines.families.qwen3_vl import QWEN3_VL
 from edgellm.engines.families.seed_oss import SEED_OSS
 from edgellm.engines.families.smollm3 import SMOLLM3
+from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 
 __all__ = ["FAMILIES", "decoder_config"]

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.directories.strict_formats import as_json, is_integer
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import filled, read_decoder
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.other_drafts import other_draft
 from edgellm.engines.families.qwen3 import QWEN3
+from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights

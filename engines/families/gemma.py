@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgellm.engines.directories.strict_formats import as_json, is_number
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
 from edgellm.engines.families.vision_language import inner_family, text_fields, with_image_tokens
+from edgellm.engines.formats.strict_formats import as_json, is_number
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.rotary import LARGEST_THETA
 

@@ -10,10 +10,13 @@ from edgellm.engines.model.config import DecoderConfig
 
 
 def read_llama(fields: ConfigFields, dtype: str | None, **own: Any) -> DecoderConfig:
-    """`attention_bias` gives all four projections of the attention a bias, `mlp_bias` all three of the MLP.
+    """`attention_bias` gives all four projections of the attention a bias, `mlp_bias` all three of the MLP. The first
+    conversions of LLaMA call the positions `max_sequence_length`.
 
     `own` is what another family with these switches adds, for `read_decoder`.
     """
+    if "max_sequence_length" in fields.values:
+        fields.values = {"max_position_embeddings": fields.values["max_sequence_length"], **fields.values}
     bias, mlp_bias = fields.switch("attention_bias"), fields.switch("mlp_bias")
     return read_decoder(fields, dtype, attention_bias=bias, attention_output_bias=bias, mlp_bias=mlp_bias, **own)
 

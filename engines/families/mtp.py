@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import as_published, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_weights, mtp_draft

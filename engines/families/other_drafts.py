@@ -11,7 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from edgellm.engines.directories.strict_formats import as_json
+from edgellm.engines.formats.strict_formats import as_json
 
 #: Where speculators and SpecForge name the method by a word of its own.
 _METHOD_KEYS = (("speculators_model_type",), ("speculators_config", "algorithm"), ("dflash_config", "projector_type"))

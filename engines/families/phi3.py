@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields, every_layer
+from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 
 _SHARE = "partial_rotary_factor"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from edgellm.engines.directories.strict_formats import as_json, is_integer
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.config import DecoderConfig
 
 

@@ -6,11 +6,11 @@ tensors the decoder leaves alone.
 
 from __future__ import annotations
 
-from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields, layer_count, read_conv_width
 from edgellm.engines.families.qwen2_5_vl import QWEN_MERGE_SIZE
 from edgellm.engines.families.vision_language import text_fields, with_image_tokens
+from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 
 _TYPES = {"linear_attention": "delta", "full_attention": "attention"}

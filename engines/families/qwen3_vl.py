@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.families.decoders import Family
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.qwen2_5_vl import QWEN_IMAGE_TOKEN, QWEN_MERGE_SIZE
 from edgellm.engines.families.qwen3 import QWEN3, read_qwen3
 from edgellm.engines.families.vision_language import text_fields, vision_fields, with_image_tokens
+from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 
 _TEXT = {**QWEN3.defaults, "max_position_embeddings": 128000, "rope_theta": 500000.0}

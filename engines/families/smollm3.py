@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from edgellm.engines.directories.strict_formats import as_json
 from edgellm.engines.families.decoders import Family
 from edgellm.engines.families.fields import ConfigFields, layer_count
 from edgellm.engines.families.llama import read_llama
+from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 
 

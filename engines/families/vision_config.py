@@ -11,10 +11,10 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
-from edgellm.engines.directories.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
+from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, LARGEST_PATCH, VisionConfig
 

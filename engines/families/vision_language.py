@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.directories.strict_formats import as_json, is_integer
 from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.config import DecoderConfig
 
 #: Fields of the whole checkpoint, which count more than those of its part.

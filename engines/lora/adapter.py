@@ -10,17 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.engines.checkpoints.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.checkpoints.tensors import (
+from edgellm.engines.errors import AdapterError, CheckpointError
+from edgellm.engines.formats.digests import current_digest
+from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
+from edgellm.engines.formats.tensors import (
     STORAGE,
     float32_into,
     language_model_name,
     value_and_place,
     vision_prefix,
 )
-from edgellm.engines.directories.digests import current_digest
-from edgellm.engines.errors import AdapterError, CheckpointError
-from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig, adapted_projections
+from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
+from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import LARGEST_LORA_RANK
@@ -153,7 +154,9 @@ def _read_pairs(
     for name, info in tensors.items():
         match = _TENSOR.fullmatch(name)
         module = "" if match is None else own.get(match[1], "")
-        if match is None or not module:
+        if name.endswith(".bias"):
+            problems.append(f"trained: {name!r:.120} {list(info.shape)}: biases of adapters are not supported")
+        elif match is None or not module:
             problems.append(f"unknown: {name!r:.120} {list(info.shape)}")
         elif module in expected:
             found[module, match[2]] = info

@@ -1,4 +1,4 @@
-"""`adapter_config.json` of PEFT, with all that is wrong with it, and the projections that adapters are applied to.
+"""`adapter_config.json` of PEFT, with all that is wrong with it.
 
 Rank, scale and targets follow the rules of PEFT's `LoraConfig`: `target_modules` names the ends of module names, or is
 a regular expression for whole names; the first of `rank_pattern` and of `alpha_pattern` that matches a module's name or
@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import AdapterError
+from edgellm.engines.formats.strict_formats import LARGEST_SIZE, JSONObject
 from edgellm.engines.lora.patterns import PatternMatcher, name_starts, patterns_problems
-from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.limits import EngineLimits
-from edgellm.kernels.arrays import ITEM_SIZES
 
 CONFIG_NAME = "adapter_config.json"
 
@@ -176,8 +171,8 @@ def _unsupported_settings(values: dict[str, Any]) -> list[str]:
     for key in sorted(set(values).difference(_KNOWN, _UNSUPPORTED)):
         if values[key] not in _EMPTY:
             problems.append(f"{key!r:.60} is {values[key]!r:.60}: this setting is not known, so it is not supported")
-    if values.get("bias", "none") != "none":
-        problems.append(f"'bias' is {values['bias']!r:.60}, expected 'none': trained biases are not supported")
+    if values.get("bias", "none") not in ("none", "all", "lora_only"):  # whether any were trained, the tensors say
+        problems.append(f"'bias' is {values['bias']!r:.60}, expected 'none', 'all' or 'lora_only'")
     start = values.get("init_lora_weights")
     if isinstance(start, str) and _MUTATING.fullmatch(start.lower()):
         problems.append(
@@ -190,7 +185,7 @@ def _unsupported_settings(values: dict[str, Any]) -> list[str]:
 
 
 def _is_rank(value: Any) -> bool:
-    return type(value) is int and value >= 1
+    return type(value) is int and 1 <= value <= LARGEST_SIZE
 
 
 def _is_number(value: Any) -> bool:
@@ -217,71 +212,3 @@ def _is_pattern_map(value: Any, is_valid: Callable[[Any], bool]) -> bool:
 def _layer_of(module: str) -> int:
     match = re.match(r".*?\.[^.]*\.(\d+)\.", module)
     return int(match[1]) if match else -1
-
-
-#: The input [B, S] that says how much of each of S adapters each of B sequences takes.
-SCALES = "lora_scales"
-
-_PROJECTION = re.compile(r"(model\.layers\.\d+\.(?:self_attn|mlp|conv|linear_attn)\.\w+_proj)\.weight")
-
-
-class LowRankUpdate(Protocol):
-    """What an adapter adds to one linear layer: b @ a, of rank r."""
-
-    def matrices(self) -> tuple[np.ndarray, np.ndarray]:
-        """a [r, K] and b [N, r] float32, the adapter's scale multiplied into b."""
-
-
-@dataclass(frozen=True)
-class AdaptedProjection:
-    """A linear layer of the engines [N, K] (`name`), and the layers of the checkpoint that are fused in it.
-
-    `modules` are their names as published and their rows; they add up to N = `outputs`. K is `inputs`.
-    """
-
-    name: str
-    inputs: int
-    modules: tuple[tuple[str, int], ...]
-
-    @property
-    def outputs(self) -> int:
-        """N."""
-        return sum(rows for _, rows in self.modules)
-
-    def edge(self, slots: int, rank: int) -> tuple[tuple[str, tuple[int, int]], tuple[str, tuple[int, int]]]:
-        """Name and shape of the two engine inputs, A [S * P, K] and B [S * P, N], with P = rank * fused layers."""
-        rows = slots * rank * len(self.modules)
-        return (f"{self.name}.lora_a", (rows, self.inputs)), (f"{self.name}.lora_b", (rows, self.outputs))
-
-    def pack(self, updates: Mapping[str, LowRankUpdate], rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """One adapter's rows of the two inputs, [P, K] and [P, N] float32; zeros where it changes nothing.
-
-        `updates` has what it adds by module.
-        """
-        rows = rank * len(self.modules)
-        a, b = np.zeros((rows, self.inputs), np.float32), np.zeros((rows, self.outputs), np.float32)
-        row = column = 0
-        for module, size in self.modules:
-            if module in updates:
-                low, high = updates[module].matrices()
-                a[row : row + len(low)] = low
-                b[row : row + len(low), column : column + size] = high.T
-            row, column = row + rank, column + size
-        return a, b
-
-
-def adapted_projections(specs: Sequence[WeightSpec]) -> list[AdaptedProjection]:
-    """Those among a decoder's weights that adapters can change: every linear layer but the embedding and the head."""
-    found = []
-    for spec in specs:
-        match = _PROJECTION.fullmatch(spec.name)
-        if match:
-            modules = tuple((name.removesuffix(".weight"), shape[0]) for name, shape in spec.parts)
-            found.append(AdaptedProjection(match[1], spec.shape[1], modules))
-    return found
-
-
-def adapter_bytes(projections: Iterable[AdaptedProjection], limits: EngineLimits, dtype: str) -> int:
-    """Device memory of all adapter slots, in bytes."""
-    edges = (edge for each in projections for edge in each.edge(limits.lora_slots, limits.lora_rank))
-    return sum(math.prod(shape) for _, shape in edges) * ITEM_SIZES[dtype]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from edgellm.engines.directories.strict_formats import ADDED_LATER, bounded
+from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
 
 #: Far deeper than any published model. Every layer is described one by one, so a damaged number must not get there.
 LARGEST_DEPTH = 1024

@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
-
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.model.config import DRAFT_EMBEDDING, HEADS, MTP, DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import LayerWeights, embedding_name, head_weight_name
 from edgellm.engines.model.limits import EngineShape
@@ -148,12 +145,3 @@ def draft_engine_weights(
     none."""
     weights = draft_program(config, EngineShape(phase, 1, 1, 1, 1, model="draft")).weights
     return {name: own[name] if spec.parts else base[name] for name, spec in weights.items()}
-
-
-def load_draft_to_target(checkpoint: Checkpoint, config: DraftConfig) -> np.ndarray:
-    """The base's token id of each draft id, int32 [draft_vocab_size]: `d2t` holds what must be added to the draft id.
-
-    Raises CheckpointError where `d2t` is missing or not of a whole-number type.
-    """
-    own = np.arange(config.draft_vocab_size, dtype=np.int64)
-    return (own + checkpoint.integers(MAPPING) if config.has_mapping else own).astype(np.int32)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import reduce
 from typing import Any, Generic
 
-from edgellm.engines.lora.config import SCALES
+from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.operations import Operations, Tensor
 from edgellm.engines.model.program import (
@@ -78,6 +78,7 @@ class ProgramGraph(Generic[Tensor]):
         self._steps = [(kinds[type(step)], step) for step in program.steps]
         self._to_residual = operations.to_float32 if program.wide_residual else operations.to_compute
         residuals = {step.residual for step in program.steps if isinstance(step, LinearResidual)}
+        self._state_names = {id(step): step.state(program.shape).names for step in program.stateful}
         self._streams = sorted(residuals & program.inputs.keys())  # norm and residual then share one cast
         # Of a run, by name: inputs and what steps wrote; weights and adapters; what steps keep, by its places.
         self._values: dict[str, Tensor] = {}
@@ -180,7 +181,7 @@ class ProgramGraph(Generic[Tensor]):
             if cos_sin is not None:
                 rotated = operations.rotary_embedding(rotated, cos_sin)
             query, key = operations.split(rotated, (heads, kv_heads), axis=1)
-        mask, start, names = given["attention_mask"], given["kvcache_start_index"], self._state_names(step)
+        mask, start, names = given["attention_mask"], given["kvcache_start_index"], self._state_names[id(step)]
         keys, values, *scales = (given[name] for name in names)
         key_scales, value_scales = scales or (None, None)
         keys = operations.kv_cache_update(keys, key, start, key_scales, step.window is not None)
@@ -212,7 +213,7 @@ class ProgramGraph(Generic[Tensor]):
         return given[part]
 
     def _short_convolution(self, step: ShortConvolution) -> None:
-        given, (columns,) = self._values, self._state_names(step)
+        given, (columns,) = self._values, self._state_names[id(step)]
         weight, bias = self._weights[step.weight.name], None if step.bias is None else self._weights[step.bias.name]
         (kept,) = step.state(self._program.shape).kept_names
         given[step.output], given[kept] = self._operations.short_convolution(
@@ -221,7 +222,7 @@ class ProgramGraph(Generic[Tensor]):
         self._say_committed(step)
 
     def _gated_delta(self, step: GatedDelta) -> None:
-        given, weights, (matrices,) = self._values, self._weights, self._state_names(step)
+        given, weights, (matrices,) = self._values, self._weights, self._state_names[id(step)]
         _, kept = step.state(self._program.shape).kept_names  # the rows are kept under their own name
         given[step.output], given[kept] = self._operations.gated_delta(
             step,
@@ -243,13 +244,10 @@ class ProgramGraph(Generic[Tensor]):
         gate = operations.activation(operations.to_float32(gate), "silu")
         self._values[step.output] = operations.to_compute(operations.multiply(operations.to_float32(normed), gate))
 
-    def _state_names(self, step: Stateful) -> tuple[str, ...]:
-        return step.state(self._program.shape).names
-
     def _say_committed(self, step: Stateful) -> None:
         """Give out the states of a step that took its tokens into them."""
         if "state_tokens" in self._program.inputs:
-            for name in self._state_names(step):
+            for name in self._state_names[id(step)]:
                 self._operations.output(PRESENT + name, self._values[name])
 
     def _encoder_attention(self, step: EncoderAttention) -> None:

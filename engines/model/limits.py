@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from edgellm.engines.directories.strict_formats import ADDED_LATER, bounded
+from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
 from edgellm.engines.model.config import DecoderConfig
 
 #: What engines can be built for. A context of 16 million tokens is longer than that of any published model.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from edgellm.engines.lora.config import adapted_projections, adapter_bytes
+from edgellm.engines.model.adapted_projections import adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.limits import GIVEN_NODES, EngineLimits

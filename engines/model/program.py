@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 
-from edgellm.engines.directories.strict_formats import ADDED_LATER
-from edgellm.engines.lora.config import SCALES, AdaptedProjection, adapted_projections
+from edgellm.engines.formats.strict_formats import ADDED_LATER
+from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection, adapted_projections
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import (

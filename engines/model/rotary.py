@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.directories.strict_formats import is_number
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.strict_formats import is_number
 from edgellm.engines.model.config import DecoderConfig
 
 #: Far beyond any published parameter; what is computed from them stays finite.

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from edgellm.engines.directories.strict_formats import bounded
+from edgellm.engines.formats.strict_formats import bounded
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.limits import EngineShape
 

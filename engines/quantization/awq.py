@@ -79,10 +79,8 @@ class Awq(Quantization):
     def __init__(self, settings: Settings, dtype: str) -> None:
         settings.choice("bits" if "bits" in settings.values else "w_bit", (4,))
         kind = str(settings.values.get("version", "gemm")).lower()
-        if kind in ("gemv", "gemv_fast", "llm-awq"):
+        if kind not in ("gemm", "exllama", "ipex"):  # the others' tensors are laid out for kernels of their own
             raise settings.refused("version", "'gemm'", "Take a release in AWQ's gemm layout, or in compressed-tensors")
-        if kind not in ("gemm", "marlin", "exllama", "ipex"):
-            raise settings.refused("version", "'gemm'")
         zeros = settings.switch("zero_point", True)
         key = "group_size" if "group_size" in settings.values else "q_group_size"
         self._layout = AwqGemm(settings.group(key, 128), zeros)

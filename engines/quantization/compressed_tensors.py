@@ -182,6 +182,8 @@ def _layout(group: Settings, top: Any, dtype: str) -> Layout | None:
     if group.values.get("weights") is None:
         return None
     weights, kind = group.inner("weights"), group.values.get("format") or top
+    if not isinstance(kind, str | None):
+        raise Settings({"format": kind}, group.place).refused("format", "a layout's name", _ADVICE)
     if kind in _UNREAD:
         place = group if group.values.get("format") else Settings({"format": kind}, group.place)
         raise place.refused("format", f"a layout of weights alone ({_UNREAD[kind]} is not read)", _ADVICE)

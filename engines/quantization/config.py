@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from edgellm.engines.directories.strict_formats import JSONObject
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.quantization.awq import Awq
 from edgellm.engines.quantization.compressed_tensors import CompressedTensors
 from edgellm.engines.quantization.fp8 import FineGrainedFp8
@@ -29,6 +29,8 @@ _METHODS: dict[str, Callable[[Settings, str], Quantization]] = {
 #: Spellings of the same.
 _OTHER_NAMES = {"auto_round": "auto-round", "autoround": "auto-round", "intel/auto-round": "auto-round"}
 _OTHER_NAMES |= {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "compressed_tensors": "compressed-tensors"}
+#: Which MLX writes under "quantization" and, in newer releases, under "quantization_config" too.
+_MLX_KEYS = {"group_size", "bits"}
 _DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -45,7 +47,14 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
         place = path / MODELOPT_FILE
         values = {"quant_method": "modelopt"}
     if values is None:
-        return None
+        values = config.get("quantization")
+        if not (isinstance(values, dict) and "bits" in values):
+            return None
+    if isinstance(values, dict) and "quant_method" not in values and values.keys() >= _MLX_KEYS:
+        raise CheckpointError(
+            f"{place}: by 'quantization' the weights are packed as MLX packs them, which is not read; read are "
+            f"{', '.join(_METHODS)}. Take a release in one of these, or the model's unquantized checkpoint"
+        )
     key = "" if place.name == MODELOPT_FILE else ": quantization_config"
     if not isinstance(values, dict):
         raise CheckpointError(f"{place}{key} is {values!r:.60}, expected an object")

@@ -29,6 +29,8 @@ from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpac
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 _HEAD = "lm_head"
+#: What AutoRound may name behind a layout: the kernel that was thought of, which changes nothing of the tensors.
+_KERNELS = ("exllamav2", "triton", "tritonv2")
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,21 @@ def _flat(settings: Settings) -> tuple[str, ...]:
     return tuple(name for each in lists for name in Settings({key: each}, settings.place).names(key))
 
 
+#: By how AutoRound packs in GPTQ's layout, what zero points are stored less: its own way keeps them as they are.
+_SHIFTS = {"gptq": 1, "": 0, "gptqmodel": 0}
+
+
+def _packing(values: Mapping[str, Any]) -> str:
+    """ "gptq", "awq", "gptqmodel", or "" for AutoRound's own, of names such as "auto_round:auto_gptq:exllamav2", which
+    may end with a kernel's; releases before 0.5 call the key `backend`."""
+    named = values.get("packing_format") or values.get("backend") or "auto"
+    if named == "auto":
+        return "gptq"
+    parts = str(named).replace("auto-round", "auto_round").replace("autoround", "auto_round").split(":")
+    layouts = [part.removeprefix("auto_") for part in parts if part not in _KERNELS]
+    return ":".join(layouts[1:] if layouts[:1] == ["round"] else layouts)
+
+
 class AutoRound(Quantization):
     """Linear layers in blocks, in GPTQ's or AWQ's layout, single ones with settings of their own (`extra_config`)."""
 
@@ -167,18 +184,20 @@ class AutoRound(Quantization):
         if isinstance(bits, int) and bits >= 16:
             return None
         settings.choice("act_bits", (16, 32), 16)
-        packing = str(values.get("packing_format", "auto_round:auto_gptq")).removeprefix("auto_round:")
+        packing = _packing(values)
         if (values.get("data_type") or "int") not in ("int", "int_sym", "int_asym"):
             raise settings.refused("data_type", "'int'", "Take a release of whole numbers, or in compressed-tensors")
-        if packing == "auto_gptq" and bits in (4, 8):
-            symmetric = settings.switch("sym", True)
-            return Gptq(bits, settings.group(default=128), symmetric, False, 1, True, "AutoRound, GPTQ's layout")
-        if packing == "auto_awq" and bits == 4:
+        if packing in _SHIFTS and bits in (4, 8):
+            symmetric, shift = settings.switch("sym", True), _SHIFTS[packing]
+            return Gptq(bits, settings.group(default=128), symmetric, False, shift, True, "AutoRound, GPTQ's layout")
+        if packing == "awq" and bits == 4:
             zeros = not settings.switch("sym", True)
             return AwqGemm(settings.group(default=128), zeros, "AutoRound, AWQ's layout")
         if bits not in (4, 8):
             raise settings.refused("bits", "4 or 8 (in AWQ's layout 4)")
-        raise settings.refused("packing_format", "'auto_round:auto_gptq' or 'auto_round:auto_awq'")
+        raise settings.refused(
+            "packing_format", "'auto_round:auto_gptq', 'auto_round:auto_awq', 'auto_round:exllamav2' or 'auto_round'"
+        )
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
         """A layer's own, else that of its blocks."""

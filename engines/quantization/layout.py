@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.checkpoints.tensors import STORAGE, float32_into, vision_prefix
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.tensors import STORAGE, float32_into, vision_prefix
 from edgellm.engines.quantization.stored import StoredWeight
 from edgellm.kernels.quantization.packed_weight import WeightFormat, code_values
 

@@ -19,7 +19,6 @@ from edgellm.engines.backends.base import Backend, Engine, Readback, uploaded
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.lora.slots import AdapterSlots, require_adapters
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import (
     EMBEDDING,
@@ -33,6 +32,7 @@ from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
 from edgellm.engines.model.program import LAST_SEEN
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
+from edgellm.engines.runners.adapter_slots import AdapterSlots, require_adapters
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
 from edgellm.engines.runners.prefill import PrefillingRunner, Stops

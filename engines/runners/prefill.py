@@ -10,10 +10,10 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend, Engine, Transfer
 from edgellm.engines.errors import EngineError
-from edgellm.engines.lora.slots import AdaptedRunner
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.runners.adapter_slots import AdaptedRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
 from edgellm.engines.runners.image_inputs import ImageInputs
 from edgellm.engines.runners.prompt_images import PromptImages

@@ -117,7 +117,26 @@ def fill_tree_masks(
     return rows
 
 
-class AllowedTokens:
+class _Restriction:
+    """A rule that forbids tokens, and asks for none; see `TokenConstraint`."""
+
+    def rollback(self, count: int) -> None:
+        """The rule is the same everywhere, unless it says otherwise."""
+
+    def forced(self, most: int) -> list[int]:
+        """Nothing is forced."""
+        return []
+
+    def is_complete(self) -> bool:
+        """Nothing is asked for."""
+        return True
+
+    def is_stopped(self) -> bool:
+        """Nothing ends the answer."""
+        return False
+
+
+class AllowedTokens(_Restriction):
     """Every token of an answer is one of these, the end of sequence only where it is among them."""
 
     def __init__(self, token_ids: Iterable[int], vocab_size: int) -> None:
@@ -136,9 +155,6 @@ class AllowedTokens:
         """See `TokenConstraint`."""
         return allows(self._mask, token)
 
-    def rollback(self, count: int) -> None:
-        """The rule is the same everywhere."""
-
     def forced(self, most: int) -> list[int]:
         """See `TokenConstraint`."""
         return [] if self._only is None else [self._only] * most
@@ -147,16 +163,36 @@ class AllowedTokens:
         """See `TokenConstraint`."""
         return self._is_free
 
-    def is_complete(self) -> bool:
-        """Nothing is asked for."""
-        return True
 
-    def is_stopped(self) -> bool:
-        """Nothing ends the answer."""
-        return False
+class LateEnd(_Restriction):
+    """None of the tokens that end an answer is among its first `min_tokens`."""
+
+    def __init__(self, ending_ids: Iterable[int], min_tokens: int, vocab_size: int) -> None:
+        """`ending_ids` beyond `vocab_size` are never drawn, and left out."""
+        self._masks = [packed_mask(np.ones(vocab_size, np.bool_))] * 2
+        self._masks[1] = self._masks[0] & ~mask_of((token for token in ending_ids if token < vocab_size), vocab_size)
+        self._left = min_tokens
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        """See `TokenConstraint`."""
+        row.view(np.uint32)[:] = self._masks[self._left > 0]
+
+    def try_advance(self, token: int) -> bool:
+        """See `TokenConstraint`."""
+        is_allowed = allows(self._masks[self._left > 0], token)
+        self._left -= is_allowed
+        return is_allowed
+
+    def rollback(self, count: int) -> None:
+        """See `TokenConstraint`."""
+        self._left += count
+
+    def is_free(self) -> bool:
+        """See `TokenConstraint`."""
+        return self._left <= 0
 
 
-class BadWords:
+class BadWords(_Restriction):
     """No answer contains one of these sequences of tokens.
 
     A word of one token is never allowed. The last token of a longer one is forbidden wherever the tokens before it end
@@ -207,21 +243,9 @@ class BadWords:
         """See `TokenConstraint`."""
         del self._answer[len(self._answer) - count :]
 
-    def forced(self, most: int) -> list[int]:
-        """Words forbid tokens, they ask for none."""
-        return []
-
     def is_free(self) -> bool:
         """See `TokenConstraint`."""
         return not self._forbids_always and not self._forbidden_here()
-
-    def is_complete(self) -> bool:
-        """Nothing is asked for."""
-        return True
-
-    def is_stopped(self) -> bool:
-        """Nothing ends the answer."""
-        return False
 
 
 class AllConstraints:
@@ -243,8 +267,8 @@ class AllConstraints:
                 bits &= more
             if not bits.any():
                 raise ConstraintError(
-                    "structure, allowed_token_ids and bad_words together leave no token that could come next, not even "
-                    "the end of the answer: allow its end-of-sequence id, or forbid less"
+                    "structure, allowed_token_ids, bad_words and min_tokens together leave no token that could come "
+                    "next, not even the end of the answer: allow its end-of-sequence id, or forbid less"
                 )
 
     def try_advance(self, token: int) -> bool:

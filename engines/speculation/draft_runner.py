@@ -16,9 +16,10 @@ import numpy as np
 
 from edgellm.engines.backends.base import Backend, uploaded
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import load_draft_to_target
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DraftConfig
-from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, load_draft_to_target
+from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states

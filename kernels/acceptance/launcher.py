@@ -110,7 +110,7 @@ class CudaAcceptance(Launcher):
         sizes = self._check("eagle_accept", *arguments)
         rows = _rows_of(workspace, "eagle_accept", sizes)
         packed, kernel = self._check.pack("eagle_accept", sizes, *arguments), Kernel(WALK, "eagle_accept")
-        self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, (packed,), early=True, zeroed=rows)
+        self._launch(kernel, self._node_grid(sizes), _ROW_THREADS, (packed,), zeroed=rows)
 
     def accept_drawn(self, drawn: DeviceArray, tree: TreeNodes, active: DeviceArray, accepted: Accepted) -> None:
         """Follow the drawn tokens through the trees; see the contract."""
@@ -251,7 +251,7 @@ class CudaAcceptance(Launcher):
             pointers = (ctypes.c_void_p * _CACHES_PER_LAUNCH)(*(cache.pointer for cache in some))
             shape = (gathers, len(some), elements, rows[1] // width)
             kernel = Kernel(ADVANCE, f"move_accepted<{_ELEMENTS[width]}>")
-            self._launch(kernel, grid, _COPY_THREADS, (packed, pointers, *shape), early=True)
+            self._launch(kernel, grid, _COPY_THREADS, (packed, pointers, *shape))
 
     def advance_accepted(
         self, accepted: Accepted, state: SequenceState, pending: Pending, emitted: DeviceArray
@@ -259,7 +259,7 @@ class CudaAcceptance(Launcher):
         """Take the accepted tokens into the state of each active slot; see the contract."""
         sizes = self._check("advance_accepted", accepted, state, pending, emitted)
         packed = self._check.pack("advance_accepted", sizes, accepted, state, pending, emitted)
-        self._launch(Kernel(ADVANCE, "advance_accepted"), (sizes["B"],), _WARP, (packed,), early=True)
+        self._launch(Kernel(ADVANCE, "advance_accepted"), (sizes["B"],), _WARP, (packed,))
 
     def append_pending(
         self, hidden_states: DeviceArray, tokens: DeviceArray, state: SequenceState, pending: Pending

@@ -9,6 +9,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import Contracts, cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS
+from edgellm.kernels.decode.dequantize import dequantize
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.prefill.contract import (
     HeadNorms,
@@ -18,7 +19,6 @@ from edgellm.kernels.prefill.contract import (
     RowScales,
     check_scales,
 )
-from edgellm.kernels.quantization.dequantize import dequantize
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 
 _WARPS, _STAGES, _HEADS_THREADS = 4, 2, 256

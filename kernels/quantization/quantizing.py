@@ -48,7 +48,7 @@ def search(
     shares: DeviceArray,
     quantized: Quantized,
 ) -> Launch:
-    """A launch that quantizes `weights` float32 [N, K] as `quantize_rows` of engines/quantization/rounding.py does.
+    """A launch that quantizes `weights` float32 [N, K] as `quantize_rows` of engines/quantizer/rounding.py does.
 
     `factors` float32 [groups, size, size], [K] or None; `shares` float32: the clipping. Without zero points `zeros` are
     the middle of the codes. Raises KernelError for a group that does not divide K, and for matrices of other sizes than

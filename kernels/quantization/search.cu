@@ -1,4 +1,4 @@
-// Searches the scale with which each group of a weight loses least, and rounds with it: engines/quantization/rounding.py says how.
+// Searches the scale with which each group of a weight loses least, and rounds with it: engines/quantizer/rounding.py says how.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

@@ -102,7 +102,7 @@ class CudaSampling(Launcher):
         """
         super().__init__(module, SamplingKernels)
         self._step = step_source(dtype)
-        module.load(self._step)
+        self.load(self._step)
         self._rows = workspace.size // _ROW_BYTES
         self._workspace = workspace
         self._best = workspace[: 8 * self._rows]
@@ -139,7 +139,7 @@ class CudaSampling(Launcher):
         arguments = (logits, mask_rows, masks, bias, rows)
         sizes = self._check("constrain_logits", *arguments)
         packed = self._check.pack("constrain_logits", sizes, *arguments)
-        self._launch_rows(Kernel(CONSTRAINING, "constrain_logits"), sizes, packed, early=True)
+        self._launch_rows(Kernel(CONSTRAINING, "constrain_logits"), sizes, packed)
 
     def process_logits(
         self, logits: DeviceArray, token_counts: DeviceArray, rows: SamplingRows, processed: DeviceArray

@@ -91,7 +91,7 @@ class CudaTree(Launcher):
         shared_bytes = _KEY_BYTES * lanes * (CHUNK // _EXPAND_THREADS) * sizes["K"]
         grid = (_chunks(sizes["U"]), sizes["B"] * sizes["n"])
         kernel = Kernel(tree_source(self._dtype), "draft_expand")
-        self._launch(kernel, grid, _EXPAND_THREADS, (packed, lanes), shared_bytes, early=True)
+        self._launch(kernel, grid, _EXPAND_THREADS, (packed, lanes), shared_bytes)
 
     def prepare_proposal(
         self,
@@ -114,7 +114,7 @@ class CudaTree(Launcher):
         packed = self._check.pack("prepare_proposal", sizes, *arguments)
         dtype = tables.embedding.dtype
         kernel = Kernel(tree_source(dtype, embedding), f"draft_proposal<{CUDA_TYPES[dtype]}>")
-        self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes, early=True)
+        self._launch(kernel, (top_k, sizes["B"]), _THREADS, (packed, mergers), shared_bytes)
 
     def prepare_verification(
         self,
@@ -140,7 +140,7 @@ class CudaTree(Launcher):
         dtype = tables.embedding.dtype
         name = f"draft_verification<{CUDA_TYPES[dtype]}, {'true' if keeps else 'false'}>"
         kernel, grid = Kernel(tree_source(dtype, embedding), name), (sizes["T"], sizes["B"])
-        self._launch(kernel, grid, _THREADS, (packed, mergers), shared_bytes, early=True)
+        self._launch(kernel, grid, _THREADS, (packed, mergers), shared_bytes)
 
 
 def _chunks(draft_vocab_size: int) -> int:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from edgellm import LLM
+from edgellm.commands import chat
 from edgellm.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("private_files")
@@ -222,3 +224,9 @@ def test_notes_break_between_words(terminal):
     lines = [re.sub(r"\x1b\[[\d;?]*[a-z]", "", line).strip("\r") for line in greeting.split("\r\n")]
     assert max(map(len, lines)) <= 40 and len(lines) >= 3
     assert "on the numpy backend, context 1500 tokens. /help lists the commands, Ctrl-D leaves." in " ".join(lines)
+
+
+def test_the_shipped_model_is_said_to_be_a_toy(chat_engines):
+    for engines, is_toy in ((None, True), (chat_engines, False)):
+        with LLM(engines, backend="numpy") as llm:
+            assert ("a toy of 10.8 M parameters" in chat._greeting(llm, None)) == is_toy

@@ -66,6 +66,13 @@ def test_errors_stay_lines(edgellm: Edgellm) -> None:
     assert code == 2 and "No such command 'genrate'" in err and "╭" not in err
 
 
+def test_commands_of_other_programs_name_ours(edgellm: Edgellm) -> None:
+    for name in ("run", "list", "pull", "ps", "rm", "show"):
+        code, _, err = edgellm(name, "llama3")
+        named = re.search(rf"No such command '{name}'.*?edgellm (\w+)", " ".join(err.split()))
+        assert code == 2 and named is not None and named[1] in COMMANDS, err
+
+
 def completed(words: str) -> list[str]:
     environment = {
         "_EDGELLM_COMPLETE": "complete_bash",

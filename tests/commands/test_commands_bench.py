@@ -7,9 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+from edgellm import LLM, SamplingParams
 from edgellm.benchmark.inputs import default_configurations, default_prompts, load_prompts, parse_configurations
 from edgellm.benchmark.report import report_lines, speed_plot
-from edgellm.benchmark.run import BenchResult, BenchRun, summarize
+from edgellm.benchmark.run import BenchResult, BenchRun, run_benchmark, summarize
 from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import RequestError
@@ -174,7 +175,23 @@ def test_figures_add_up():
     assert drafted["outputs"]["differences"] == [{"prompt": 1, "repeat": 0, "token": 1}]
     results = {"model": "m", "backend": "b", "prompts": 2, "repeat": 1, "configurations": [plain, drafted]}
     lines = list(report_lines(results | {"sampling": {"max_tokens": 5, "temperature": 0.0}}))
-    assert "chain:2: 1 of 2 answers DIFFER from those of plain, the first (prompt 2) at token 2" in lines
+    assert lines[-2] == "chain:2: 1 of 2 answers DIFFER from those of plain, the first (prompt 2) at token 2"
+    assert lines[-1].startswith("Also plain may differ from itself: what of a prompt is not in the KV cache yet")
+
+
+def test_each_configuration_answers_each_prompt_before_it_counts(tiny_draft_engines, monkeypatch):
+    """What was said then proposes nothing: the first answers that count are as new as they would have been."""
+    prompts, chosen = default_prompts()[:2], parse_configurations("suffix", LIMITS, "numpy", {})
+    params, asked, progress = SamplingParams(max_tokens=12, ignore_eos=True), [], []
+    with LLM(tiny_draft_engines, backend="numpy", drafting=chosen[1].drafting) as llm:
+        chat, index = llm.chat, llm.call(lambda runtime: runtime._drafters.index).result()
+        clear = index.clear
+        monkeypatch.setattr(llm, "chat", lambda *each: (asked.append((llm.drafting, str(each[0]))), chat(*each))[1])
+        monkeypatch.setattr(index, "clear", lambda: (asked.append("cleared"), clear()))
+        result = run_benchmark(llm, llm, prompts, chosen, params, 1, lambda *each: progress.append(each))
+    every = {(each.drafting, str(prompt.messages)) for each in chosen for prompt in prompts}
+    assert set(asked[:4]) == every == set(asked[5:]) and asked[4] == "cleared" and len(asked) == 9
+    assert [run.repeat for run in result.runs] == [0] * 4 and progress[-1] == (8, 8)
 
 
 @pytest.mark.parametrize("fastest", [0.003, 0.9, 1.0, 4.99, 5.0, 73.2, 104.2, 99_999.0])

@@ -74,7 +74,7 @@ def test_a_disk_that_takes_no_more_leaves_nothing(source: Path, tmp_path: Path) 
 SIGNALLED = """
 import os, signal, sys
 from edgellm.commands.app import run
-from edgellm.commands.build import ProgressDisplay
+from edgellm.commands.console import ProgressDisplay
 
 def signal_itself(self, stage, done, total):
     if stage == "verify":

@@ -20,7 +20,7 @@ from edgellm.text.tokenizer import Tokenizer
 SIGNALLED = """
 import os, sys
 from edgellm.commands.app import run
-from edgellm.commands.build import ProgressDisplay
+from edgellm.commands.console import ProgressDisplay
 
 def signal_itself(self, stage, done, total):
     if done == 2:
@@ -47,6 +47,16 @@ def test_it_quantizes_and_says_what(tiny_checkpoint: Path, tmp_path: Path, edgel
     assert code == 1 and "--force replaces it" in err
 
 
+def test_the_largest_groups_that_divide_are_taken(
+    tiny_checkpoint: Path, tiny_draft: Path, make_checkpoint: Callable[..., Path], tmp_path: Path, edgellm: Edgellm
+) -> None:
+    narrow = make_checkpoint(tmp_path / "narrow", hidden_size=96, intermediate_size=128)  # as 576 of SmolLM2
+    for source, size in ((tiny_checkpoint, 64), (narrow, 32), (tiny_draft, 32)):
+        code, out, err = edgellm("quantize", source, tmp_path / f"{source.name}-target", "--method", "rtn")
+        assert code == 0, err
+        assert f"int4, groups of {size}, symmetric" in out and f"Scales are shared by groups of {size}: " in err
+
+
 def test_rounding_alone_reads_no_texts(tiny_checkpoint: Path, tmp_path: Path, edgellm: Edgellm) -> None:
     code, out, err = edgellm("quantize", tiny_checkpoint, tmp_path / "target", "--bits", 8, "--method", "rtn")
     assert code == 0, err
@@ -54,7 +64,7 @@ def test_rounding_alone_reads_no_texts(tiny_checkpoint: Path, tmp_path: Path, ed
 
 
 def test_what_cannot_be_done_is_said(tiny_checkpoint: Path, tmp_path: Path, edgellm: Edgellm) -> None:
-    code, _, err = edgellm("quantize", tiny_checkpoint, tmp_path / "target", "--method", "rtn")
+    code, _, err = edgellm("quantize", tiny_checkpoint, tmp_path / "target", "--method", "rtn", "--group-size", 128)
     assert code == 1 and "--group-size 32 or 64 divides them all" in err
     code, _, err = edgellm("quantize", tmp_path / "nothing", tmp_path / "target")
     assert code == 1 and "does not exist" in err

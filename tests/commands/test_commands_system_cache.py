@@ -105,7 +105,7 @@ def test_a_snapshot_brings_its_system_prompt(edgellm: Edgellm, engines: Path, tm
         code, out, err = edgellm(*command, "--system-cache", "pip")
         answer = json.loads(out)
         assert (code, err, answer["text"], answer["usage"]["reused_tokens"]) == (0, "", expected[0], TOKENS - 1)
-    assert json.loads(edgellm(*command, "--system-cache", "")[1])["usage"]["reused_tokens"] == 0
+    assert json.loads(edgellm(*command, "--no-system-cache")[1])["usage"]["reused_tokens"] == 0
 
 
 def test_another_system_prompt_beside_a_snapshot_is_refused(edgellm: Edgellm, engines: Path, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_settings_choose_adapter_and_snapshot(edgellm: Edgellm, engines: Path, t
     assert (answer["adapter"], answer["usage"]["reused_tokens"]) == ("style", TOKENS - 1)
     assert [answer["text"]] == answered(engines, [("hello", "style")])
     assert edgellm("cache", "build", "--prompt", "x", "--config", config, "--backend", "numpy")[0] == 0
-    code, _, err = edgellm("generate", "hello", *options, "--adapter", "")
+    code, _, err = edgellm("generate", "hello", *options, "--no-adapter")
     assert code == 1 and "expected none" in err
 
 

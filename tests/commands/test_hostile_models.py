@@ -300,7 +300,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 
 def describe(engines: Path) -> None:
     """Give `edgellm.json` the digests of the files as they now are."""
-    from edgellm.engines.directories.digests import hash_file
+    from edgellm.engines.formats.digests import hash_file
 
     path = engines / "edgellm.json"
     description = json.loads(path.read_text())

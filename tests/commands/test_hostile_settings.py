@@ -31,6 +31,8 @@ SETTINGS = {
     "NUL in choices": ('drafting: {choices: "a\\0b"}\n', "null"),
     "many digits": (f"sampling: {{seed: {'9' * 20_000}}}\n", "a number of 20000 characters"),
     "many binary digits": (f"sampling: {{seed: 0b{'1' * 20_000}}}\n", "a number of 20002 characters"),
+    "digits in groups": ("sampling: {max_tokens: 1_0}\n", "the number 1_0"),
+    "no snapshot": ("system_cache: ''\n", "expected a file or the name of a snapshot, or null"),
     "sexagesimal digits": (f"sampling: {{seed: 1{':59' * 100_000}}}\n", "a number of 300001 characters"),
     "a large number": (f"sampling: {{temperature: {10**40}}}\n", "1.000e+40 is out of range, expected one from"),
     "a tag": ("system: !!python/object/apply:os.getcwd []\n", "tag"),
@@ -110,6 +112,7 @@ PROMPTS = {
     "aliases": (BILLION, "anchor"),
     "no list": ("a: 1\n", "expected a list of prompts"),
     "a file that is none": ('- {name: a, file: "b\\0c"}\n', "null"),
+    "an output that is none": ('- {name: a, prompt: b, output: "b\\0c"}\n', "null"),
 }
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from edgellm.commands.app import run
 from edgellm.commands.console import show_logs
+from edgellm.kernels.compiler import ModuleSource, cached_module
 
 LOGGER = logging.getLogger("edgellm.test")
 
@@ -73,4 +76,34 @@ def test_a_level_that_there_is_none_of_is_wrong_usage(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as left:
         run(["generate", "Hello!", "--log-level", "loud"])
     assert left.value.code == 2
-    assert "'loud' is none of debug, info, warning, error" in " ".join(capsys.readouterr().err.split())
+    assert "'loud': expected one of debug, info, warning, error" in " ".join(capsys.readouterr().err.split())
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("level", ["warning", "info"])
+@pytest.mark.parametrize("stream", [io.StringIO, _Terminal])
+def test_a_first_start_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stream: type[io.StringIO], level: str
+) -> None:
+    """Compiling kernels says one thing, once; on a terminal the line is rewritten and goes away."""
+    pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+    monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(sys, "stderr", stream())
+    show_logs(level)
+    for name in ("one", "two", "three"):
+        kernel = f'extern "C" __global__ void {name}() {{}}'
+        cached_module(ModuleSource(name, (f"{name}.cu",), (), (), ((f"{name}.cu", kernel),)), "sm_90")
+    LOGGER.warning("done")
+    shown, stage = sys.stderr.getvalue(), "The CUDA kernels are compiled for sm_90 now, once"
+    if level == "info":
+        assert [line.rpartition(": ")[2] for line in shown.splitlines()] == ["one", "two", "three", "done"]
+    elif stream is _Terminal:
+        lines = [f"{stage}: 1, one", f"{stage}: 2, two", f"{stage}: 3, three", ""]
+        assert shown == "".join(f"\r{line}\x1b[K" for line in lines) + "done\n"
+    else:
+        assert shown == f"{stage}\ndone\n"

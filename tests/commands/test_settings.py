@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+from importlib import resources
 from pathlib import Path
 
 import pytest
+import typer
+import yaml
 
+from edgellm.commands import bench, build, cache, chat, convert, doctor, eval, generate, info, quantize, serve
 from edgellm.commands.settings import Settings, load_settings
+from edgellm.commands.table import Option, options_of
 from edgellm.errors import SettingsError
 
 
@@ -23,7 +29,9 @@ def written(path: Path, text: str) -> Path:
 
 
 def test_packaged_defaults():
-    assert load_settings() == Settings()
+    packaged = resources.files("edgellm.configs") / "defaults.yaml"
+    assert load_settings(str(packaged)) == load_settings() == Settings()
+    assert set(yaml.safe_load(packaged.read_text())) == {item.name for item in fields(Settings)}
 
 
 def test_a_file_overrides_the_defaults(tmp_path):
@@ -98,7 +106,7 @@ def test_an_empty_file_changes_nothing(tmp_path):
         ("history: maybe", "history is 'maybe': expected true or false"),
         ("states_mib: -1", "states_mib is -1: expected a whole number of MiB from 0 to 1048576"),
         ("states_mib: much", "states_mib is 'much': expected a whole number of MiB from 0 to 1048576"),
-        ("stats: 3", "stats is 3: expected true, false or null"),
+        ("stats: 3", "stats is 3: expected true or false, or null"),
         ("- a\n- b", "holds a list"),
         ("a: b: c", "not valid YAML"),
         ("model: !!python/object/apply:os.system ['true']", "not valid YAML"),
@@ -127,3 +135,30 @@ def test_missing_and_unreadable_files(tmp_path, monkeypatch):
     (tmp_path / "latin.yaml").write_bytes(b"system: caf\xe9\n")
     with pytest.raises(SettingsError, match="not UTF-8 text: invalid byte 0xe9 at byte offset 11"):
         load_settings(tmp_path / "latin.yaml")
+
+
+def every_option() -> dict[str, Option]:
+    """The options of all commands, by command and name."""
+    found = {}
+    for module in (bench, build, cache, chat, convert, doctor, eval, generate, info, quantize, serve):
+        for cls in vars(module).values():
+            if is_dataclass(cls) and cls.__module__ == module.__name__ and isinstance(cls, type):
+                found |= {f"{cls.__name__}.{name}": each for name, each in options_of(cls).items()}
+    assert len(found) > 200
+    return found
+
+
+def test_numbers_names_and_paths_of_all_options_have_one_form():
+    """Python's own int, float and Path take all of these."""
+    for place, described in every_option().items():
+        wrong = []
+        if described.type in (int, float):
+            wrong = ["", "1_0", "nan", "inf", "-inf", "1e999", "0x10", " 1", "\uff11", "9" * 5000]
+        elif not described.is_free and described.type is not bool:
+            wrong = ["", " ", "a\0b", "~\0"]
+        for text in wrong:
+            with pytest.raises(typer.BadParameter, match="expected"):
+                described.read(text)
+                pytest.fail(f"{place} takes {text[:20]!r}")
+    free = {place.partition(".")[2] for place, described in every_option().items() if described.is_free}
+    assert free >= {"prompt", "system", "draft", "stop", "regex", "choice", "api_key", "temperature"}

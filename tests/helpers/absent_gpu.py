@@ -10,8 +10,8 @@ from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource

@@ -14,12 +14,12 @@ from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
-from edgellm.engines.lora.config import SCALES, adapted_projections
+from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.adapted_projections import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights, mtp_draft
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
@@ -260,7 +260,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
 def gpu():
     """A CUDA context with a stream, and a module for kernels."""
     with cuda_device() as device:
-        device.kernel_module = KernelModule(device.gpu, device.stream.handle)
+        device.kernel_module = KernelModule(device.gpu, device.stream)
         yield device
 
 

@@ -16,8 +16,8 @@ import numpy as np
 from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.programs import model_program
 from edgellm.kernels.arrays import DeviceArray
 
 

@@ -68,7 +68,10 @@ def golden_images(name: str) -> list[GoldenImage]:
 def golden_checkpoint(name: str, place: Path, goldens: Path = GOLDENS) -> Path:
     """A copy of a golden model with what a build needs besides."""
     shutil.copytree(goldens / name, place, ignore=shutil.ignore_patterns("expected.safetensors"))
-    (place / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "never read"}))
+    vision = json.loads((place / "config.json").read_text())["vision_config"]
+    processor = {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": vision.get("patch_size")}
+    processor |= {"merge_size": vision.get("spatial_merge_size"), "temporal_patch_size": 2}
+    (place / "preprocessor_config.json").write_text(json.dumps(processor))
     Tokenizer(models.WordLevel({f"token {index}": index for index in range(80)}, "token 0")).save(
         str(place / "tokenizer.json")
     )

@@ -41,10 +41,10 @@ def load_kernels(gpu: Any, dtype: str = "float16", rows: int = 8) -> None:
     from edgellm.kernels.sampling.launcher import CONSTRAINING, DRAWING, CudaSampling
     from edgellm.kernels.tree.launcher import CudaTree
 
-    module = KernelModule(gpu.gpu, gpu.stream.handle)
-    for source in (CONSTRAINING, DRAWING, WALK, ADVANCE):  # which tests capture at once
-        module.load(source)
+    module = KernelModule(gpu.gpu, gpu.stream)
     gpu.kernels = CudaSampling(module, dtype, gpu.zeros((CudaSampling.workspace_bytes(rows),), "uint8"))
+    for source in (CONSTRAINING, DRAWING, WALK, ADVANCE):  # which tests capture at once
+        gpu.kernels.load(source)
     gpu.acceptance = CudaAcceptance(module, gpu.kernels)
     gpu.draft_tree, gpu.images = CudaTree(module, dtype), CudaImages(module, dtype)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.decoding.runner import Runner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.file import write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
@@ -26,7 +26,7 @@ def keep(snapshots: SlotSnapshots, made: Snapshot, place: str, folder: Path) -> 
         assert snapshots.load(folder / "x").memory is not None
 
 
-def forget(runner: Runner) -> None:
+def forget(runner: DecodingRunner) -> None:
     """Leave nothing of earlier prompts in the states: what is used of it would show."""
     for model in (runner.base, *([] if runner.draft is None else [runner.draft])):
         for tensor in model.states.tensors.values():

@@ -10,8 +10,8 @@ import numpy as np
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
+from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.programs import ModelConfig
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from edgellm import Request, Response, SamplingParams, SpecDecodeRuntime
 from edgellm.generation import RequestState
-from edgellm.serving.metrics import Metrics
+from edgellm.metrics import Metrics
 from edgellm.serving.server import RequestQueue, RequestServer
 
 #: Of the fixture `priority_engines`.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.speculation.constraints import mask_words
+from edgellm.engines.speculation.constraints import TokenConstraint, mask_words
 from edgellm.structure.grammar import byte_vocabulary
 
 END = 256
@@ -15,10 +15,14 @@ END = 256
 CLOSING = frozenset(b'"}]')
 
 
-def random_answer(grammar_text: str, generator: random.Random, most: int = 600) -> str | None:
-    """An answer drawn among what the masks allow; None where it did not end within `most` bytes."""
-    constraint = byte_vocabulary().constraint_for(grammar_text)
-    row, answer = np.empty(mask_words(257), np.uint32), bytearray()
+def random_answer(
+    grammar: str | TokenConstraint, generator: random.Random, most: int = 600, begin: bytes = b""
+) -> str | None:
+    """An answer drawn among what the masks of a grammar's text, or of rules, allow; None where it did not end within
+    `most` bytes. `begin` is what it begins with."""
+    constraint = byte_vocabulary().constraint_for(grammar) if isinstance(grammar, str) else grammar
+    row, answer = np.empty(mask_words(257), np.uint32), bytearray(begin)
+    assert all(map(constraint.try_advance, begin))
     for _ in range(most):
         constraint.fill_mask(row)
         allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()

@@ -17,12 +17,12 @@ from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families.programs import model_program
+from edgellm.engines.formats.tensors import convert, float32_into
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.programs import model_program
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 
 #: A GPU's distance from float32 may be this many times that of the rounding below. A tiny Qwen2 with an adapter had 0.8

@@ -89,6 +89,10 @@ class RuledSequence:
         """Whether it has failed."""
         return self.failure is not None
 
+    def stuck(self, error: ConstraintError) -> None:
+        """Its rules have no way on."""
+        self.failure = error
+
     def know(self, tokens: Sequence[int]) -> None:
         """Take notice of tokens, each of which the rules allow."""
         if self.constraint is not None:

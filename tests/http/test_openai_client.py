@@ -13,6 +13,7 @@ import openai
 import pytest
 from http_server import MODEL, ServerProcess, chat_body
 
+import edgellm
 from edgellm import LLM, SamplingParams
 from edgellm.runtime import SHIPPED_MODEL
 
@@ -45,6 +46,7 @@ def test_a_chat_is_answered_as_in_python(client: openai.OpenAI, llm: LLM) -> Non
     expected = llm.chat(MESSAGES)
     found = client.chat.completions.create(model=MODEL, messages=MESSAGES)
     assert found.choices[0].message.content == expected.text and found.choices[0].message.role == "assistant"
+    assert found.choices[0].message.annotations == []
     assert (found.choices[0].finish_reason, found.model, found.object) == ("stop", MODEL, "chat.completion")
     usage = found.usage
     assert usage is not None and usage.prompt_tokens == expected.usage.prompt_tokens
@@ -95,6 +97,25 @@ def test_a_schema_is_fulfilled(client: openai.OpenAI, stream: bool) -> None:
     assert isinstance(json.loads(deltas(found)[0] if stream else found.choices[0].message.content), dict)
 
 
+GUIDES: list[dict[str, Any]] = [
+    {"guided_json": SCHEMA},
+    {"guided_json": json.dumps(SCHEMA)},
+    {"structured_outputs": {"json": SCHEMA, "regex": None}},
+    {"guided_choice": ["yes", "no"]},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"guided_regex": "(yes|no)"},
+    {"structured_outputs": {"regex": "(yes|no)"}},
+    {"grammar": 'start: "yes" | "no"'},
+    {"structured_outputs": {"grammar": 'start: "yes" | "no"'}},
+]
+
+
+@pytest.mark.parametrize("fields", GUIDES, ids=lambda fields: str(fields)[:50])
+def test_fields_of_other_servers_mean_what_a_response_format_does(client: openai.OpenAI, fields: Any) -> None:
+    text = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=fields).choices[0].message.content
+    assert text in ("yes", "no") or jsonschema.validate(json.loads(text), SCHEMA) is None
+
+
 def test_a_class_is_parsed_by_the_client(client: openai.OpenAI) -> None:
     from pydantic import BaseModel, ConfigDict
 
@@ -119,10 +140,23 @@ def test_sampling_is_that_of_the_request(client: openai.OpenAI, llm: LLM) -> Non
     biased = client.chat.completions.create(model=MODEL, messages=MESSAGES, logit_bias={str(token): -100})
     assert biased.choices[0].message.content == llm.chat(MESSAGES, SamplingParams(logit_bias={token: -100})).text
     assert biased.choices[0].message.content != text
-    more = {"top_k": 5, "min_p": 0.02, "repetition_penalty": 1.1, "bad_words": ["red"], "deadline": 30}
+    more = {
+        "min_tokens": 16,
+        "top_k": 5,
+        "min_p": 0.02,
+        "repetition_penalty": 1.1,
+        "bad_words": ["red"],
+        "deadline": 30,
+    }
     drawn = client.chat.completions.create(model=MODEL, messages=MESSAGES, **DRAWN, extra_body=more)
     del more["deadline"]
     assert drawn.choices[0].message.content == llm.chat(MESSAGES, SamplingParams(**DRAWN, **more)).text
+    assert drawn.usage.completion_tokens >= 16
+    response = client.responses.create(model=MODEL, input="Who are you?", extra_body={"min_tokens": 16})
+    completion = client.completions.create(model=MODEL, prompt="The", max_tokens=20, extra_body={"min_tokens": 16})
+    assert response.usage.output_tokens >= 16 and completion.usage.completion_tokens >= 16
+    with pytest.raises(openai.BadRequestError, match="min_tokens is 6 and max_tokens 5"):
+        client.completions.create(model=MODEL, prompt="The", max_tokens=5, extra_body={"min_tokens": 6})
 
 
 def test_an_adapter_answers_under_its_name(client: openai.OpenAI, llm: LLM) -> None:
@@ -164,6 +198,80 @@ def test_completions_continue_a_prompt(client: openai.OpenAI, llm: LLM, stream: 
         assert pieces[-1].choices[0].finish_reason == "length"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_answer_lists_of_prompts_each_several_times(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
+    prompts: list[Any] = ["The red cup", "The blue bowl"]
+    drawn = {"temperature": 1.5, "max_tokens": 6}
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": prompts,
+        "n": 2,
+        "best_of": 2,
+        "seed": 7,
+        "echo": True,
+        **drawn,
+    }
+    told = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    found = client.completions.create(**options, **told)
+    pieces = list(found) if stream else [found]
+    texts, ends = [""] * 4, [""] * 4
+    for choice in (choice for each in pieces for choice in each.choices):
+        texts[choice.index] += choice.text
+        ends[choice.index] += choice.finish_reason or ""
+    expected = [llm.generate(prompt, SamplingParams(**drawn, seed=7 + more)) for prompt in prompts for more in (0, 1)]
+    assert texts == [prompts[index // 2] + each.text for index, each in enumerate(expected)]
+    assert ends == [each.finish_reason for each in expected] and expected[0].text != expected[1].text
+    usage = pieces[-1].usage
+    assert usage.completion_tokens == sum(each.usage.completion_tokens for each in expected)
+    assert usage.prompt_tokens == sum(each.usage.prompt_tokens for each in expected[::2])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_oldest_turns_leave_where_that_is_asked_for(client: openai.OpenAI, stream: bool) -> None:
+    """A call and its result leave together; system messages and the last question stay."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    systems = [{"role": "system", "content": text} for text in ("You are Pip, a small tabletop robot.", "Be brief.")]
+    messages: list[Any] = [
+        systems[0],
+        {"role": "user", "content": "Hello!"},
+        {"role": "assistant", "content": "Hello!"},
+        systems[1],
+        {"role": "user", "content": "cup " * 600},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "bowl " * 600},
+        {"role": "assistant", "content": "I see."},
+        *MESSAGES,
+    ]
+    tools: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
+    options: dict[str, Any] = {"model": MODEL, "tools": tools, "tool_choice": "none", "max_tokens": 12}
+    options["extra_body"] = {"truncation": "auto"}
+    with pytest.raises(openai.BadRequestError, match="maximum context length is"):
+        client.chat.completions.create(**options | {"extra_body": {}, "messages": messages})
+    raw = client.chat.completions.with_raw_response.create(**options, messages=messages, stream=stream)
+    assert raw.headers["edgellm-dropped-messages"] == "6"
+    alone = client.chat.completions.with_raw_response.create(**options, messages=[*systems, *MESSAGES])
+    assert "edgellm-dropped-messages" not in alone.headers
+    text = deltas(raw.parse())[0] if stream else raw.parse().choices[0].message.content
+    assert text == alone.parse().choices[0].message.content
+    items = [{"role": "user", "content": "cup " * 1200}, {"role": "assistant", "content": "Yes."}, *MESSAGES]
+    found = client.responses.with_raw_response.create(model=MODEL, input=items, truncation="auto", stream=stream)
+    assert found.headers["edgellm-dropped-messages"] == "2"
+    last = list(found.parse())[-1].response if stream else found.parse()
+    assert (
+        last.truncation == "auto"
+        and last.output_text == client.responses.create(model=MODEL, input=QUESTION).output_text
+    )
+    with pytest.raises(openai.BadRequestError, match="maximum context length is"):
+        client.responses.create(model=MODEL, input="cup " * 2000, truncation="auto")
+
+
+def test_completions_end_after_sixteen_tokens_and_repeat_token_ids_as_text(client: openai.OpenAI, llm: LLM) -> None:
+    ids = llm.tokenizer.encode("The red cup")
+    found = client.completions.create(model=MODEL, prompt=ids, echo=True, extra_body={"ignore_eos": True})
+    assert (found.choices[0].finish_reason, found.usage.completion_tokens) == ("length", 16)
+    assert found.choices[0].text.startswith("The red cup")
+
+
 def test_responses_answer_text_and_conversations(client: openai.OpenAI, llm: LLM) -> None:
     found = client.responses.create(model=MODEL, input=QUESTION, metadata={"robot": "pip"})
     assert found.output_text == llm.chat(MESSAGES).text and found.status == "completed"
@@ -181,6 +289,30 @@ def test_responses_answer_text_and_conversations(client: openai.OpenAI, llm: LLM
     cut = client.responses.create(model=MODEL, input=QUESTION, max_output_tokens=2)
     assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert cut.output[0].status == "incomplete"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_all_members_that_the_api_describes(client: openai.OpenAI, stream: bool) -> None:
+    given: dict[str, Any] = {"user": "me", "safety_identifier": "s", "prompt_cache_key": "k", "presence_penalty": 0.5}
+    options: dict[str, Any] = {"model": MODEL, "input": QUESTION, "extra_body": {**given, "frequency_penalty": 0.25}}
+    found = client.responses.create(**options, max_output_tokens=4, top_logprobs=2, stream=stream)
+    whole = (list(found)[-1].response if stream else found).to_dict()
+    assert whole["status"] == "incomplete" and whole["completed_at"] is None
+    expected = {**given, "frequency_penalty": 0.25, "top_logprobs": 2, "background": False, "service_tier": "default"}
+    expected |= {"max_tool_calls": None, "instructions": None, "reasoning": {"effort": None, "summary": None}}
+    expected |= {"previous_response_id": None, "error": None, "store": False, "truncation": "disabled", "metadata": {}}
+    expected |= {"text": {"format": {"type": "text"}}, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+    assert {name: whole.get(name, "missing") for name in expected} == expected
+    ended = client.responses.create(model=MODEL, input=QUESTION, reasoning={"effort": "low"}).to_dict()
+    assert ended["completed_at"] >= ended["created_at"] and ended["reasoning"]["effort"] == "low"
+
+
+def test_a_server_says_what_there_is(server: ServerProcess) -> None:
+    assert server.get("/version")[:2] == (200, {"version": edgellm.__version__})
+    status, found, _ = server.get("/v1")
+    assert status == 200 and {"POST /v1/chat/completions", "GET /v1/models", "GET /version"} <= set(found["endpoints"])
+    for method, path in (each.split() for each in found["endpoints"]):
+        assert server.ask(method, path, {} if method == "POST" else None)[0] in (200, 400, 404), path
 
 
 def test_responses_stream_their_events_in_order(client: openai.OpenAI, llm: LLM) -> None:
@@ -228,10 +360,16 @@ def test_a_deadline_gives_what_there_is(server: ServerProcess) -> None:
 
 def test_what_changes_nothing_is_reported(server: ServerProcess, client: openai.OpenAI) -> None:
     status, found, headers = server.chat(
-        user="me", metadata={"a": "b"}, reasoning_effort="low", chat_template_kwargs={"nothing": 1}, seed=None
+        user="me",
+        metadata={"a": "b"},
+        reasoning_effort="low",
+        chat_template_kwargs={"nothing": 1},
+        seed=None,
+        cache_prompt=True,
+        keep_alive="5m",
     )
     assert status == 200 and found["choices"][0]["message"]["content"]
-    expected = "user, metadata, chat_template_kwargs.nothing, reasoning_effort"
+    expected = "user, metadata, cache_prompt, keep_alive, chat_template_kwargs.nothing, reasoning_effort"
     assert sorted(headers["edgellm-ignored"].split(", ")) == sorted(expected.split(", "))
     assert "edgellm-ignored" not in server.chat()[2]
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=MESSAGES, user="me")
@@ -260,6 +398,7 @@ def test_errors_are_those_that_the_client_knows(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as raised:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "cup " * 2000}])
     assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "messages")
+    assert "maximum context length is 1024" in str(raised.value)
     with pytest.raises(openai.NotFoundError) as missing:
         client.chat.completions.create(model="gpt-4", messages=MESSAGES)
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -148,12 +149,50 @@ def test_adapters_and_settings_are_sent(page: Page, client: openai.OpenAI) -> No
     assert said == alone.choices[0].message.content
 
 
+def test_the_oldest_turns_leave_a_full_context(page: Page, client: openai.OpenAI) -> None:
+    page.fill("#max_tokens", "12")
+    for turn, question in enumerate(("cup " * 600, "bowl " * 450, "Where is the red cup?")):
+        ask(page, question)
+        said = answer(page, turn)
+    assert page.evaluate(f"[...{TURN}].map((each) => each.classList.contains('left'))") == [True, False, False]
+    told = page.evaluate(f"{TURN}[1].firstElementChild.innerText")
+    assert told.startswith("The oldest question has left the context")
+    messages = [{"role": "user", "content": ("bowl " * 450).strip()}]
+    messages += [{"role": "assistant", "content": page.evaluate(f"{TURN}[1].querySelector('.said').innerText")}]
+    messages += [{"role": "user", "content": "Where is the red cup?"}]
+    alone = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=12)
+    assert said == alone.choices[0].message.content
+    found = re.search(r"context (\d+) % full: (\d+) of 1024 tokens", facts(page, 2))
+    assert found and int(found[1]) == round(100 * int(found[2]) / 1024)
+    assert 0 <= int(found[2]) - alone.usage.total_tokens < 5  # space at the end of the answer before
+
+
+def test_a_long_conversation_scrolls_in_its_place_to_what_went_wrong(page: Page) -> None:
+    page.answer_instead("/v1/chat/completions", 200, "text/event-stream", streamed({"content": "word\n\n" * 60}))
+    for turn in range(2):
+        ask(page, "Hello")
+        answer(page, turn)
+    assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+    page.answer_instead("/v1/chat/completions", 200, "text/event-stream", streamed({"content": "a\n\n" * 9}, end=""))
+    ask(page, "Hello")
+    answer(page, 2)
+    page.wait_for("document.querySelector('.failed').getBoundingClientRect().bottom <= innerHeight")
+    place = "document.querySelector('.failed').getBoundingClientRect()"
+    composer = "document.getElementById('composer').getBoundingClientRect()"
+    assert page.evaluate(f"{place}.bottom <= {composer}.top")
+
+
+def test_what_the_shipped_model_is_stands_on_the_page(page: Page, server: ServerProcess) -> None:
+    assert "a toy of 10.8 M parameters" in page.evaluate("document.getElementById('about').innerText")
+    assert "10.8 M" in server.get("/v1/models/pirate")[1]["description"]
+
+
 def test_errors_are_shown_as_they_are_said(page: Page, server: ServerProcess) -> None:
     question = "word " * 3000
     ask(page, question)
     answer(page)
     shown = page.evaluate("document.querySelector('.failed p').innerText")
-    body = {"model": MODEL, "messages": [{"role": "user", "content": question.strip()}]}
+    body = {"model": MODEL, "messages": [{"role": "user", "content": question.strip()}], "truncation": "auto"}
     status, found, _ = server.ask("POST", "/v1/chat/completions", body)
     assert status == 400 and shown == found["error"]["message"]
     ask(page, "Where is the red cup?")  # what failed is no part of the conversation

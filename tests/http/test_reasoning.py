@@ -86,10 +86,10 @@ def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
 
     def made(kind: Any, stream: bool) -> tuple[Any, AnswerReader]:
         reader = AnswerReader(tokenizer, OutputText(tokenizer.detokenizer()), reasoning_marks(tokenizer), "undecided")
-        return kind(Asked(request, "m", stream), tokenizer, reader), reader
+        return kind(Asked((request,), "m", stream), tokenizer, [reader]), reader
 
     writer, reader = made(ChatWriter, False)
-    found = writer.whole(reader.read(Chunk(response.text, tuple(ids))), response)
+    found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
     message = found["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("hello", "world")
     assert (
@@ -97,9 +97,9 @@ def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
         == ids.index(encoded(tokenizer, "</think>")[0]) + 1
     )
     writer, _ = made(ChatWriter, True)
-    assert b'"delta":{"reasoning_content":"so"}' in b"".join(writer.piece(Piece("so")))
+    assert b'"delta":{"reasoning_content":"so"}' in b"".join(writer.piece(0, Piece("so")))
     writer, reader = made(ResponseWriter, False)
-    found = writer.whole(reader.read(Chunk(response.text, tuple(ids))), response)
+    found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
     assert [item["type"] for item in found["output"]] == ["reasoning", "message"]
     assert found["output"][0]["content"] == [{"type": "reasoning_text", "text": "hello"}]
 
@@ -118,13 +118,13 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     answer = OutputText(tokenizer.detokenizer(shown_ids=shown), calls=calls)
     reader = AnswerReader(tokenizer, answer, marks, "undecided", shown)
     request = Request(messages=[{"role": "user", "content": "x"}], params=SamplingParams())
-    writer = ResponseWriter(Asked(request, "m", True), tokenizer, reader)
+    writer = ResponseWriter(Asked((request,), "m", True), tokenizer, [reader])
     pieces, events = [], b""
     for start in range(0, len(ids), size):
         part = ids[start : start + size]
         text = "".join(map(answer.push, part))
         pieces.append(reader.read(Chunk(text, tuple(part), tool_calls=calls.take_deltas())))
-        events += b"".join(writer.piece(pieces[-1]))
+        events += b"".join(writer.piece(0, pieces[-1]))
     rest = answer.finish("stop")
     pieces.append(reader.read(Chunk(rest, (), tool_calls=calls.take_deltas())))
     assert "".join(piece.reasoning for piece in pieces) == f"how? {call}"
@@ -132,7 +132,7 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     deltas = joined_deltas([delta for piece in pieces for delta in piece.calls])
     assert [(each.name, each.arguments) for each in deltas] == [("stop", '{"at": "once"}')] * 2
     response = Response(answer.text, tuple(ids), "tool_calls", Usage(1, 0, len(ids)), Timings(0, 0, 0, 0))
-    events += b"".join([*writer.piece(pieces[-1]), *writer.end(response)])
+    events += b"".join([*writer.piece(0, pieces[-1]), *writer.ended(0, response)])
     output = json.loads(events.rpartition(b"data: ")[2])["response"]["output"]
     assert [item["type"] for item in output[:3]] == ["reasoning", "message", "function_call"]
     assert {item["status"] for item in output} == {"completed"}

@@ -74,6 +74,12 @@ WRONG_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "robot",
     ),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "response_format", "ignore_eos"),
+    ({"guided_json": '{"type": '}, "guided_json", "OpenAI's field for this is response_format"),
+    ({"guided_choice": []}, "guided_choice", "OpenAI's field for this is response_format"),
+    ({"grammar": 'root ::= "yes"'}, "grammar", "'::=', as llama.cpp's grammars do"),
+    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "response_format"),
+    ({"structured_outputs": {}}, "structured_outputs", "response_format"),
+    ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "one thing"),
     ({"tools": [{"type": "function", "function": {"name": "a wave"}}]}, "tools[0].function.name", "letters"),
     ({"tool_choice": "required"}, "tool_choice", "has no tools"),
     ({"functions": [{"name": "wave"}]}, "functions", "not served"),
@@ -104,14 +110,17 @@ def test_wrong_fields_are_named(server: ServerProcess, fields: dict[str, Any], p
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", 3]}, "prompt"),
+        ("/v1/completions", {"prompt": ["a"] * 5, "n": 13}, "n"),
+        ("/v1/completions", {"prompt": "a", "n": 0}, "n"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ("/v1/completions", {"prompt": None}, "prompt"),
         ("/v1/completions", {"prompt": ""}, "prompt"),
         ("/v1/completions", {"prompt": [4096]}, "prompt"),
         ("/v1/completions", {"prompt": [2**40]}, "prompt"),
-        ("/v1/completions", {"prompt": "a", "echo": True}, "echo"),
         ("/v1/completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("/v1/completions", {"prompt": "a", "best_of": 2}, "best_of"),
+        ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
         ("/v1/completions", {"prompt": "a", "logprobs": 21}, "logprobs"),
         ("/v1/completions", {"prompt": "a", "messages": []}, "messages"),
         ("/v1/responses", {"input": None}, "input"),
@@ -127,7 +136,7 @@ def test_wrong_fields_are_named(server: ServerProcess, fields: dict[str, Any], p
         ("/v1/responses", {"input": "a", "text": {"format": {"type": "xml"}}}, "text.format"),
         ("/v1/responses", {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ("/v1/responses", {"input": "a", "reasoning": {"effort": "huge"}}, "reasoning.effort"),
-        ("/v1/responses", {"input": "a", "truncation": "auto"}, "truncation"),
+        ("/v1/responses", {"input": "a", "truncation": "oldest"}, "truncation"),
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
     ],
@@ -332,6 +341,10 @@ def test_too_many_images(guarded: ServerProcess) -> None:
 
 def test_a_full_queue_says_when_to_ask_again() -> None:
     with running("--queue-limit", 1) as server:
+        several = {"model": MODEL, "prompt": ["The"] * 9, "max_tokens": 900, "ignore_eos": True}
+        assert server.ask("POST", "/v1/completions", several)[0] == 429  # those that found a place are cancelled
+        wait_for(lambda: not server.metric("requests_running") + server.metric("requests_waiting"), 5)
+        assert server.metric("requests_ended_total", outcome="cancelled") >= 1
         streams = [server.stream(ignore_eos=True, max_tokens=600)]
         streams[0].recv(100)  # it runs
         streams.append(server.stream(ignore_eos=True, max_tokens=600))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from edgellm.kernels.arrays import DeviceArray
@@ -12,6 +14,7 @@ from edgellm.kernels.contracts import MAXIMUM_ROWS
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.images.contract import ResamplingTables
 from edgellm.kernels.images.launcher import CudaImages
+from edgellm.kernels.launch import packed_parameters
 from edgellm.kernels.sampling.contract import ModelTables, SequenceState, StepInputs
 from edgellm.kernels.sampling.launcher import CudaSampling
 from edgellm.kernels.sampling.record import SamplingRecord
@@ -103,20 +106,20 @@ class FailingGPU:
 
     def __init__(self, first: int) -> None:
         self.driver, self.stream, self.can_overlap, self.multiprocessors = self, 0, False, 100
+        self.prepared_stream = None
         self.launches, self._first, self.cleared = [], first, []
 
-    def load(self, source: Any) -> None:
+    def load_prepared(self, source: Any) -> None:
         """There is nothing to load."""
 
-    def CUlaunchConfig(self) -> Any:
-        return SimpleNamespace()
+    def prepared(self, kernel: Any, shared_bytes: int, parameter_bytes: int) -> Any:
+        def launch(grid: Any, block: Any, stream: Any, parameters: bytes, shared_size: int) -> None:
+            assert len(parameters) == parameter_bytes
+            self.launches.append(kernel.expression)
+            if len(self.launches) >= self._first:
+                raise RuntimeError("cuLaunchKernel failed")
 
-    def function(self, kernel: Any, shared_bytes: int) -> str:
-        return kernel.expression
-
-    def cuLaunchKernelEx(self, config: Any, function: str, arguments: int, extra: int) -> tuple[int]:
-        self.launches.append(function)
-        return (1 if len(self.launches) >= self._first else 0,)
+        return SimpleNamespace(prepared_async_call=launch)
 
     def cuMemsetD8Async(self, pointer: int, value: int, nbytes: int, stream: int) -> tuple[int]:
         assert value == 0
@@ -140,3 +143,11 @@ def test_an_image_of_more_rows_than_a_launch_takes_is_refused():
     pixels, resampled = array(70_000, 4, 3, dtype="uint8"), array(70_000, 2, 3, dtype="uint8")
     with pytest.raises(KernelError, match=r"resample: 70000 rows of pixels; expected at most 65535"):
         CudaImages(NoGPU(), "float16").resample(pixels, ResamplingTables(array(2), array(2, 3), 1), resampled)
+
+
+def test_parameters_lie_where_kernels_read_them():
+    class Pair(ctypes.Structure):
+        _fields_ = [("pointer", ctypes.c_void_p), ("count", ctypes.c_uint)]
+
+    packed = packed_parameters([ctypes.c_uint(1), Pair(2, 3), ctypes.c_uint(4), ctypes.c_void_p(5)])
+    assert np.frombuffer(packed, np.uint32).tolist() == [1, 0, 2, 0, 3, 0, 4, 0, 5, 0]

@@ -246,6 +246,18 @@ def test_arrays_that_are_no_image_are_errors(array: np.ndarray, message: str) ->
     assert "the array" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:the matrix subclass")
+def test_any_view_of_an_array_is_an_image_in_memory_of_its_own() -> None:
+    frame = np.random.default_rng(0).integers(0, 256, (8, 10, 4), dtype=np.uint8)
+    views = (frame[:, ::-1], frame[::2], frame[..., :3], frame[..., ::-1], frame.transpose(1, 0, 2), frame[..., 0])
+    for view in (*views, np.asfortranarray(frame)):
+        for channels in ("RGB", "BGR"):
+            found = read_image(view, channels=channels)
+            assert found.flags.c_contiguous and found.shape == (*view.shape[:2], 3)
+            np.testing.assert_array_equal(found, read_image(np.ascontiguousarray(view), channels=channels))
+    np.testing.assert_array_equal(read_image(np.matrix(frame[..., 0])), read_image(frame[..., 0]))
+
+
 def test_other_things_are_errors() -> None:
     with pytest.raises(ImageError, match="an image is a list: expected a path"):
         read_image([[0, 1], [2, 3]])

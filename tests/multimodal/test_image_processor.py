@@ -92,6 +92,17 @@ def test_tokens_follow_what_the_encoder_adds_and_drops(changes: dict[str, bool],
     assert (prepared.tokens, len(prepared.patches), processor.max_patches) == (tokens, 49, 49)
 
 
+def test_of_a_large_image_the_rows_alone_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where these are smaller."""
+    pixels = synthetic_image(480, 640)
+    expected = _processor("clip", tmp_path).prepare(pixels)
+    monkeypatch.setattr("edgellm.multimodal.image_processor.MAXIMUM_PIXELS", 480 * 640 - 1)
+    assert _processor("qwen2_5_vl", tmp_path).prepare(pixels).pixels is pixels
+    found = _processor("clip", tmp_path).prepare(pixels)
+    assert found.pixels is None and (found.size, found.digest) == (expected.size, expected.digest)
+    np.testing.assert_array_equal(found.patches, expected.patches)
+
+
 def test_a_limit_of_patches_makes_images_smaller(tmp_path: Path) -> None:
     processor = _processor("qwen2_5_vl", tmp_path, max_patches=200)
     assert processor.max_patches == 200

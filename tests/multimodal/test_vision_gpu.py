@@ -13,17 +13,17 @@ from tiny_multimodal import FAMILIES, WHOLE_IMAGES
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.checkpoints.tensors import float32_into
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.formats.tensors import float32_into
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.llm import SHIPPED_MODEL
+from edgellm.metrics import Metrics
 from edgellm.multimodal.image_input import read_image
 from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
-from edgellm.serving.metrics import Metrics
 from edgellm.vision.encoder import VisionEncoder
 
 pytestmark = pytest.mark.gpu

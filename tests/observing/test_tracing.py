@@ -16,9 +16,7 @@ from fixed_shape_backend import FixedShapeBackend
 from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import run
 from edgellm.decoding.loop import DecodingLoop
-from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.numpy_backend import NumpyEngine, NumpyTimestamp
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -26,9 +24,11 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DRAFT_PROPOSAL, DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.observing.observer import DECODE, LAUNCH, PREFILL, ROUND, SNAPSHOT, TOKENS, WAIT, ObservedRunner
+from edgellm.snapshots.contents import KVContents
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.tracing import DEVICE_TRACK, HOST_TRACK, Span, Trace
+from tools.bench.answering import answered
 
 STAGES = [DRAFT_ACCEPT, DRAFT_PROPOSAL, BASE_VERIFY, ACCEPTANCE]
 PROMPT = [(7 * index + 3) % 250 for index in range(21)]
@@ -154,7 +154,7 @@ def captured_answer(directory: EngineDirectory, observed: bool) -> tuple[list[in
     )
     plan = FixedDrafting(DraftPlan("chain", 1, 3, 4))
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
-    for _ in DecodingLoop(ObservedRunner(runner, trace) if observed else runner, contents, plan).run([sequence]):
+    for _ in answered(DecodingLoop(ObservedRunner(runner, trace) if observed else runner, contents, plan), [sequence]):
         pass
     trace.finish()
     runner.close()
@@ -179,9 +179,9 @@ def test_an_observed_runner_has_all_that_the_loop_asks_of_one(tiny_draft_engines
     directory = EngineDirectory.open(tiny_draft_engines)
     runner = DecodingRunner.open(FixedShapeBackend(directory), directory)
     observed = ObservedRunner(runner, Trace())
-    for name in Runner.__annotations__:
+    for name in ("base", "draft", "backend", "limits"):
         assert getattr(observed, name) is getattr(runner, name)
-    methods = {name: method for name, method in vars(Runner).items() if inspect.isfunction(method)}
+    methods = {name: method for name, method in vars(DecodingRunner).items() if inspect.isfunction(method)}
     for name, method in methods.items():
         if not name.startswith("_"):
             parameters = list(inspect.signature(method).parameters.values())[1:]

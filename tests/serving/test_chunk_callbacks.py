@@ -17,6 +17,7 @@ from edgellm import EdgeLLMError, Request, RequestError, SamplingParams, SpecDec
 from edgellm.drafting.config import DraftingConfig
 from edgellm.errors import EngineError
 from edgellm.requests import Chunk
+from tools.bench.answering import answered
 
 Captured = Callable[[DraftingConfig | None], tuple[SpecDecodeRuntime, FixedShapeBackend]]
 Failing = Callable[[SpecDecodeRuntime], tuple[Callable[[], None], list[object]]]
@@ -237,7 +238,7 @@ def test_rows_are_not_kept_where_the_step_under_way_fails(
         fail_steps, failed = failing(ahead)
         for fails, prompt in ((False, [1, 2, 3]), (True, [9, 8, 7])):
             request = Request(prompt, params=LONG)
-            tokens = ahead.loop().run([ahead.prepare(request)])
+            tokens = answered(ahead.loop(), [ahead.prepare(request)])
             next(tokens)
             if fails:
                 fail_steps()

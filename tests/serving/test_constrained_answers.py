@@ -115,7 +115,8 @@ def varied_requests(count: int, seed: int) -> list[Request]:
             repetition_penalty=chosen.choice((1.0, 1.2)),
             presence_penalty=chosen.choice((0.0, 0.3)),
             seed=index,
-            max_tokens=chosen.choice((1, 3, 9, 40, 40, 40)),
+            max_tokens=(most := chosen.choice((1, 3, 9, 40, 40, 40))),
+            min_tokens=0 if "structure" in ruled else min(most, (0, 5, 30)[index % 3]),
             stop=chosen.choice(((), (), (), (), ("a",), ('o"', "7"))),
             stop_token_ids=chosen.choice(((), (), (), (), (64,))),
             ignore_eos="structure" not in ruled and chosen.random() < 0.5,
@@ -132,6 +133,7 @@ def plain_answers(engines: Path, requests: Sequence[Request]) -> list[Answer]:
         responses = [runtime.handle_request(request) for request in requests]
     for request, response in zip(requests, responses, strict=True):
         structure = request.params.structure
+        assert len(response.token_ids) >= request.params.min_tokens or response.finish_reason == "context"
         if structure is None:
             assert response.structure_complete is None
         elif response.structure_complete and structure.json is not None:
@@ -162,17 +164,14 @@ def opened(engines: Path, name: str, gives: str) -> Iterator[SpecDecodeRuntime]:
         yield runtime
 
 
-GIVES = pytest.mark.parametrize("gives", ["", "given", "joint"])
-
-
-@GIVES
-@pytest.mark.parametrize("name", list(DRAFTINGS))
+@pytest.mark.parametrize(
+    ("name", "gives"),
+    [("plain", "given"), ("tree", ""), ("tree", "joint"), ("chain", "given"), ("chain", "joint"), ("choices", "given")],
+)
 def test_batches_whose_members_come_and_go(
     serving_engines: Path, expected: tuple[list[Request], list[Answer]], name: str, gives: str
 ) -> None:
     requests, alone = expected
-    if gives == "joint" and name == "plain":
-        pytest.skip("there is no draft model's plan")
     with opened(serving_engines, name, gives) as runtime:
         assert [answer(each) for each in runtime.handle_request(requests)] == alone
         assert [answer(runtime.handle_request(each)) for each in requests[:8]] == alone[:8]
@@ -180,14 +179,11 @@ def test_batches_whose_members_come_and_go(
         assert gives != "joint" or runtime._drafters.given.joint > 5
 
 
-@GIVES
-@pytest.mark.parametrize("name", ["plain", "tree", "chain"])
+@pytest.mark.parametrize(("name", "gives"), [("plain", ""), ("plain", "given"), ("tree", "joint"), ("chain", "")])
 def test_captured_steps_with_one_under_way(
     captured: Callable[..., Any], expected: tuple[list[Request], list[Answer]], name: str, gives: str
 ) -> None:
     requests, alone = expected
-    if gives == "joint" and name == "plain":
-        pytest.skip("there is no draft model's plan")
     runtime, backend = captured(DRAFTINGS[name])
     with runtime:
         giving(runtime, gives)
@@ -247,25 +243,35 @@ def ids(serving_engines: Path) -> Callable[[str], list[int]]:
     return Tokenizer.from_directory(serving_engines).encode
 
 
-@GIVES
-@pytest.mark.parametrize("name", ["plain", "tree"])
+@pytest.mark.parametrize(
+    ("name", "gives"), [("plain", ""), ("plain", "given"), ("tree", "given"), ("tree", "joint"), ("chain", "given")]
+)
 def test_a_grammar_without_a_way_on_fails_one_request_alone(
     captured: Callable[..., Any], ids: Callable[[str], list[int]], name: str, gives: str
 ) -> None:
-    """Its end of sequence is not allowed; where max_tokens ends the answer before that, nothing is amiss."""
+    """Its end of sequence is not allowed; where max_tokens or a stop string ends the answer before that, nothing is
+    amiss. What came before is read, however far a draft went beyond it."""
     closed = SamplingParams(structure=Structure(choice=["abc"]), allowed_token_ids=ids("abc"))
     others = [SamplingParams(structure=Structure(json=SCHEMAS[0])), SamplingParams(max_tokens=12, ignore_eos=True)]
-    each = [closed, *others, replace(closed, max_tokens=3)]
+    each = [closed, *others, replace(closed, max_tokens=3), replace(closed, stop="c"), replace(closed, stop="bc")]
     requests = [Request([number, 7, 9], None, params) for number, params in enumerate(each)]
     runtime, _ = captured(DRAFTINGS[name])
+    shown: list[list[Any]] = [[] for _ in requests]
     with runtime:
         giving(runtime, gives)
-        failed, *found = runtime.handle_request(requests)
+        failed, *found = runtime.handle_request(requests, [chunks.append for chunks in shown])
         assert isinstance(failed, ConstraintError), failed
-        assert [response.finish_reason for response in found] == ["stop", "length", "length"]
+        assert [response.finish_reason for response in found] == ["stop", "length", "length", *["stop_string"] * 2]
         assert found[0].structure_complete and found[1].structure_complete is None
-        assert (found[2].text, found[2].structure_complete) == ("abc", True)
-        assert answer(runtime.handle_request(requests[1])) == answer(found[0])
+        assert [(each.text, each.structure_complete) for each in found[2:]] == [
+            ("abc", True),
+            ("ab", False),
+            ("a", False),
+        ]
+        streamed = [[token for chunk in chunks for token in chunk.token_ids] for chunks in shown]
+        assert streamed[0] == ids("abc") and streamed[1:] == [[*response.token_ids] for response in found]
+        for request, response in zip(requests[1:], found, strict=True):
+            assert answer(runtime.handle_request(request)) == answer(response)
         with pytest.raises(ConstraintError):
             runtime.handle_request(requests[0])
 
@@ -487,3 +493,19 @@ def test_an_answer_that_is_cut_while_it_thinks_has_no_structure(thinking_engines
                 cut += 1
                 assert found.structured_from is None and not found.structure_complete and found.parsed is None
         assert cut > 2
+
+
+def test_typical_answers_are_those_of_the_same_rounds_alone(serving_engines: Path) -> None:
+    """Neighbours that leave the plan as it is change nothing: others draw, choose, are biased, are under rules."""
+    typical = replace(TREE, acceptance="typical", posterior_threshold=0.002, posterior_alpha=0.9)
+    own = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
+    others = [
+        replace(own, temperature=0.0),
+        replace(own, bad_words=[[5], [7, 9]]),
+        replace(own, seed=3, logit_bias={5: 3.0}),
+    ]
+    with SpecDecodeRuntime(serving_engines, drafting=typical, backend="numpy") as runtime:
+        requests = [Request([4, 1, 9], None, each) for each in (own, *others)]
+        found = runtime.handle_request(requests)[0]
+        assert found.token_ids == runtime.handle_request(requests[0]).token_ids
+        assert found.drafting.rounds < len(found.token_ids) - 4

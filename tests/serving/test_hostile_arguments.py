@@ -87,6 +87,7 @@ def test_a_model(llm: LLM, tmp_path: Path) -> None:
     check(handle)
     check(llm.count_tokens)
     check(lambda value: llm.count_tokens("x", images=value))
+    check(lambda value: llm.generate("x", SHORT, n=value))
     check(lambda value: llm.count_tokens(MESSAGES, continue_final_message=value))
     check(llm.cache_system_prompt)
     check(lambda value: llm.cache_system_prompt("x", value))
@@ -123,6 +124,9 @@ def test_sessions(llm: LLM) -> None:
     check(lambda value: llm.create_session(params=SHORT).send(value))
     check(lambda value: llm.create_session(params=SHORT).send("x", value))
     check(lambda value: llm.create_session(params=SHORT).send("x", SHORT, value))
+    check(lambda value: llm.create_session(params=SHORT).run("x", max_answers=value))
+    check(lambda value: llm.create_session(tools=[value]))
+    check(lambda value: llm.create_session(params=SHORT).run("x", tools=value))
 
 
 def test_tokenizers(llm: LLM) -> None:

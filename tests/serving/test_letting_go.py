@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slow
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             slowed(llm.served)
             session = llm.create_session(params=LONG)
-            say = session._session._say
+            say = session._say
 
             def say_and_halt(*arguments: object) -> object:
                 try:
@@ -140,13 +141,13 @@ def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slow
                 finally:
                     left.set()
 
-            session._session._say = say_and_halt
+            session._say = say_and_halt
             task = asyncio.create_task(session.send("one"))
             await asyncio.to_thread(reached.wait)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            session._session._say = say
+            session._say = say
             try:
                 assert (await session.send("two", SHORT)).finish_reason == "length"
             finally:
@@ -226,3 +227,14 @@ def test_an_interrupted_runtime_has_all_its_slots_again(serving_engines: Path) -
         assert not runtime._open_runner().base._state.active.any()
         answers = runtime.handle_request([Request("hello", params=SHORT)] * slots)
     assert {answer.token_ids for answer in answers} == {expected}
+
+
+def test_a_closed_model_and_an_answer_that_are_held_hold_no_backend() -> None:
+    """What was made on a device is freed by the thread that made it, not by whoever lets go of the model later."""
+    with LLM() as model:
+        answer = model.stream_chat([said("Hello!")], SHORT)
+        assert answer.result().token_ids
+        backend = weakref.ref(model._runtime._open_runner().backend)
+        assert backend() is not None
+    gc.collect()
+    assert backend() is None and model.directory.path

@@ -9,7 +9,7 @@ import pytest
 
 from edgellm import DraftingConfig, SamplingParams
 from edgellm.llm import LLM
-from edgellm.serving.metrics import EagleGenerationMetrics, Histogram, Metrics
+from edgellm.metrics import EagleGenerationMetrics, Histogram, Metrics
 
 LINE = re.compile(r'edgellm_[a-z_]+(\{[a-z_]+="[^"\\\n]*"\})? (\+Inf|[0-9.e+-]+)')
 

@@ -10,7 +10,6 @@ from tiny_multimodal import FAMILIES, IMAGE_TOKEN, prompt_with_images, tiny_imag
 
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -18,16 +17,27 @@ from edgellm.engines.runners.prompt_images import place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import tree
 from edgellm.engines.speculation.runner import DecodingRunner
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.kept_rows import RowKeeper
 from edgellm.snapshots.kept_states import StateKeeper
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.answering import answered
 
 TOKENS = 14
 SAMPLED = SamplingValues(0.9, 30, 1.0, 0.0, 1.1, 0.2, 0.1, 5)
 
 
-@pytest.fixture(params=[(family, draft) for family in FAMILIES for draft in (False, True)], ids=str)
+MODELS = [(family, draft) for family in FAMILIES for draft in (False, True)]
+#: Bytes that are kept, and rounds before it gives way: each with some models, and each model with one or two.
+WAYS = [(budget, rounds) for rounds in (0, 1, 3) for budget in (0, 1 << 24)]
+CASES = dict.fromkeys(
+    [(each, *WAYS[(number + number // 2) % len(WAYS)]) for number, each in enumerate(MODELS)]
+    + [(MODELS[2 * number + number % 2], *WAYS[2 + number % 2 * 3]) for number in range(len(FAMILIES))]
+)
+
+
+@pytest.fixture(params=MODELS, ids=str)
 def runner(request: pytest.FixtureRequest, multimodal_engines: Callable[[str], Path]) -> Iterator[DecodingRunner]:
     family, drafts = request.param
     directory = EngineDirectory.open(multimodal_engines(family))
@@ -60,11 +70,10 @@ def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
     return DecodingLoop(runner, contents, plan, keeper=keeper, states=states)
 
 
-@pytest.mark.parametrize("budget", [0, 1 << 24])
-@pytest.mark.parametrize("rounds", [0, 1, 3])
+@pytest.mark.parametrize(("runner", "budget", "rounds"), CASES, indirect=["runner"], ids=str)
 def test_a_sequence_with_images_goes_on(runner: DecodingRunner, budget: int, rounds: int) -> None:
     alone = question(runner, 0)
-    list(loop_of(runner).run([alone]))
+    list(answered(loop_of(runner), [alone]))
     loop, others = loop_of(runner, budget), [question(runner, 20), question(runner, 30)]
     found = question(runner, 0)
     loop.admit(found)
@@ -74,7 +83,7 @@ def test_a_sequence_with_images_goes_on(runner: DecodingRunner, budget: int, rou
     assert 0 < found.answer.token_count < TOKENS
     loop.give_way(found)
     assert (found.kept is not None) == (budget > 0) and loop.running == []
-    list(loop.run(others))  # in every slot
+    list(answered(loop, others))  # in every slot
     loop.admit(found)
     assert found.kept is None and loop.running == [found]
     while loop.running:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +53,19 @@ def engines(
 def ask(runtime: SpecDecodeRuntime, prompt: list[int], params: SamplingParams = GREEDY) -> tuple[list[int], int]:
     response = runtime.handle_request(Request(prompt, None, params))
     return list(response.token_ids), response.usage.reused_tokens
+
+
+def test_few_system_prompts_are_remembered(runtime: SpecDecodeRuntime) -> None:
+    """However many are asked with, by however many threads."""
+
+    def prepare(number: int) -> int:
+        system = {"role": "system", "content": f"be {number % 100}"}
+        prompt = Request(messages=[system, {"role": "user", "content": "hi"}])
+        return runtime.prepare(prompt).system_tokens
+
+    with ThreadPoolExecutor(4) as threads:
+        assert min(threads.map(prepare, range(300))) > 0
+    assert runtime._preparation._system_ids.cache_info().currsize == 64
 
 
 def test_where_a_prompt_goes_on(runtime: SpecDecodeRuntime, cold: Cold) -> None:

@@ -28,6 +28,7 @@ from tiny_multimodal import FAMILIES, IMAGE_TOKEN, VISION_END, VISION_START
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
+from tools.bench.answering import answered
 
 __all__ = ["runtime"]  # a fixture
 
@@ -192,7 +193,7 @@ def test_an_answer_that_gives_way(engines: Path, cold: Cold, mode: str, budget: 
                 pytest.skip("the answer has an image token: it gives way to nobody")
             loop.give_way(first)
             assert (first.kept is not None) == bool(budget)
-            list(loop.run(others))
+            list(answered(loop, others))
             loop.admit(first)
             while not first.finished:
                 list(loop.advance())

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from edgellm import LLM, Request, SamplingParams
-from edgellm.decoding.slots import KVContents, SlotChoice, choose_slot
 from edgellm.drafting.config import DraftingConfig
+from edgellm.snapshots.contents import KVContents, SlotChoice, choose_slot
 from edgellm.text.template import ChatTemplate
 from edgellm.text.turns import OngoingConversation
 

@@ -63,6 +63,16 @@ def test_an_answer_that_is_waited_for(llm: LLM, slowed: Slow, slow: bool) -> Non
     check_cut(llm.chat(messages, PARAMS, stop_when=enough), chat)
 
 
+def test_it_is_asked_at_each_token_of_a_round(llm: LLM) -> None:
+    """As plainly: what rules force comes many tokens at a time, and more of them than are wanted."""
+    params, seen = SamplingParams(structure=["a text of which each token is forced"]), []
+    whole = llm.generate("hello", params)
+    response = llm.generate("hello", params, stop_when=lambda text: seen.append(text) or enough(text))
+    count = next(count for count, text in enumerate(seen, 1) if enough(text))
+    assert len(seen) == count == len(response.token_ids) and seen[-1] == response.text
+    assert response.token_ids == whole.token_ids[:count] and len(response.text) == ENOUGH
+
+
 def test_an_answer_that_is_read(llm: LLM) -> None:
     whole = llm.generate("hello", PARAMS)
     with llm.stream("hello", PARAMS, stop_when=enough) as generation:

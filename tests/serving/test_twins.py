@@ -38,12 +38,7 @@ def public_names(kind: type) -> set[str]:
     ("kind", "twin", "alone", "more"),
     [
         (LLM, AsyncLLM, {"of_thread"}, {"open"}),
-        (
-            Session,
-            AsyncSession,
-            set(),
-            {"adapter", "params", "priority", "tool_choice", "warn"},
-        ),  # which are attributes of every Session
+        (Session, AsyncSession, set(), set()),
         # Without an event loop there are other ways to wait for a piece, and to be told of one.
         (Generation, AsyncGeneration, {"request_state", "look_ahead", "next_chunk", "on_change", "poll"}, {"aclose"}),
     ],

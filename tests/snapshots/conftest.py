@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.decoding.runner import Runner
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -62,7 +61,9 @@ def binding() -> SnapshotBinding:
 
 
 @contextmanager
-def _open_runner(path: Path, draft: bool = False, backend: str = "numpy") -> Iterator[tuple[Runner, EngineDirectory]]:
+def _open_runner(
+    path: Path, draft: bool = False, backend: str = "numpy"
+) -> Iterator[tuple[DecodingRunner, EngineDirectory]]:
     directory = EngineDirectory.open(path)
     opened = open_backend(backend, directory)
     try:
@@ -83,7 +84,12 @@ def open_slots() -> Callable[..., object]:
 
 
 def _answer(
-    runner: Runner, prompt: Sequence[int], reused: int, count: int = 12, plan: DraftPlan | None = None, slot: int = 0
+    runner: DecodingRunner,
+    prompt: Sequence[int],
+    reused: int,
+    count: int = 12,
+    plan: DraftPlan | None = None,
+    slot: int = 0,
 ) -> list[int]:
     tokens = runner.start(slot, prompt, reused, SamplingValues()).wait().tolist()
     while len(tokens) < count:

@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from command_line import Edgellm
 
-from edgellm import LLM
-from edgellm.decoding.runner import Runner
-from edgellm.decoding.slots import KVContents
-from edgellm.engines.directories.digests import is_known_finite_content, remember_finite_content
+from edgellm import LLM, SamplingParams
+from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.formats.digests import is_known_finite_content, remember_finite_content
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.kernels.bfloat16 import bfloat16_bits
 from edgellm.snapshots import content_digest as digests
 from edgellm.snapshots.content_digest import content_digest
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import DIGEST, Snapshot
@@ -25,11 +26,11 @@ from edgellm.snapshots.store import SnapshotStore
 
 IDS = [(7 * index + 3) % 250 for index in range(20)]
 PROMPT = [*IDS, 1]
-Slots = tuple[Runner, EngineDirectory]
+Slots = tuple[DecodingRunner, EngineDirectory]
 MakeSnapshot = Callable[..., Snapshot]
 
 
-def damage(path: Path, name: str, place: tuple[int, ...], value: float, keep_digest: bool = False) -> Path:
+def damage(path: Path, name: str, place: tuple[int | slice, ...], value: float, keep_digest: bool = False) -> Path:
     """Put one value into a snapshot's file, whose digest is then that of what it holds, or the one before."""
     content = np.fromfile(path, np.uint8)
     mapped = read_snapshot(path)
@@ -218,3 +219,23 @@ def test_the_api_and_the_command_refuse_it(edgellm: Edgellm, tiny_engines: Path,
         code, out, err = edgellm(*command)
         assert code == 1 and "'base.k_cache_2' [2, " in out + err and "is nan at [1, 5, 15]" in out + err, command
         assert "Traceback" not in err
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("name", ["base.k_cache_2", "base.v_cache_0"])
+def test_values_whose_products_overflow_fail_the_answer_and_name_the_file(
+    edgellm: Edgellm, tiny_engines: Path, tmp_path: Path, name: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is finite. Nothing of the rows is taken again: what is asked next is computed."""
+    monkeypatch.setattr(NumpyBackend, "steps_ahead", ahead)
+    system = [{"role": "system", "content": "You are a robot."}, {"role": "user", "content": "hello"}]
+    with LLM(tiny_engines, backend="numpy") as llm:
+        expected = llm.chat(system, SamplingParams(max_tokens=5)).token_ids
+        path = llm.cache_system_prompt("You are a robot.", save=tmp_path / "robot.safetensors").path
+    damage(path, name, (slice(None), slice(None), slice(None)), 3e38)
+    with LLM(tiny_engines, backend="numpy", snapshots=[path]) as llm:
+        with pytest.raises(SnapshotError, match=rf"the snapshot {path} cannot be used: .* infinite or NaN"):
+            llm.chat(system, SamplingParams(max_tokens=5))
+        answer = llm.chat(system, SamplingParams(max_tokens=5))
+        assert answer.token_ids == expected and answer.usage.reused_tokens == 0

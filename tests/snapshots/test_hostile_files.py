@@ -15,16 +15,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from edgellm.decoding.runner import Runner
-from edgellm.decoding.slots import KVContents
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, verify_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 
 IDS = [(7 * index + 3) % 250 for index in range(20)]
-Slots = tuple[Runner, EngineDirectory]
+Slots = tuple[DecodingRunner, EngineDirectory]
 
 
 @pytest.fixture(scope="module")

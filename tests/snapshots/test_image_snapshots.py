@@ -16,19 +16,19 @@ from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images
 from edgellm.commands.cache_prompts import with_cached_prompt
 from edgellm.commands.settings import Settings
 from edgellm.decoding.loop import DecodingLoop
-from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.requests import Request, Response
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.binding import NONE, snapshot_binding
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import check_binding, read_snapshot, write_snapshot
 from edgellm.snapshots.kept_states import StateKeeper
 from edgellm.snapshots.slots import SlotSnapshots
@@ -36,8 +36,9 @@ from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import PromptRecord
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.answering import answered
 
-Slots = tuple[Runner, EngineDirectory]
+Slots = tuple[DecodingRunner, EngineDirectory]
 GREEDY = SamplingValues()
 
 
@@ -69,14 +70,14 @@ def slots(
         yield opened
 
 
-def images_of(runner: Runner, count: int = 3) -> list[TinyImage]:
+def images_of(runner: DecodingRunner, count: int = 3) -> list[TinyImage]:
     """Different images of one size, whose prompts have the same token ids."""
     config = runner.base.config
     grid = (4, 4) if config.spatial_merge_size == 2 else (2, 2)
     return [tiny_image(runner.backend, config, grid, seed) for seed in range(count)]
 
 
-def logits_of(runner: Runner, ids: Sequence[int], reused: int, images: PromptImages | None) -> np.ndarray:
+def logits_of(runner: DecodingRunner, ids: Sequence[int], reused: int, images: PromptImages | None) -> np.ndarray:
     """The logits after a prompt."""
     runner.start(0, ids, reused, GREEDY, images).wait()
     logits = runner.base.logits(0)
@@ -84,12 +85,12 @@ def logits_of(runner: Runner, ids: Sequence[int], reused: int, images: PromptIma
     return logits
 
 
-def missing_rows(runner: Runner) -> int:
+def missing_rows(runner: DecodingRunner) -> int:
     """Rows of a known prefix that a draft, or a recurrent state before its last token, lets nobody reuse."""
     return int(runner.draft is not None or runner.base.states.is_recurrent)
 
 
-def kept_states(runner: Runner) -> StateKeeper | None:
+def kept_states(runner: DecodingRunner) -> StateKeeper | None:
     """At places that short prompts have; None for a model without recurrent layers."""
     if not runner.base.states.is_recurrent:
         return None
@@ -98,7 +99,7 @@ def kept_states(runner: Runner) -> StateKeeper | None:
     return states
 
 
-def loop_of(runner: Runner) -> DecodingLoop:
+def loop_of(runner: DecodingRunner) -> DecodingLoop:
     """A loop whose slots hold nothing."""
     states = kept_states(runner)
     contents = [KVContents(states) for _ in range(runner.limits.max_batch)]
@@ -131,19 +132,19 @@ def test_a_follow_up_question_reuses_the_image_and_another_image_does_not(slots:
     first, second, _ = images_of(runner)
     ids, _ = prompt_with_images(runner.base.config, [first])
     loop = loop_of(runner)
-    list(loop.run([question_of(slots, ids, [first])]))
+    list(answered(loop, [question_of(slots, ids, [first])]))
     next_ids = [*ids, 44, 45, 46]
     again = question_of(slots, next_ids, [first])
-    list(loop.run([again]))
+    list(answered(loop, [again]))
     assert again.reused_tokens >= len(ids) - missing_rows(runner)
     fresh = loop_of(runner)
     forget(runner)
     alone = question_of(slots, next_ids, [first])
-    list(fresh.run([alone]))
+    list(answered(fresh, [alone]))
     assert alone.reused_tokens == 0
     assert alone.answer.token_ids == again.answer.token_ids
     other = question_of(slots, next_ids, [second])
-    list(fresh.run([other]))
+    list(answered(fresh, [other]))
     assert other.reused_tokens <= ids.index(IMAGE_TOKEN)
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from kept_snapshots import forget
 
-from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.speculation.draft_plan import tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.llm import LLM
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot

@@ -12,11 +12,11 @@ import pytest
 from tiny_families import RECURRENT
 
 from edgellm import RequestError, SpecDecodeRuntime
-from edgellm.decoding.slots import KVContents, SlotChoice, choose_slot
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.snapshots.contents import KVContents, SlotChoice, choose_slot
 from edgellm.snapshots.kept_states import StateKeeper, chosen_places
 
 NEAR = (24, 4, 6)

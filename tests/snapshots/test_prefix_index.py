@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from edgellm.decoding.slots import KVContents
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.prefix_index import PrefixIndex, common_tokens, reusable_rows, token_key
 
 # Few ids, large ones among them, so that prefixes are often shared and bytes of different ids agree.

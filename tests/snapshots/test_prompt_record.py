@@ -182,7 +182,7 @@ def test_tools_and_variables_reach_the_template(tokenizer: Tokenizer) -> None:
     [
         ({"tools": "grasp"}, "tools is a str: expected a list of tools"),
         ({"tools": {"name": "grasp"}}, "tools is a dict"),
-        ({"tools": [len]}, r"tools\[0\] is a builtin_function_or_method: expected an object"),
+        ({"tools": [len]}, r"tools\[0\]: the parameter obj of the function len is positional-only"),
         ({"tools": [{"f": len}]}, r"tools\[0\].f is a builtin_function_or_method: expected a value as JSON"),
         ({"tools": [{1: "x"}]}, r"tools\[0\] has the key 1: expected text"),
         ({"template_variables": ["x"]}, "template_variables is a list"),

@@ -13,14 +13,14 @@ from kept_snapshots import forget, keep
 from tiny_families import RECURRENT
 
 from edgellm import LLM, SamplingParams
-from edgellm.decoding.runner import Runner
-from edgellm.decoding.slots import KVContents
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import tree
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.content_digest import content_digest
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.kept_states import StateKeeper
 from edgellm.snapshots.slots import SlotSnapshots
@@ -30,7 +30,7 @@ from edgellm.snapshots.store import SnapshotStore
 SYSTEM = [(7 * index + 3) % 250 for index in range(40)]
 PROMPTS = [[*SYSTEM, 100 + number, 50 - number, number] for number in range(4)]
 PLACE = len(SYSTEM) - 1
-Slots = tuple[Runner, EngineDirectory]
+Slots = tuple[DecodingRunner, EngineDirectory]
 Answer = Callable[..., list[int]]
 
 

@@ -84,7 +84,7 @@ def test_a_label_goes_before_a_path_and_before_beginnings_of_names(
 
 def test_no_name_means_no_snapshot(edgellm: Edgellm, folder: Path) -> None:
     (folder / f"4{'a' * 31}.safetensors").unlink()
-    assert edgellm("cache", "remove", "", "--folder", folder)[0] == 1
+    assert edgellm("cache", "remove", "", "--folder", folder)[0] == 2
     assert len(remaining(folder)) == 1
 
 

@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from edgellm.decoding.loop import DecodingLoop
-from edgellm.decoding.runner import Runner
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -23,10 +21,12 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EngineError
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.answering import answered
 
 SYSTEM = [(11 * index + 5) % 250 for index in range(41)]
 PROMPT = [*SYSTEM, 7, 19, 4]
@@ -81,19 +81,19 @@ class LateBackend(NumpyBackend):
             self.pending.pop(0).copy()
 
 
-def answer_of(runner: Runner, directory: EngineDirectory, snapshots: SlotSnapshots | None) -> DecodingSequence:
+def answer_of(runner: DecodingRunner, directory: EngineDirectory, snapshots: SlotSnapshots | None) -> DecodingSequence:
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
     sequence = DecodingSequence(
         PROMPT, SamplingValues(), OutputText(tokenizer.detokenizer(), (), (), (), 12), max_tokens=12
     )
     plan = FixedDrafting(DraftPlan("chain", 1, 3, 4)) if runner.draft is not None else None
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
-    for _ in DecodingLoop(runner, contents, plan, snapshots).run([sequence]):
+    for _ in answered(DecodingLoop(runner, contents, plan, snapshots), [sequence]):
         pass
     return sequence
 
 
-def opened(backend: LateBackend, directory: EngineDirectory) -> Runner:
+def opened(backend: LateBackend, directory: EngineDirectory) -> DecodingRunner:
     return DecodingRunner.open(backend, directory, drafts=directory.draft is not None)
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.decoding.runner import Runner
-from edgellm.decoding.slots import KVContents
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.llm import SHIPPED_MODEL
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.system_prompt import system_prompt_ids
@@ -37,14 +37,16 @@ QUESTIONS = [
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "draft"])
 def slots(
     request: pytest.FixtureRequest, open_slots: Callable[..., object]
-) -> Iterator[tuple[Runner, EngineDirectory]]:
+) -> Iterator[tuple[DecodingRunner, EngineDirectory]]:
     if request.param and EngineDirectory.read(SHIPPED_MODEL).draft is None:
         pytest.skip("the shipped model has no draft")
     with open_slots(SHIPPED_MODEL, request.param) as opened:
         yield opened
 
 
-def answered(runner: Runner, prompt: Sequence[int], reused: int, count: int, sampling: SamplingValues) -> list[int]:
+def answered(
+    runner: DecodingRunner, prompt: Sequence[int], reused: int, count: int, sampling: SamplingValues
+) -> list[int]:
     has_draft = runner.draft is not None
     plan = DraftingConfig.largest(runner.limits).plan(runner.limits) if has_draft else None
     tokens = runner.start(0, prompt, reused, sampling).wait().tolist()
@@ -65,7 +67,7 @@ def prompts(questions: Sequence[str]) -> tuple[list[int], list[list[int]]]:
     return system_prompt_ids(tokenizer, system), asked
 
 
-def gap_at(runner: Runner, prompt: Sequence[int], tokens: Sequence[int]) -> float:
+def gap_at(runner: DecodingRunner, prompt: Sequence[int], tokens: Sequence[int]) -> float:
     """How far apart the best two logits are after a prompt and some tokens of its answer."""
     base = runner.base
     base.start(0, [*prompt, *tokens], 0, SamplingValues()).wait()
@@ -74,7 +76,7 @@ def gap_at(runner: Runner, prompt: Sequence[int], tokens: Sequence[int]) -> floa
     return logits[-1] - logits[-2]
 
 
-def compare(slots: tuple[Runner, EngineDirectory], folder: Path, questions: Sequence[str], count: int) -> int:
+def compare(slots: tuple[DecodingRunner, EngineDirectory], folder: Path, questions: Sequence[str], count: int) -> int:
     """Ask with and without a snapshot; how many answers differ after a gap too small to tell. Fails at any other."""
     runner, _ = slots
     system, asked = prompts(questions)
@@ -95,13 +97,15 @@ def compare(slots: tuple[Runner, EngineDirectory], folder: Path, questions: Sequ
     return close
 
 
-def test_answers_with_a_snapshot_are_those_without(slots: tuple[Runner, EngineDirectory], tmp_path: Path) -> None:
+def test_answers_with_a_snapshot_are_those_without(
+    slots: tuple[DecodingRunner, EngineDirectory], tmp_path: Path
+) -> None:
     assert compare(slots, tmp_path, QUESTIONS[:4], 12) == 0
 
 
 @pytest.mark.slow
 def test_a_hundred_answers_with_a_snapshot_are_those_without(
-    slots: tuple[Runner, EngineDirectory], tmp_path: Path
+    slots: tuple[DecodingRunner, EngineDirectory], tmp_path: Path
 ) -> None:
     questions = [f"{question} And {number} times {number + 3}?" for number in range(10) for question in QUESTIONS]
     close = compare(slots, tmp_path, questions, 24)

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 from kept_snapshots import forget, keep
 
-from edgellm.decoding.runner import Runner
-from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, tree
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.snapshots import content_digest, snapshot, transfer
 from edgellm.snapshots import file as section_reading
 from edgellm.snapshots import slots as slot_snapshots
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import read_snapshot, write_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
@@ -32,7 +32,7 @@ from edgellm.snapshots.store import SnapshotStore
 
 SYSTEM = [(7 * index + 3) % 250 for index in range(40)]
 PROMPTS = [[*SYSTEM, 100 + number, 50 - number, number] for number in range(6)]
-Slots = tuple[Runner, EngineDirectory]
+Slots = tuple[DecodingRunner, EngineDirectory]
 Answer = Callable[..., list[int]]
 
 
@@ -44,15 +44,15 @@ def slots(
         yield opened
 
 
-def plan_of(runner: Runner) -> DraftPlan | None:
+def plan_of(runner: DecodingRunner) -> DraftPlan | None:
     return tree(4, 3, 12) if runner.draft is not None else None
 
 
-def draft_rows(runner: Runner, rows: int) -> int | None:
+def draft_rows(runner: DecodingRunner, rows: int) -> int | None:
     return rows - 1 if runner.draft is not None else None
 
 
-def rows_of(runner: Runner, slot: int, tokens: int) -> dict[str, np.ndarray]:
+def rows_of(runner: DecodingRunner, slot: int, tokens: int) -> dict[str, np.ndarray]:
     """A copy of the rows that a slot has after a prompt of so many tokens, once all are there."""
     runner.base.await_rows()
     found = {name: cache[slot, :, :tokens].copy() for name, cache in runner.base.states.tensors.items()}

@@ -97,11 +97,12 @@ def test_what_is_forced_is_what_the_masks_let_through(tokenizer: Tokenizer, voca
     assert constraint.is_stopped()
 
 
-@pytest.mark.parametrize("choice", [[START], [START, "no"], [f"say {START}{START}"]])
-def test_a_name_of_a_special_token_is_spelled_in_parts(
-    tokenizer: Tokenizer, vocabulary: GrammarVocabulary, choice: list[str]
-) -> None:
+@pytest.mark.parametrize("names", [NAMES, ()], ids=["with names of text", "special names alone"])
+@pytest.mark.parametrize("choice", [[START], [START, "no"], [END, "no"], [f"say {START}{START}"]])
+def test_a_name_of_a_special_token_is_spelled_in_parts(names: tuple[str, ...], choice: list[str]) -> None:
     """Special tokens have no text."""
+    tokenizer = Tokenizer(library_of(names))
+    vocabulary = GrammarVocabulary.of_tokenizer(tokenizer, WIDTH, [tokenizer.token_to_id(END)])
     found = ways(begun(vocabulary, Structure(choice=choice)), (tokenizer.token_to_id(END),))
     assert {tokenizer.decode(tokens, skip_special_tokens=False) for tokens in found} == set(choice)
     assert all(tokenizer.special_token_ids.isdisjoint(tokens) for tokens in found)

@@ -124,6 +124,10 @@ for _ in range(40):
     SHARED = [SHARED, SHARED]
 
 
+def all_of(*args: str) -> None:
+    """Some of which have no name."""
+
+
 class Colour(Enum):
     RED = "red"
 
@@ -134,7 +138,7 @@ class Colour(Enum):
         ("grasp", "tools is a str: expected a list of tools"),
         (GRASP, "tools is a dict: expected a list of tools"),
         ([GRASP, "wave"], "tools[1] is a str: expected an object"),
-        ([print], "tools[0] is a builtin_function_or_method: expected an object"),
+        ([all_of], "tools[0]: the parameter args of the function all_of is variadic"),
         ([{}], "tools[0].name is missing: expected a function's name"),
         ([{"function": {"name": ""}}], "tools[0].function.name is empty"),
         ([{"function": "grasp"}], "tools[0].function is a str: expected an object with a name"),
@@ -216,8 +220,10 @@ def test_a_variable_that_is_never_read_is_reported_once(llm: LLM, caplog: pytest
         assert str(llm.directory.path) in message
 
 
-def test_tools_that_no_template_shows_are_refused(tiny_engines: Path) -> None:
+def test_tools_that_no_template_shows_are_refused_where_they_may_be_called(tiny_engines: Path) -> None:
     with LLM(tiny_engines, backend="numpy") as llm:
+        none = llm.chat(HELLO, SHORT, tools=[GRASP], tool_choice="none")
+        assert none.token_ids == llm.chat(HELLO, SHORT).token_ids
         for ask in (
             lambda: llm.chat(HELLO, SHORT, tools=[GRASP]),
             lambda: llm.create_session(tools=[GRASP]).send("hello"),
@@ -242,14 +248,21 @@ def test_tools_that_no_template_shows_are_refused(tiny_engines: Path) -> None:
     ],
 )
 def test_names_that_a_template_reads(source: str, names: set[str]) -> None:
-    assert ChatTemplate({"default": source}, "test").template_variables() == names
+    assert ChatTemplate({"default": source}, "test").template_variables == names
+
+
+def test_a_template_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate({"default": "{{ messages }}"}, "test")
+    assert template.template_variables == {"messages"}
+    monkeypatch.setattr(ChatTemplate, "_read_by", lambda *_: pytest.fail("it was parsed again"))
+    assert template.template_variables == {"messages"}
 
 
 def test_names_that_several_templates_read() -> None:
     both = ChatTemplate({"default": "{{ messages }}", "tool_use": "{{ tools }}{{ messages }}"}, "test")
-    assert both.template_variables() == {"messages", "tools"}
+    assert both.template_variables == {"messages", "tools"}
     with pytest.raises(TemplateError, match="the chat template of test has a syntax error in line 1"):
-        _ = ChatTemplate({"default": "{% if %}"}, "test").template_variables()
+        _ = ChatTemplate({"default": "{% if %}"}, "test").template_variables
 
 
 def test_generate(edgellm: Edgellm, engines: Path, tools_file: Path, llm: LLM) -> None:

@@ -162,3 +162,13 @@ def test_wrong_use_is_refused():
     answer.push(ord("a"))
     with pytest.raises(RequestError, match="ended"):
         answer.push(ord("b"))
+
+
+def test_no_stop_string_ends_in_the_text_of_the_first_tokens():
+    """One that begins there counts where it ends later, one that lies there does not, also when it is held back."""
+    cases = [("ab", "ababxab", "ababx"), ("aa", "aaaaab", "aaa"), ("ab", "xxxxab", "xxxx")]
+    for stop, text, shown in cases:
+        answer = OutputText(Letters(), [stop], min_tokens=4)
+        assert "".join(fed(answer, text)) == answer.text == shown and answer.stop_match == stop
+    answer = OutputText(Letters(), ["bc", "abcd"], min_tokens=3)
+    assert "".join(fed(answer, "abcx")) + answer.finish("length") == "abcx"

@@ -6,9 +6,16 @@ import json
 import random
 
 import pytest
-from byte_level_tokenizer import CORPUS, END, START, WIDE, byte_level, specials
+from byte_level_tokenizer import (
+    END,
+    LIBRARIES,
+    START,
+    WIDE,
+    byte_level,
+    specials,
+)
 from rendered_chats import rendered_chat
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, normalizers, processors
 from tokenizers import Tokenizer as LibraryTokenizer
 
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
@@ -20,46 +27,6 @@ SOURCE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def metaspace(scheme: str) -> LibraryTokenizer:
-    library = LibraryTokenizer(models.BPE(unk_token=None, byte_fallback=False))
-    library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    library.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    alphabet = [chr(code) for code in range(32, 127)] + ["▁", "\n"]
-    library.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=250, show_progress=False, initial_alphabet=alphabet)
-    )
-    library.add_special_tokens([START, END])
-    return library
-
-
-def prepending() -> LibraryTokenizer:
-    library = metaspace("never")
-    library.pre_tokenizer = None
-    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    return library
-
-
-def with_matching_rules() -> LibraryTokenizer:
-    library = metaspace("always")
-    library.add_special_tokens(
-        [
-            AddedToken(START, lstrip=True, normalized=False),
-            AddedToken(END, rstrip=True, normalized=False),
-            AddedToken("assistant", single_word=True, normalized=False),
-        ]
-    )
-    return library
-
-
-LIBRARIES = {
-    "byte_level": byte_level(),
-    "metaspace_first": metaspace("first"),
-    "metaspace_always": metaspace("always"),
-    "prepending": prepending(),
-    "matching_rules": with_matching_rules(),
-}
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -267,3 +234,15 @@ def test_anchors_are_not_guessable():
     tokenizer = Tokenizer(library)
     first, second = (AnchoredTokenizer(library, tokenizer._special) for _ in range(2))
     assert set(first._anchors.values()).isdisjoint(second._anchors.values())
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.1])
+def test_a_tokenizer_that_gives_other_tokens_each_time_is_refused(checkpoint, tmp_path, dropout):
+    values = json.loads((checkpoint / "tokenizer.json").read_text())
+    values["model"]["dropout"] = dropout
+    (tmp_path / "tokenizer.json").write_text(json.dumps(values))
+    if dropout:
+        with pytest.raises(EngineDirectoryError, match=r"tokenizer.json: 'dropout' of the model is 0.1"):
+            Tokenizer.from_directory(tmp_path)
+    else:
+        assert Tokenizer.from_directory(tmp_path).encode("cup")

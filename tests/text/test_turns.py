@@ -27,7 +27,7 @@ def spoken(roles: str) -> list[dict[str, str]]:
         ("saua", [1, 2]),  # a greeting
         ("suasuau", [1, 3, 6]),  # a system message later on stands before its turn
         ("suu", [1, 2]),
-        ("suas", [1, 3]),
+        ("suas", [1]),  # behind the last one it leaves the user's question where it is
     ],
 )
 def test_a_turn_is_a_message_of_the_user_with_all_that_answers_it(roles: str, starts: list[int]) -> None:
@@ -39,6 +39,8 @@ def test_the_system_prompt_stays() -> None:
     assert without_oldest(messages, 0) == messages
     assert without_oldest(messages, 4) == [*messages[:2], *messages[6:]]
     assert without_oldest(spoken("s"), 0) == spoken("s")
+    messages = spoken("suasuaua")
+    assert without_oldest(messages, 4) == [messages[0], messages[3], *messages[6:]]
 
 
 class Prompts:

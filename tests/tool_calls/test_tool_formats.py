@@ -14,7 +14,7 @@ from byte_level_tokenizer import byte_level
 from call_templates import WITHOUT_CALLS, WRITTEN, call_template
 from command_line import Edgellm
 
-from edgellm import LLM, RequestError
+from edgellm import LLM, RequestError, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineDirectoryError
@@ -37,6 +37,14 @@ def described(name: str) -> ChatTemplate:
 def test_the_format_is_the_one_that_calls_are_shown_in(name: str) -> None:
     found = taught_format(described(name))
     assert found is not None and found.name == name
+
+
+@pytest.mark.parametrize("written", ['"%s"', '"%sr"'])
+def test_text_without_quotes_tells_of_pythonic_calls(written: str) -> None:
+    """As templates for Llama 3.2 and ToolACE write it."""
+    arguments = "{% for k in c.arguments %}{{ k }}={{ " + written + " | format(c.arguments[k]) }}{% endfor %}"
+    found = taught_format(ChatTemplate({"default": call_template("[{{ c.name }}(" + arguments + ")]")}, "it"))
+    assert found is not None and found.name == "pythonic"
 
 
 def test_marks_around_the_tools_tell_of_a_format_too() -> None:
@@ -68,6 +76,7 @@ def test_calls_that_are_written_are_read(name: str) -> None:
     assert FORMATS[name].written([]) == ""
 
 
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
 MARKS = ["<|tool_call_start|>", "<|tool_call_end|>", "<|tool_response_start|>", "<|tool_response_end|>"]
 
 
@@ -94,7 +103,7 @@ def test_earlier_calls_are_written_where_the_template_leaves_them_out(
     lfm2: Tokenizer, arguments: Any, content: str | None
 ) -> None:
     assert ToolCalling(lfm2).format() is FORMATS["lfm2"]
-    ids = lfm2.encode_chat(conversation(arguments, content), tools=[{"type": "function", "function": {"name": "look"}}])
+    ids = lfm2.encode_chat(conversation(arguments, content), tools=TOOLS)
     text = lfm2.decode(ids, skip_special_tokens=False)
     written = '[look(at="<|tool_call_end|>", n=1), look(at="<|tool_call_end|>", n=1)]'
     assert f"assistant\n{content or ''}<|tool_call_start|>{written}<|tool_call_end|><|im_end|>" in text
@@ -104,22 +113,33 @@ def test_earlier_calls_are_written_where_the_template_leaves_them_out(
 
 def test_calls_are_written_once_and_only_where_a_format_is_known(lfm2: Tokenizer) -> None:
     messages = conversation({"at": "cup"})
-    plain = lfm2.encode_chat([{**messages[1], "content": "", "tool_calls": []}])
-    assert lfm2.encode_chat(messages[1:2]) == plain
+    with pytest.raises(RequestError, match="which the chat template of it does not write"):
+        lfm2.encode_chat(messages[1:2])
     ToolCalling(lfm2)
     written = lfm2.decode(lfm2.encode_chat(messages[1:2]), skip_special_tokens=False)
-    assert written.count("look(") == 2 and lfm2.encode_chat(messages[1:2]) != plain
+    assert written.count("look(") == 2
     lfm2.chat_template = described("lfm2")
     again = lfm2.decode(lfm2.encode_chat(messages[1:2]), skip_special_tokens=False)
     assert again.count("look(") == 2
     lfm2.chat_template = ChatTemplate({"default": "{{ messages[0].content }}"}, "it")
-    assert lfm2.encode_chat(messages[1:2]) == []
+    with pytest.raises(RequestError, match="an earlier message has tool_calls, which"):
+        lfm2.encode_chat(messages[1:2])
     ToolCalling(lfm2, "hermes")
     lfm2.chat_template = ChatTemplate({"default": "{{ messages[0].content }}."}, "it")
     found = lfm2.decode(
         lfm2.encode_chat([{**messages[1], "tool_calls": [{"function": {"name": "look", "arguments": "["}}]}])
     )
     assert found == '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>.'
+
+
+@pytest.mark.parametrize("name", ["hermes", "pythonic"])
+def test_calls_that_a_template_writes_beside_tools_alone_are_written_without_any(name: str) -> None:
+    source = call_template("{% if tools %}" + WRITTEN[name] + "{% endif %}")
+    tokenizer = Tokenizer(byte_level(), chat_template=ChatTemplate({"default": source}, "it"))
+    ToolCalling(tokenizer)
+    messages = conversation({"at": "cup"}, "I look.")[:2]
+    beside, alone = (tokenizer.decode(tokenizer.encode_chat(messages, tools=tools)) for tools in (TOOLS, None))
+    assert beside.count("cup") == alone.count("cup") == 2 and "Tools: " not in alone
 
 
 @pytest.mark.parametrize(
@@ -186,6 +206,33 @@ def test_a_build_records_the_format_and_info_shows_it(checkpoint: Path, tmp_path
     code, _, errors = edgellm("build", str(checkpoint), str(tmp_path / "no"), "--tool-format", "yaml")
     assert code != 0 and "the tool format 'yaml' is unknown: expected one of" in errors
     assert not (tmp_path / "no").exists()
+
+
+def test_numbers_of_any_size_in_published_files_are_none_of_ours(
+    checkpoint: Path, tmp_path: Path, edgellm: Edgellm
+) -> None:
+    """What transformers writes for "no limit", and numbers that JSON has no words for."""
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    for name, values in (
+        ("tokenizer_config.json", {"model_max_length": int(1e30)}),
+        ("config.json", {"time_step_limit": [0.0, float("inf")]}),
+    ):
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+    code, _, errors = edgellm("build", str(folder), str(tmp_path / "robot"), "--kv-capacity", "256")
+    assert code == 0, errors
+    assert EngineDirectory.open(tmp_path / "robot").tool_format == "hermes"
+    with LLM(tmp_path / "robot", backend="numpy") as llm:
+        assert llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1)).token_ids
+
+
+def test_a_template_that_cannot_be_read_fails_the_build(checkpoint: Path, tmp_path: Path, edgellm: Edgellm) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(checkpoint, folder)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    code, _, errors = edgellm("build", str(folder), str(tmp_path / "robot"), "--kv-capacity", "256")
+    assert code == 1 and f"chat_template in {folder / 'tokenizer_config.json'} is a int" in " ".join(errors.split())
+    assert not (tmp_path / "robot").exists()
 
 
 def test_a_build_finds_the_format_in_the_vocabulary(checkpoint: Path, tmp_path: Path, edgellm: Edgellm) -> None:

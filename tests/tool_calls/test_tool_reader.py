@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ LOOK = {
     "type": "object",
     "properties": {"at": {"type": "string"}, "times": {"type": "integer"}, "fast": {"type": "boolean"}},
 }
-SCHEMAS: dict[str, Any] = {"look": LOOK, "stop": {"type": "object", "properties": {}}}
+SCHEMAS: dict[str, Any] = {"look": LOOK, "stop": {"type": "object", "properties": {}}, "free": {"type": "object"}}
 TWO_CALLS = [("look", {"at": 'a "cup"\n', "times": 3, "fast": True}), ("stop", {})]
 ARGUMENTS = json.dumps(TWO_CALLS[0][1])
 CALLS = {
@@ -152,6 +153,16 @@ def test_what_is_no_call_of_the_tools_stays_text(name: str, text: str, error: st
         ("mistral_args", "[TOOL_CALLS]look[ARGS]{at: 3}"),
         ("pythonic", "[look(at=open('/etc/passwd'))]"),
         ("pythonic", "[look('cup')]"),
+        ("pythonic", r"[look(at=r'a\d')]"),
+        ("pythonic", "[look(at={**{'a': 1}})]"),
+        ("pythonic", "[look(at='a', at='b')]"),
+        ("pythonic", '[look(at="cup")'),
+        ("pythonic", '[look(at=["a "b", c"])]'),
+        (
+            "qwen3_coder",
+            "<function=look>\n<parameter=at>\na\n</parameter>\n<parameter=at>\nb\n</parameter>\n</function>",
+        ),
+        ("qwen3_coder", "<function=look>\n<parameter=at>\ncup\n</function>"),
         ("pythonic", "[look(times=[None, 1e999])]"),
         ("pythonic", "[look(at=" + "(" * 300 + ")" * 300 + ")]"),
     ],
@@ -165,6 +176,92 @@ def test_broken_arguments_are_a_call_that_is_not_complete(name: str, text: str) 
 def test_a_call_whose_end_is_missing_is_complete_where_its_object_is() -> None:
     found = read("hermes", '<tool_call>\n{"name": "stop", "arguments": {}}\n')
     assert ([call.complete for call in found.calls], found.text) == ([True], "")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<function=look>\n<parameter=at>\ncup\n</parameter>\n</function>\n</tool_call>", ""),
+        ("I look.\n<function=look>\n<parameter=at>\ncup\n</parameter>\n</function>", "I look."),
+        ("<tool_call>\n<function=look>\n<parameter=at>\ncup\n</function>\n</tool_call>", ""),
+    ],
+)
+def test_tags_that_are_missing(text: str, shown: str) -> None:
+    """Behind the first call others come whole."""
+    found = read("qwen3_coder", f"{text}\n{CALLS['qwen3_coder']}")
+    assert (found.text, found.error) == (shown, None)
+    assert [(call.name, call.parsed) for call in found.calls] == [("look", {"at": "cup"}), *TWO_CALLS]
+
+
+@pytest.mark.parametrize("name", ["look", "free"])
+@pytest.mark.parametrize("end", ["", "\n</parameter>"])
+def test_the_next_argument_ends_a_value_whose_tag_is_missing(name: str, end: str) -> None:
+    text = (
+        f"<tool_call>\n<function={name}>\n<parameter=at>\na <parameter=b> c{end}\n<parameter=times>\n3\n</parameter>\n"
+    )
+    found = Reading("qwen3_coder", [f"{text}</function>\n</tool_call>"])
+    assert [call.parsed for call in found.calls] == [{"at": "a <parameter=b> c", "times": 3}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'say "hi", ok',
+        'say "hi")',
+        'a 5" screen',
+        '"hi", he said',
+        "it's (or 'was'), ok",
+        'it ends with "hi"',
+        'r"x',
+        '"',
+    ],
+)
+@pytest.mark.parametrize("quote", ["'", '"'])
+@pytest.mark.parametrize("behind", [")]", ", times=3)]", ", times=3), stop()]", " , )]"])
+def test_text_with_quotes_that_nobody_escaped_is_read_whole_or_an_error(text: str, quote: str, behind: str) -> None:
+    found = read("pythonic", f"[look(at={quote}{text}{quote}{behind}")
+    if found.error is None or found.calls[0].complete:
+        assert found.calls[0].parsed == {"at": text} | ({"times": 3} if "times" in behind else {})
+        assert found.text == ""
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(text=st.text("ab\"'\\,)]}=( \n<>&{:[", max_size=12), end=st.integers(0, 200))
+def test_a_written_call_is_read_exactly_and_a_cut_one_is_not_complete(name: str, text: str, end: int) -> None:
+    calls = [("look", {"at": text, "more": [text, {text: None}], "times": 3}), ("look", {"at": ""})]
+    whole = FORMATS[name].written(calls)
+    found = Reading(name, [whole])
+    assert ([(call.name, call.parsed) for call in found.calls], found.text, found.error) == (calls, "", None)
+    cut = Reading(name, [whole[:end]])
+    for call, expected in zip(cut.calls, calls, strict=False):
+        assert not call.complete or (call.name, call.parsed) == expected
+        assert call.complete or cut.error is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "piece"),
+    [
+        ("pythonic", '[look(at="cup"', " "),
+        ("pythonic", '[look(at="cup', '" '),
+        ("pythonic", '[look(at="cup"', ", a"),
+        ("qwen3_coder", "<tool_call><function=look><parameter=at>cup</parameter>", " "),
+        ("qwen3_coder", "<tool_call><function=look><parameter=at>", "</parameter> "),
+        ("qwen3_coder", "<tool_call><function=look><parameter=at>", "<a>\n"),
+        ("hermes", '<tool_call>{"name": "stop"', " "),
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"at": "', " "),
+    ],
+)
+def test_reading_a_character_takes_as_long_in_a_long_text(name: str, before: str, piece: str) -> None:
+    def seconds(count: int) -> float:
+        reader, text = ToolReader(FORMATS[name], SCHEMAS), before + piece * count
+        began = time.thread_time()
+        for each in text:
+            reader.push(0, each)
+            reader.take_deltas()
+        reader.finish()
+        return time.thread_time() - began
+
+    assert seconds(12_000) < 9 * min(seconds(3_000) for _ in range(3))
 
 
 def test_a_second_mark_begins_a_call_behind_a_broken_one() -> None:

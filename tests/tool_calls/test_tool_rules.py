@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from byte_level_tokenizer import byte_level
+from processor_time import within_seconds
 
 from edgellm import RequestError
 from edgellm.engines.speculation.constraints import TokenConstraint, allows, fill_tree_masks, mask_words
@@ -20,6 +21,7 @@ from edgellm.tools.calls import ToolChoice, checked_choice
 from edgellm.tools.formats import FORMATS
 from edgellm.tools.reader import ToolReader
 from edgellm.tools.rules import FromCall, call_constraint
+from edgellm.tools.values import kinds_of
 
 LOOK = {
     "name": "look",
@@ -116,6 +118,19 @@ def test_auto_is_free_until_a_call_begins_and_takes_back_what_was_read(name: str
     assert all(map(rules.try_advance, whole[free - 1 :])) and not rules.is_free()
     rules.rollback(len(whole))
     assert taken(rules, b"anything at all [ { <") == 21 and rules.is_free()
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+def test_a_call_whose_mark_is_missing_is_kept_to_the_rules_too(is_special: bool) -> None:
+    special = {"<tool_call>": 256} if is_special else {}
+    call = b"<function=look>\n<parameter=at>\ncup\n</parameter>\n</function>\n</tool_call>"
+    rules = call_constraint(FORMATS["qwen3_coder"], choice("auto"), VOCABULARY, special)
+    text = b"a <function=jump> is none: " + b"x" * 300 + call
+    assert taken(rules, text) == len(text) and not rules.is_free() and rules.is_complete()
+    rules.rollback(len(call))
+    assert rules.is_free() and taken(rules, call[: call.index(b"at>")] + b"on>") == call.index(b"at>")
+    required = call_constraint(FORMATS["qwen3_coder"], choice("required"), VOCABULARY, special)
+    assert taken(required, call) < len("<function=")
 
 
 @pytest.mark.parametrize("name", ["llama3_json", "pythonic"])
@@ -241,3 +256,41 @@ def test_definitions_are_found_from_each_argument() -> None:
     ):
         rules = call_constraint(FORMATS[name], wanted, VOCABULARY, {})
         assert taken(rules, text.encode()) == len(text) and rules.is_complete()
+
+
+def test_schemas_that_lead_back_to_themselves_are_looked_at_once() -> None:
+    recursive = {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "null"}]}
+    parameters = {
+        "type": "object",
+        "properties": {"to": {"$ref": "#/$defs/a"}},
+        "required": ["to"],
+        "additionalProperties": False,
+        "$defs": {"a": recursive, "b": {"anyOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}, {"type": "integer"}]}},
+    }
+    wanted = choice("required", tools=checked_tools([{"name": "go", "parameters": parameters}]))
+    with within_seconds(1):
+        assert kinds_of(recursive, parameters) >= {"null", "integer"}
+        rules = call_constraint(FORMATS["qwen3_coder"], wanted, VOCABULARY, {})
+    text = "<tool_call>\n<function=go>\n<parameter=to>\n7\n</parameter>\n</function>\n</tool_call>"
+    assert taken(rules, text.encode()) == len(text) and rules.is_complete()
+
+
+def test_tools_are_bounded_together() -> None:
+    many = {f"v{n}": {"type": "object", "properties": {"k": {"$ref": "#/$defs/d"}}} for n in range(399)}
+    parameters = {"type": "object", "properties": many, "$defs": {"d": {"enum": [f"{n:08}" for n in range(4000)]}}}
+    wanted = choice("required", tools=checked_tools([{"name": "go", "parameters": parameters}]))
+    with within_seconds(2), pytest.raises(RequestError, match="the grammar of the tools takes too much"):
+        call_constraint(FORMATS["pythonic"], wanted, VOCABULARY, {})
+    kinds = [
+        {"type": "object", "required": ["k"], "properties": {"k": {"type": "object", "required": ["k"]}}}
+        for _ in range(320)
+    ]
+    for number, each in enumerate(kinds):
+        each["properties"]["k"]["properties"] = {"k": {"const": number}}
+    tools = [{"name": f"go{n}", "parameters": {"properties": {f"v{n}": {"oneOf": kinds}}}} for n in range(2)]
+    assert checked_choice(checked_tools(tools[:1]), "auto") is not None
+    with (
+        within_seconds(4),
+        pytest.raises(RequestError, match=r"tools\[.\].function.parameters: what the tools' parameters"),
+    ):
+        checked_choice(checked_tools(tools), "auto")

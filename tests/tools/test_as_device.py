@@ -9,15 +9,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from edgellm.drafting.costs import Device
 from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal, planned_shapes
+from edgellm.engines.backends.plan_files import Platform, plan_candidates, present_platform
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_engine import RuntimeCache
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.plan_files import Platform, plan_candidates, present_platform
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.cache_directory import user_cache_directory
@@ -55,7 +56,7 @@ def test_the_launch_code_gets_what_the_device_has(h200: GPU, name: str, expected
     enter(name)
     gpu = find_gpu()
     assert gpu is not None and measured_as() == name
-    module = KernelModule(gpu, 0)
+    module = KernelModule(gpu, SimpleNamespace(handle=0))
     assert (module.architecture, module.multiprocessors, module.shared_limit, module.has_clusters) == expected
     assert module.can_overlap == module.has_clusters
     assert (gpu.enter_partition is None) == (name == "rtx")  # which takes the whole GPU

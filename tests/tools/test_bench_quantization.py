@@ -14,8 +14,8 @@ from edgellm.commands.quantize import default_texts, token_pieces
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
-from edgellm.engines.quantization.arithmetic import NUMPY
-from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantizer.arithmetic import NUMPY
+from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.text.tokenizer import Tokenizer
 

@@ -114,7 +114,7 @@ def test_images_are_read_beside_the_event_loop(llm: LLM, engines: Path) -> None:
             shown = await asked.chat(messages, PARAMS)
             with_image = await asked.generate("<|image_pad|>", PARAMS, images=[PIXELS])
             with pytest.raises(RequestError):
-                await asked.chat("Hello")
+                await asked.chat(5)
             return shown.text, with_image.text
 
     shown, with_image = asyncio.run(ask())

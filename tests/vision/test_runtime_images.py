@@ -20,6 +20,7 @@ from edgellm.errors import EngineDirectoryError, ImageError, RequestError
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
+from tools.bench.answering import answered
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PIXELS = synthetic_image(24, 20)
@@ -223,7 +224,7 @@ def test_a_vision_model_of_its_own_directory(multimodal_engines: Callable[[str],
 
 def test_finished_answers_keep_no_images(runtime: SpecDecodeRuntime) -> None:
     sequence = runtime.prepare(Request(messages=[question(PIXELS, "What is it?")], params=PARAMS))
-    for _ in runtime.loop().run([sequence]):
+    for _ in answered(runtime.loop(), [sequence]):
         assert sequence.images is not None or sequence.finished
     assert sequence.images is None and not sequence.prepared_images
 

@@ -18,7 +18,6 @@ from tiny_multimodal import IMAGE_TOKEN, MARKERS, VISION_END, VISION_START, prom
 
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -31,11 +30,13 @@ from edgellm.multimodal.image_processor import open_image_processor
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.kept_rows import RowKeeper
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.answering import answered
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingValues(0.9, 30, 1.0, 0.0, 1.1, 0.2, 0.1, 5)
@@ -179,7 +180,7 @@ def test_a_sequence_that_gives_way_goes_on(runner: DecodingRunner, budget: int, 
     ids = ids if ends == "with text" else ids[: len(ids) - 6]
     assert (ids[-1] == IMAGE_TOKEN) == (ends == "with an image")
     alone = sequence_of(runner, ids, (0, 1))
-    list(loop_of(runner).run([alone]))
+    list(answered(loop_of(runner), [alone]))
     for rounds in (0, 1, 3):
         loop, found = loop_of(runner, budget), sequence_of(runner, ids, (0, 1))
         loop.admit(found)
@@ -187,7 +188,7 @@ def test_a_sequence_that_gives_way_goes_on(runner: DecodingRunner, budget: int, 
         for _ in range(rounds):
             list(loop.advance())
         loop.give_way(found)
-        list(loop.run([sequence_of(runner, prompt_ids(runner, 1), (seed,)) for seed in (5, 6)]))  # in every slot
+        list(answered(loop, [sequence_of(runner, prompt_ids(runner, 1), (seed,)) for seed in (5, 6)]))  # in every slot
         loop.admit(found)
         while loop.running:
             list(loop.advance())
@@ -240,7 +241,7 @@ def test_fixed_shapes_give_the_tokens_of_free_ones(engines: Path) -> None:
         opened.tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
         ids = prompt_ids(opened, 3)
         sequences = [sequence_of(opened, ids, (0, 1, 2), 20), sequence_of(opened, ids, (2, 1, 0), 20)]
-        list(loop_of(opened).run(sequences))
+        list(answered(loop_of(opened), sequences))
         found.append([sequence.answer.token_ids for sequence in sequences])
         opened.close()
     assert found[0] == found[1] and found[0][0] != found[0][1]

@@ -27,22 +27,24 @@ from provenance import provenance, report
 from random_checkpoint import LAYERS, checkpoint_in
 
 from edgellm.decoding.loop import DecodingLoop
-from edgellm.decoding.runner import Runner, open_runner
+from edgellm.decoding.runner import open_runner
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.runner import DecodingRunner
+from edgellm.snapshots.contents import KVContents
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.answering import answered
 
 #: How many times the tokens per second of one sequence eight are to yield.
 GOAL = 4.0
 
 
-def run_batch(runner: Runner, tokenizer: Tokenizer, prompts: list[list[int]], tokens: int) -> float:
+def run_batch(runner: DecodingRunner, tokenizer: Tokenizer, prompts: list[list[int]], tokens: int) -> float:
     """Tokens per second while all of the sequences are being answered."""
     sequences = [
         DecodingSequence(
@@ -53,7 +55,7 @@ def run_batch(runner: Runner, tokenizer: Tokenizer, prompts: list[list[int]], to
     loop = DecodingLoop(runner, [KVContents() for _ in range(runner.limits.max_batch)])
     begun: float | None = None
     counted = 0
-    for _ in loop.run(sequences):
+    for _ in answered(loop, sequences):
         if begun is None:
             if all(sequence.answer.token_count for sequence in sequences):
                 begun, counted = time.perf_counter(), sum(sequence.answer.token_count for sequence in sequences)
@@ -64,7 +66,7 @@ def run_batch(runner: Runner, tokenizer: Tokenizer, prompts: list[list[int]], to
     raise SystemExit("no sequence came to its end")
 
 
-def step_milliseconds(runner: Runner, prompts: list[list[int]], steps: int) -> float:
+def step_milliseconds(runner: DecodingRunner, prompts: list[list[int]], steps: int) -> float:
     """The GPU's time of one captured decode step of all sequences."""
     base, batch = runner.base, len(prompts)
     spans = []
@@ -80,7 +82,7 @@ def step_milliseconds(runner: Runner, prompts: list[list[int]], steps: int) -> f
     return statistics.median(spans)
 
 
-def measure(runner: Runner, directory: EngineDirectory, arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(runner: DecodingRunner, directory: EngineDirectory, arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens per second of each batch, in turns, and the steps' own times."""
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 1000, arguments.prompt).tolist() for _ in range(max(arguments.batches))]

@@ -1,6 +1,6 @@
 """How far one step walks through the code: the functions and files that a plain decode step and an EAGLE round pass.
 
-    python tools/bench/code_walk.py [--list] [--sizes]
+    python tools/bench/code_walk.py [--list] [--sizes] [--against FILE] [--record FILE]
 
 The shipped model answers a greedy request on NumPy, for the EAGLE round with the largest tree of its engines. One round
 of the server in the midst of the answer is looked at by `sys.setprofile`, in the thread that owns the engines, from the
@@ -10,14 +10,16 @@ What counts: distinct functions and methods of the package by their code, once e
 however often they are called and a generator is resumed; and the files they stand in. What does not: lambdas,
 comprehensions and generator expressions, which belong to the function around them; what dataclasses and named tuples
 generate, the standard library, NumPy and other packages. `--list` shows the functions in the order of their first call
-with their calls. `--sizes` counts instead lines of Python and CUDA in engines/ and kernels/, and functions there with
-more than 8 parameters, self, *args and **kwargs counted.
+with their calls. `--sizes` counts besides the lines of Python and CUDA of each folder, and the functions with more than
+8 parameters, *args and **kwargs counted, self not. All that goes to a file with `--record`, and is printed beside a
+recorded one with `--against`: then the program fails where a walk has grown.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -29,10 +31,10 @@ import edgellm.kernels
 import edgellm.multimodal
 from edgellm.drafting.config import DraftingConfig
 from edgellm.generation import RequestState
+from edgellm.metrics import Metrics
 from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
-from edgellm.serving.metrics import Metrics
 from edgellm.serving.server import RequestQueue, RequestServer
 
 QUESTION = "Tell me about the things on your table."
@@ -105,52 +107,81 @@ def walk_of_round(drafting: bool) -> CodeWalk:
 
 
 def lines_of_code() -> dict[str, int]:
-    """Lines of Python and of CUDA in engines/ and kernels/ together."""
-    return {
-        kind: sum(len(path.read_text(encoding="utf-8").splitlines()) for path in _sources(*suffixes))
-        for kind, suffixes in (("Python", (".py",)), ("CUDA", (".cu", ".cuh")))
-    }
+    """Lines of each folder of the product, Python and CUDA apart."""
+    lines: Counter[str] = Counter()
+    for path, place in _sources(".py", ".cu", ".cuh"):
+        kind = "" if path.suffix == ".py" else " (CUDA)"
+        lines[place.rpartition("/")[0] + kind] += len(path.read_text(encoding="utf-8").splitlines())
+    return dict(sorted(lines.items()))
 
 
 def functions_of_many_parameters() -> list[str]:
-    """Functions of engines/ and kernels/ with more than `PARAMETERS` parameters: how many, file and name."""
+    """Functions with more than `PARAMETERS` parameters: how many, file and name."""
     found = []
-    for path in _sources(".py"):
+    for path, place in _sources(".py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 given = node.args
-                named = [*given.posonlyargs, *given.args, *given.kwonlyargs]
+                named = [each for each in (*given.posonlyargs, *given.args, *given.kwonlyargs) if each.arg != "self"]
                 count = len(named) + sum(rest is not None for rest in (given.vararg, given.kwarg))
                 if count > PARAMETERS:
-                    found.append(f"{count:3} {path.parent.name}/{path.name}:{node.lineno} {node.name}")
+                    found.append(f"{count:3} {place}:{node.lineno} {node.name}")
     return found
 
 
-def _sources(*suffixes: str) -> list[Path]:
-    folders = [folder for folder, name in _FOLDERS.items() if name in ("edgellm.engines", "edgellm.kernels")]
-    return sorted(path for folder in folders for path in folder.rglob("*") if path.suffix in suffixes)
+def _sources(*suffixes: str) -> list[tuple[Path, str]]:
+    """The product's files, each once, and where they stand: the folder's package and the path in there."""
+    found: dict[Path, str] = {}
+    for folder, name in _FOLDERS.items():  # edgellm's own folder comes last
+        for path in folder.rglob("*"):
+            if path.suffix in suffixes:
+                found.setdefault(path, f"{name.removeprefix('edgellm.')}/{path.relative_to(folder)}")
+    return sorted(found.items(), key=lambda item: item[1])
+
+
+def print_beside(figures: dict[str, Any], before: dict[str, Any]) -> list[str]:
+    """Print lines by folder and the walks beside what they were; the walks that have grown."""
+    for kind, marks in (("Python", False), ("CUDA", True)):
+        now, then = ({k: v for k, v in each["lines"].items() if ("CUDA" in k) is marks} for each in (figures, before))
+        print(f"{kind}: {sum(now.values()):,} lines ({sum(then.values()):,} before)")
+        for folder in sorted(now | then):
+            print(f"  {folder:34} {now.get(folder, 0):7,} {now.get(folder, 0) - then.get(folder, 0):+6,}")
+    many, were = len(figures["many_parameters"]), len(before["many_parameters"])
+    print(f"functions with more than {PARAMETERS} parameters: {many} ({were} before)")
+    return [
+        f"{name}: {found} {what}, {before['walks'][name][what]} before"
+        for name, walk in figures["walks"].items()
+        for what, found in walk.items()
+        if what != "calls" and found > before["walks"][name][what]
+    ]
 
 
 def main() -> None:
     """Count and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="name what was counted")
-    parser.add_argument("--sizes", action="store_true", help="count lines and parameters instead")
+    parser.add_argument("--sizes", action="store_true", help="count lines and parameters, too")
+    parser.add_argument("--against", type=Path, help="a recorded file to print beside, which no walk may outgrow")
+    parser.add_argument("--record", type=Path, help="write what was counted to a file")
     arguments = parser.parse_args()
-    if arguments.sizes:
-        lines, many = lines_of_code(), functions_of_many_parameters()
-        counted = ", ".join(f"{count:,} of {kind}" for kind, count in lines.items())
-        print(f"engines/ and kernels/: {sum(lines.values()):,} lines ({counted})")
-        print(f"functions with more than {PARAMETERS} parameters: {len(many)}")
-        print("\n".join(many) if arguments.list else "", end="\n" if arguments.list else "")
-        return
+    figures: dict[str, Any] = {"walks": {}, "lines": lines_of_code(), "many_parameters": functions_of_many_parameters()}
     for name, drafting in (("plain decode step", False), ("EAGLE round", True)):
         walk = walk_of_round(drafting)
-        print(f"{name}: {len(walk.calls)} functions, {len(walk.files)} files, {walk.calls.total()} calls")
+        found = {"functions": len(walk.calls), "files": len(walk.files), "calls": walk.calls.total()}
+        figures["walks"][name] = found
+        print(f"{name}: " + ", ".join(f"{count} {what}" for what, count in found.items()))
         if arguments.list:
             for code, calls in walk.calls.items():
                 qualified = getattr(code, "co_qualname", code.co_name)  # from Python 3.11 on
                 print(f"{calls:6} {walk.place(code)}:{code.co_firstlineno} {qualified}")
+    if arguments.record:
+        arguments.record.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    if arguments.sizes and arguments.list:
+        print("\n".join(figures["many_parameters"]))
+    if arguments.sizes or arguments.against:
+        before = json.loads(arguments.against.read_text(encoding="utf-8")) if arguments.against else figures
+        if grown := print_beside(figures, before):
+            raise SystemExit("a walk has grown: " + "; ".join(grown))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def device_limits() -> DeviceLimits:
     """Measured once, in a context like that of every backend."""
     device = CudaDevice()
     try:
-        module = KernelModule(device.gpu, device.stream.handle)
+        module = KernelModule(device.gpu, device.stream)
         found = _measure(device, module)
         module.close()
     finally:

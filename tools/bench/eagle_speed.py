@@ -33,7 +33,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import one_of, parse
 from device_limits import device_limits
-from probes import counted_waits, enqueue_replaced, executor_name
+from probes import counted_waits, executor_name
 from provenance import provenance, report
 from random_checkpoint import SHAPES
 from random_model import WEIGHTS, loop_milliseconds, random_runner
@@ -56,13 +56,13 @@ def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, A
     for _ in range(3):
         bench.runner.round(1, plan).wait()  # uncaptured, captured, replayed
     whole = bench.graph(plan)
-    with enqueue_replaced(None) as engines:
+    with bench.engines_replaced(None) as engines:
         for stage in bench.runner.prepare_round(1, plan).stages.values():
             stage()
-    with enqueue_replaced(lambda engine: None):
+    with bench.engines_replaced(lambda engine: None):
         others = bench.graph(plan)
     bench.runner.verification.before_acceptance = None
-    with enqueue_replaced(lambda engine: None):
+    with bench.engines_replaced(lambda engine: None):
         without_forcing = bench.graph(plan)
     bench.runner.verification.before_acceptance = bench.forced
     alone = [bench.backend.capture(engine.enqueue, engine.shape.name) for engine in engines]

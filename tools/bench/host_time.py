@@ -32,7 +32,6 @@ from edgellm.decoding import loop as loop_module
 from edgellm.decoding import sequence as sequence_module
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import Clock, DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.drafting import given as given_module
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.drafting.given import GivenDrafting
@@ -43,11 +42,13 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree, padded_trees
 from edgellm.engines.speculation.suffix_index import SuffixIndex
 from edgellm.runtime import SHIPPED_MODEL
+from edgellm.snapshots.contents import KVContents
 from edgellm.structure.answers import AnswerRules
 from edgellm.structure.description import Structure
 from edgellm.structure.grammar import GrammarVocabulary
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.answering import answered
 from tools.bench.given_speed import SCHEMA, Asked, prompts
 from tools.bench.held_out_prompts import as_they_are
 from tools.bench.provenance import provenance, report
@@ -205,13 +206,13 @@ class Bench:
             assert one.answer is not None
             answer = OutputText(self.tokenizer.detokenizer(), (), (), (self.eos,), MAX_TOKENS)
             rules = AnswerRules(self.vocabulary.constraint_for(self.grammar), self.tokenizer) if ruled else None
-            tally = None if given is None else DraftingTally(dict)
+            tally = None if given is None else DraftingTally({})
             sequence = DecodingSequence(
                 one.prompt, SamplingValues(), answer, Clock(), len(one.answer), tally, rules=rules
             )
             self.runner.answer = one.answer
             before = self.machine.perf_counter() - self.machine.waited
-            for _ in loop.run([sequence]):
+            for _ in answered(loop, [sequence]):
                 pass
             assert list(answer.token_ids) == list(one.answer), (answer.token_ids, one.answer)
             seconds += sequence.clock.last_token - sequence.clock.first_token

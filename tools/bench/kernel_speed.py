@@ -32,10 +32,10 @@ from provenance import provenance
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.states import PRESENT, decoder_states, state_edge
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.attention import AttentionShape, attention_launch, attention_partials
@@ -68,7 +68,7 @@ class Bench:
 
     def __init__(self, contexts: Sequence[int] = (530,)) -> None:
         self.device = CudaDevice()
-        self.module = KernelModule(self.device.gpu, self.device.stream.handle)
+        self.module = KernelModule(self.device.gpu, self.device.stream)
         self.kernels = CudaDecodeKernels(self.module, "float16", LLAMA.head_dim)
         self.tiled = CudaTiledKernels(self.module, "float16")
         self.random = np.random.default_rng(0)

@@ -14,11 +14,11 @@ from typing import Any
 
 from edgellm import Request, Response, SamplingParams, SpecDecodeRuntime
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.generation import RequestState
+from edgellm.metrics import Metrics
 from edgellm.requests import Chunk
-from edgellm.serving.metrics import Metrics
 from edgellm.serving.server import RequestQueue, RequestServer
+from edgellm.snapshots.contents import KVContents
 from edgellm.structure.description import Structure
 from tools.bench.held_out_prompts import as_they_are, held_out_conversations
 

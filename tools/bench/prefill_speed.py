@@ -38,9 +38,9 @@ from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -79,7 +79,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.device = CudaDevice()
-        self.module = KernelModule(self.device.gpu, self.device.stream.handle)
+        self.module = KernelModule(self.device.gpu, self.device.stream)
         self.prefill = CudaPrefill(self.module)
         noise = np.random.default_rng(0).standard_normal(1 << 20) * 0.02
         self._noise = self.array_of(noise.astype(np.float16))

@@ -10,10 +10,10 @@ from typing import Any
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import weight_bytes as spec_bytes
-from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.engines.model.states import KVRows, WindowRows, decoder_states, state_bytes
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 

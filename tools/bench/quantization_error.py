@@ -23,13 +23,13 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.program import Program
-from edgellm.engines.quantization.arithmetic import NUMPY
-from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
-from edgellm.engines.quantization.feedback import quantize_in_turn
-from edgellm.engines.quantization.layers import linears, scale_layer
-from edgellm.engines.quantization.rounding import quantize_rows, rounded
-from edgellm.engines.quantization.scaling import foldings, search_scales
-from edgellm.engines.quantization.statistics import InputStatistics
+from edgellm.engines.quantizer.arithmetic import NUMPY
+from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantizer.feedback import quantize_in_turn
+from edgellm.engines.quantizer.layers import linears, scale_layer
+from edgellm.engines.quantizer.rounding import quantize_rows, rounded
+from edgellm.engines.quantizer.scaling import foldings, search_scales
+from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat
 from edgellm.text.tokenizer import Tokenizer
 from tools.demo_model.evaluate import evaluation_items

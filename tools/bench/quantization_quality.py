@@ -35,7 +35,7 @@ from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_we
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.rotary import rotary_table
-from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.provenance import provenance, report

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 
 #: What the linear layers of the base may be; its draft and its adapters are dense.
 WEIGHTS = ("published", "int4")

@@ -26,7 +26,7 @@ from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.quantization.written_layout import quantization_config
+from edgellm.engines.quantizer.written_layout import quantization_config
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 LAYERS = 16

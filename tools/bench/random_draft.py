@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from edgellm.engines.quantization.written_layout import quantization_config
+from edgellm.engines.quantizer.written_layout import quantization_config
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 DRAFT_VOCABULARY = 32000

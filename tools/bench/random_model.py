@@ -17,18 +17,18 @@ from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
 
 from edgellm.engines.backends.base import uploaded
+from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY as SHORTLIST
-from edgellm.engines.directories.digests import hash_bytes
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
 from edgellm.engines.families import decoder_config
+from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.model.config import DRAFT_HEAD, HEADS, DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import mtp_draft
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.quantization.device_layouts import PackedLayouts
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gpu_timer import gpu_milliseconds
+from probes import enqueue_replaced
 from random_model import WEIGHTS, RandomDirectory, random_prompt, shape_directory
 from simulated_acceptance import ForcedAcceptance
 
@@ -63,6 +66,17 @@ class RoundBench:
         self.runner.start(0, self.prompt, self._kept, SamplingValues()).wait()
         self._kept = PROMPT_TOKENS - 1
         self.forced.use(lengths)
+
+    @contextmanager
+    def engines_replaced(self, replacement: Callable[[Any], None] | None) -> Iterator[list[Any]]:
+        """`enqueue_replaced` for the rounds that are prepared meanwhile: a prepared round holds what its engines were
+        enqueued by."""
+        prepared, self.runner._rounds = self.runner._rounds, {}
+        try:
+            with enqueue_replaced(replacement) as listed:
+                yield listed
+        finally:
+            self.runner._rounds = prepared
 
     def graph(self, plan: DraftPlan) -> Callable[[], None]:
         """The whole round as a graph, made anew."""

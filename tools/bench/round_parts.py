@@ -16,16 +16,17 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import parse
-from probes import enqueue_replaced
 from random_model import random_runner
 from round_bench import RoundBench, plans_of, prepare
 from simulated_acceptance import schedule, simulated_mean
 
 from edgellm.engines.speculation.draft_plan import DraftPlan
-from edgellm.kernels.launch import Launch
+from edgellm.kernels import launcher
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 MEAN = 4.24
 PARTS = (
@@ -43,17 +44,21 @@ PARTS = (
 @contextmanager
 def left_out(name: str) -> Iterator[None]:
     """Meanwhile kernels whose names begin so are not launched."""
-    original = Launch.__call__
+    prepared, at_once = Launch.__call__, launcher.launch_kernel
 
     def call(launch: Launch) -> None:
         if not launch.name.startswith(name):
-            original(launch)
+            prepared(launch)
 
-    Launch.__call__ = call
+    def enqueue(module: KernelModule, kernel: Kernel, *arguments: Any) -> None:
+        if not kernel.expression.startswith(name):
+            at_once(module, kernel, *arguments)
+
+    Launch.__call__, launcher.launch_kernel = call, enqueue
     try:
         yield
     finally:
-        Launch.__call__ = original
+        Launch.__call__, launcher.launch_kernel = prepared, at_once
 
 
 class PartsBench(RoundBench):
@@ -72,7 +77,7 @@ class PartsBench(RoundBench):
         """Of the kernels that are no engine's, without those that force acceptance."""
         self.runner.verification.before_acceptance = None
         try:
-            with enqueue_replaced(lambda engine: None):
+            with self.engines_replaced(lambda engine: None):
                 launch = self.graph(self.plan)
         finally:
             self.runner.verification.before_acceptance = self.forced
@@ -86,7 +91,7 @@ class PartsBench(RoundBench):
 
     def engines(self) -> None:
         """Each engine of the round alone and without each of its launches, as a graph of several steps."""
-        with enqueue_replaced(None) as listed:
+        with self.engines_replaced(None) as listed:
             for stage in self.runner.prepare_round(1, self.plan).stages.values():
                 stage()
         for engine in {engine.shape: engine for engine in listed}.values():

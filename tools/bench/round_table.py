@@ -7,7 +7,7 @@ from typing import Any
 
 from device_limits import device_limits
 from gpu_timer import gpu_milliseconds
-from probes import enqueue_replaced, executor_name, weight_bytes
+from probes import executor_name, weight_bytes
 from random_model import RandomDirectory, random_prompt, random_runner
 from round_bench import PROMPT_TOKENS, RoundBench, plans_of, prepare
 from simulated_acceptance import schedule, simulated_mean
@@ -36,7 +36,7 @@ def measure_table(work: Path, shape: str, mean: float, weights: str) -> dict[str
             for _ in range(3):
                 runner.round(1, plan).wait()
             round_ms = bench.milliseconds(bench.graph(plan), lengths, plan, repeats=REPEATS, series=SERIES)
-            with enqueue_replaced(None) as listed:
+            with bench.engines_replaced(None) as listed:
                 for stage in runner.prepare_round(1, plan).stages.values():
                     stage()
             names = dict.fromkeys(engine.shape.name for engine in listed)

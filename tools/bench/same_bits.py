@@ -34,10 +34,10 @@ from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.programs import ModelConfig, model_program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -99,7 +99,7 @@ def shapes() -> list[EngineShape]:
 
 def step_digests(device: CudaDevice) -> Iterator[tuple[str, str]]:
     """The name and the digest of every step, or what sends it to TensorRT."""
-    module = KernelModule(device.gpu, device.stream.handle)
+    module = KernelModule(device.gpu, device.stream)
     for dtype in DTYPES:
         tiled = CudaTiledKernels(module, dtype)
         for name, (sizes, _) in MODELS.items():

@@ -40,7 +40,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from edgellm.engines.directories.digests import hash_bytes
+from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.model.limits import KV_CACHES
 from edgellm.llm import SHIPPED_MODEL
 from tools.bench.as_device import enter, measured_as, parse

@@ -13,7 +13,7 @@ from unittest import mock
 
 import numpy as np
 
-from edgellm.decoding.runner import Runner
+from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.file import Part, Reading, SectionReader, read_snapshot
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
@@ -31,7 +31,7 @@ _METHODS = {
 class Phases:
     """Adds up the host's milliseconds in each phase; `take` gives the medians of all requests since the last `take`."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: DecodingRunner) -> None:
         self._runner = runner
         self._now: dict[str, float] = defaultdict(float)
         self._all: list[dict[str, float]] = []

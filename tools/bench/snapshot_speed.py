@@ -34,20 +34,22 @@ from random_checkpoint import LAYERS, checkpoint_in
 from snapshot_phases import Phases, reading_speed
 
 from edgellm.decoding.loop import DecodingLoop
-from edgellm.decoding.runner import Runner, open_runner
+from edgellm.decoding.runner import open_runner
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.engines.speculation.runner import DecodingRunner
+from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.snapshots.transfer import RowCopy, Uploader
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.answering import answered
 
 #: What the times are to be at most, relative to a prompt without a snapshot; of the bus, what the copy is to reach.
 GOALS = {"memory": 0.15, "disk_first": 1.0, "disk_later": 0.25, "bus": 0.5}
@@ -57,7 +59,7 @@ GOALS = {"memory": 0.15, "disk_first": 1.0, "disk_later": 0.25, "bus": 0.5}
 class Opened:
     """A model, and the conversations that are asked for: a system prompt and questions, as token ids."""
 
-    runner: Runner
+    runner: DecodingRunner
     directory: EngineDirectory
     tokenizer: Tokenizer
     system: list[int]
@@ -72,7 +74,7 @@ class Opened:
         started = time.perf_counter()
         sequence = DecodingSequence(prompt, SamplingValues(), answer, max_tokens=1)
         contents = [KVContents() for _ in range(self.runner.limits.max_batch)]
-        for _ in DecodingLoop(self.runner, contents, None, snapshots).run([sequence]):
+        for _ in answered(DecodingLoop(self.runner, contents, None, snapshots), [sequence]):
             pass
         seconds = sequence.clock.first_token - started
         self.phases.request(seconds)
@@ -233,7 +235,7 @@ def slot_reuse(opened: Opened, repeats: int) -> dict[str, Any]:
         opened.runner.backend.synchronize()
         started = time.perf_counter()
         sequence = DecodingSequence(prompt, SamplingValues(), answer, max_tokens=1)
-        for _ in DecodingLoop(opened.runner, contents, None, None).run([sequence]):
+        for _ in answered(DecodingLoop(opened.runner, contents, None, None), [sequence]):
             pass
         times.append((sequence.clock.first_token - started) * 1000)
     return {"ms": statistics.median(times[1:]), "reused": [sequence.reused_tokens]}

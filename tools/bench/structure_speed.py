@@ -38,7 +38,6 @@ from edgellm.decoding import loop as loop_module
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.rules import StepMasks
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.decoding.slots import KVContents
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
@@ -47,11 +46,13 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import allows, mask_words
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan
 from edgellm.engines.speculation.runner import DecodingRunner
+from edgellm.snapshots.contents import KVContents
 from edgellm.structure.answers import AnswerRules
 from edgellm.structure.description import Structure
 from edgellm.structure.grammar import GrammarConstraint, GrammarVocabulary
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
+from tools.bench.answering import answered
 
 PROMPT_TOKENS = 500
 #: A tree of 16 nodes whose depths are those of a chain of 5.
@@ -210,7 +211,7 @@ class Bench:
     def run(self, sequences: Sequence[DecodingSequence], plan: DraftPlan | None = None) -> list[float]:
         """Answer them together; the seconds between the steps of the last one."""
         chooser = None if plan is None else FixedDrafting(plan)
-        for _ in DecodingLoop(self.runner, self.contents, chooser).run(sequences):
+        for _ in answered(DecodingLoop(self.runner, self.contents, chooser), sequences):
             pass
         return sequences[-1].clock.gaps
 

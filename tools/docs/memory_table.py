@@ -17,15 +17,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from random_checkpoint import LLAMA_3_2_1B, QWEN_2_5_VL_3B
 
+from edgellm.engines.backends.device_layouts import packed_memory
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import choose_limits
 from edgellm.engines.families import decoder_config
+from edgellm.engines.families.programs import model_weights
 from edgellm.engines.families.vision_config import read_vision_config
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format
 from edgellm.engines.model.memory_plan import plan_memory
-from edgellm.engines.model.programs import model_weights
-from edgellm.engines.quantization.device_layouts import packed_memory
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.multimodal.vision_runner import vision_memory

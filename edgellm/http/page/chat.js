@@ -11,27 +11,48 @@ function write(id, text) {
   if (find(id).textContent !== text) find(id).textContent = text;
 }
 
-/** What the conversation has so far: {text, pictures, answer, reasoning, calls, element}. */
+/** What the conversation has so far: {text, pictures, answer, reasoning, calls, element, hasLeft}. */
 let turns = [];
+/** How many tokens the model's context has. */
+let context = null;
 /** Of the answer that comes now; null where none does. */
 let running = null;
 let pictures = [];
 
 // ---- Turns
+/** The calls of a turn that were not cut. */
+const calls = (turn) => turn.calls.filter((call) => pretty(call.arguments) !== null);
+
+/** What was answered before a turn, and has not left the context. */
+function earlier(turn) {
+  const end = turns.includes(turn) ? turns.indexOf(turn) : turns.length;
+  return turns.slice(0, end).filter((each) => !each.hasLeft && (each.answer || calls(each).length));
+}
+
 /** The messages of a request: what was answered before a turn, and that. */
 function messages(turn) {
   const found = find("system").value.trim() ? [{ role: "system", content: find("system").value }] : [];
-  for (const each of turns) {
-    const calls = each.calls.filter((call) => pretty(call.arguments) !== null); // others were cut
-    if (each !== turn && !each.answer && !calls.length) continue;
+  for (const each of [...earlier(turn), turn]) {
     const images = each.pictures.map((url) => ({ type: "image_url", image_url: { url } }));
     const text = each.text ? [{ type: "text", text: each.text }] : [];
     found.push({ role: "user", content: images.length ? [...images, ...text] : each.text });
     if (each === turn) break;
-    const sent = calls.map(({ id, ...rest }) => ({ id, type: "function", function: rest }));
+    const sent = calls(each).map(({ id, ...rest }) => ({ id, type: "function", function: rest }));
     found.push({ role: "assistant", content: each.answer || null, ...(sent.length && { tool_calls: sent }) });
   }
   return found;
+}
+
+/** Let the oldest turns leave, of `count` messages, two each, which a turn had no room for: they are not sent again. */
+function leave(turn, count) {
+  const left = earlier(turn).slice(0, count / 2);
+  for (const each of left) {
+    each.hasLeft = true;
+    each.element.classList.add("left");
+  }
+  const oldest = left.length === 1 ? "The oldest question has" : `The oldest ${left.length} questions have`;
+  const why = "left the context, which was full: the model sees what follows.";
+  turn.element.prepend(made("p", "facts", `${oldest} ${why}`));
 }
 
 /** A turn's element, with places for what comes of the answer. */
@@ -86,6 +107,10 @@ function facts({ usage, finish }, times) {
     if (seconds > 0) found.push(`${short((count - 1) / seconds)} tokens/s`);
   }
   if (times.first) found.push(`first after ${((times.first - times.begin) / 1000).toFixed(2)} s`);
+  if (usage && context) {
+    const share = Math.round((100 * usage.total_tokens) / context);
+    found.push(`context ${share} % full: ${usage.total_tokens} of ${context} tokens`);
+  }
   const reused = usage?.prompt_tokens_details?.cached_tokens;
   if (reused) found.push(`${reused} of ${usage.prompt_tokens} prompt tokens reused`);
   return [...found, ENDS[finish] ?? []].flat().join(" · ");
@@ -99,11 +124,13 @@ async function ask(turn) {
   turn.element.querySelector(".failed")?.remove();
   setRunning(turn, new AbortController());
   const times = { begin: performance.now() };
-  let frame = 0;
+  let [frame, hasDropped] = [0, false];
   try {
     await withKey(async () => {
       for await (const piece of answer(body, running.signal)) {
         times.last = performance.now();
+        if (piece.dropped && !hasDropped) leave(turn, piece.dropped);
+        hasDropped = true;
         const hasMore = piece.content || piece.reasoning || piece.calls.length;
         if (hasMore) times.first ??= times.last;
         turn.answer += piece.content;
@@ -135,11 +162,12 @@ function fail(turn, error) {
   const failed = made("div", "failed", made("p", "wrong", error.message), again);
   failed.setAttribute("role", "alert");
   turn.answered.append(failed);
+  failed.scrollIntoView({ block: "nearest" });
 }
 
 /** The body of a request; null, and what is wrong is said, where a setting is. */
 function request(turn) {
-  const found = { model: find("model").value, messages: messages(turn) };
+  const found = { model: find("model").value, messages: messages(turn), truncation: "auto" };
   const [schema, tools] = [readField("schema"), readField("tools")];
   if (schema === null || tools === null) return openSettings(schema === null ? "schema" : "tools");
   if (tools?.length) found.tools = tools.map((tool) => (tool?.name ? { type: "function", function: tool } : tool));
@@ -254,6 +282,8 @@ async function showModels() {
   try {
     const known = await withKey(models);
     const options = known.map(({ id, parent }) => new Option(parent ? `${id} (adapter)` : id, id));
+    context = known[0].max_model_len;
+    write("about", known[0].description ?? "");
     const chosen = find("model").value;
     find("model").replaceChildren(...options);
     if (known.some(({ id }) => id === chosen)) find("model").value = chosen;

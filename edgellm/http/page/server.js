@@ -43,11 +43,15 @@ async function* events(response) {
   }
 }
 
-/** The pieces of an answer: {content, reasoning, calls, finish, usage}, each with what came of it. */
+/**
+ * The pieces of an answer: {content, reasoning, calls, finish, usage}, each with what came of it; all have `dropped`: how
+ * many messages, the oldest, were left out for want of room.
+ */
 export async function* answer(body, signal) {
   const sent = JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } });
   const headers = { "content-type": "application/json" };
   const response = await request("v1/chat/completions", { method: "POST", headers, body: sent, signal });
+  const dropped = Number(response.headers.get("edgellm-dropped-messages"));
   try {
     for await (const data of events(response)) {
       if (data === "[DONE]") return;
@@ -56,7 +60,7 @@ export async function* answer(body, signal) {
       const { delta = {}, finish_reason, stop_reason } = choices[0] ?? {};
       const finish = stop_reason === "context" ? stop_reason : finish_reason;
       const said = { content: delta.content ?? "", reasoning: delta.reasoning_content ?? "" };
-      yield { ...said, calls: delta.tool_calls ?? [], finish, usage };
+      yield { ...said, calls: delta.tool_calls ?? [], finish, usage, dropped };
     }
   } catch (error) {
     if (error.name === "AbortError" || error instanceof ServerError) throw error;
@@ -65,7 +69,7 @@ export async function* answer(body, signal) {
   throw new ServerError("The answer has broken off.");
 }
 
-/** The model and its adapters, as [{id, parent, max_model_len}]. */
+/** The model and its adapters, as [{id, parent, max_model_len, description}]; few models have the last. */
 export async function models() {
   return (await (await request("v1/models")).json()).data;
 }

@@ -104,7 +104,7 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
     monkeypatch.setattr(tensorrt_backend, "load_tensorrt", lambda: None)
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
-    module = SimpleNamespace(load=lambda source: compiler.cached_module(source, "sm_90"), close=lambda: None)
+    module = SimpleNamespace(load_prepared=lambda source: compiler.cached_module(source, "sm_90"), close=lambda: None)
     monkeypatch.setattr(CudaDevice, "empty", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
     monkeypatch.setattr(CudaDevice, "zeros", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
     monkeypatch.setattr(tensorrt_backend, "KernelModule", lambda capability, stream: module)

@@ -12,10 +12,10 @@ from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.programs import model_program
 from edgellm.kernels.quantization.rows import quantize_rows
 
 CHAIN = (None, 0, 1, 2, 3)

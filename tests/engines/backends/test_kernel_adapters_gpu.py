@@ -19,7 +19,7 @@ from decode_models import (
 )
 from device_bits import rounded
 
-from edgellm.engines.lora.config import SCALES
+from edgellm.engines.model.adapted_projections import SCALES
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineShape
 

@@ -11,12 +11,12 @@ from golden_files import golden_folder
 from gpu_device import device_copy
 
 from edgellm.engines.backends import packed_loading
+from edgellm.engines.backends.device_layouts import packed_layouts, with_delta_products
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.quantization.device_layouts import packed_layouts, with_delta_products
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, from_device_layout
 from edgellm.kernels.quantization.turn import AWQ_PLACES, TURNED, arrange, turn

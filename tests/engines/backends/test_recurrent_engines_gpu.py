@@ -13,10 +13,10 @@ from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.states import PRESENT, ConvColumns, DeltaMatrix, decoder_states
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.recurrent.contract import AcceptedPath, LayerColumns, LayerMatrices

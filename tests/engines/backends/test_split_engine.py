@@ -21,12 +21,12 @@ from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.errors import EngineError
+from edgellm.engines.families.programs import ModelConfig, model_program, model_weights
 from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
-from edgellm.engines.model.programs import ModelConfig, model_program, model_weights
 from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout

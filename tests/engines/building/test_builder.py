@@ -15,11 +15,10 @@ from build_folders import names_in, run_python
 from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.backends.executors import planned_shapes
+from edgellm.engines.backends.plan_files import Platform, load_or_build_plan
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
-from edgellm.engines.directories.digests import recall_digest
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.plan_files import Platform, load_or_build_plan
 from edgellm.engines.errors import (
     BuildError,
     CheckpointError,
@@ -27,6 +26,7 @@ from edgellm.engines.errors import (
     PlanError,
     UnsupportedModelError,
 )
+from edgellm.engines.formats.digests import recall_digest
 from edgellm.engines.model.limits import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")

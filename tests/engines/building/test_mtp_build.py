@@ -26,18 +26,18 @@ from edgellm.engines.building.builder import build_engine_directory, describe_in
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.checkpoints.weights import load_draft_to_target, load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.engines.families.mtp import read_mtp
 from edgellm.engines.model.decoder import decoder_weights
-from edgellm.engines.model.draft_decoder import draft_weights, load_draft_to_target
+from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
-from edgellm.engines.quantization.layers import DENSE_PATTERN
-from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
-from edgellm.engines.quantization.rounding import quantize_rows
-from edgellm.engines.quantization.written_layout import StoredTensor, packed_tensors, write_tensors
+from edgellm.engines.quantizer.layers import DENSE_PATTERN
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.quantizer.rounding import quantize_rows
+from edgellm.engines.quantizer.written_layout import StoredTensor, packed_tensors, write_tensors
 from edgellm.engines.speculation.draft_plan import chain, tree
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 

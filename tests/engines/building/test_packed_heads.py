@@ -23,21 +23,21 @@ from typer.testing import CliRunner
 from edgellm import LLM, Request, SamplingParams
 from edgellm.commands.app import create_app
 from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.backends.device_layouts import model_layouts, packed_memory
 from edgellm.engines.building import checks
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import load_numpy_weights
-from edgellm.engines.directories.digests import hash_file
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
 from edgellm.engines.families import decoder_config
+from edgellm.engines.formats.digests import hash_file
 from edgellm.engines.model.decoder import decoder_weights, head_format, head_weight_name
 from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.memory_plan import plan_memory
-from edgellm.engines.quantization import heads
-from edgellm.engines.quantization.device_layouts import model_layouts, packed_memory
+from edgellm.engines.quantizer import heads
 from edgellm.errors import SnapshotError
 from edgellm.kernels.gpu import GPU
 

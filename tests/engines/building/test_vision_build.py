@@ -14,13 +14,13 @@ from golden_vision import NAMES, golden_checkpoint, golden_config, golden_direct
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
+from edgellm.engines.backends.plan_files import network_digest
 from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.tensorrt_operations import build_plan
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.building.checks import choose_image_rows
 from edgellm.engines.building.plans import build_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.plan_files import network_digest
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError
 from edgellm.engines.model.limits import EngineLimits, vision_shape
 from edgellm.multimodal.vision_layout import window_rows

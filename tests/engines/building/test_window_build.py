@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from absent_gpu import TARGET, Module, prepare
-from published_families import GEMMA_3_1B, MISTRAL_7B
+from published_families import GEMMA_3_1B, LLAMA_2_7B, MISTRAL_7B
 from tiny_families import WINDOWED
 
 from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_refusal, plan_refusal, planned_shapes
@@ -90,6 +90,11 @@ def test_float16_is_refused_for_gemma_3(make_checkpoint: Callable[..., Path], tm
     for dtype in ("float16", None):  # the tiny tensors are float16
         with pytest.raises(BuildError, match="values of gemma3_text go beyond the range of float16: take --dtype"):
             build_engine_directory(checkpoint, tmp_path / "engines", None, [], dtype=dtype)
+
+
+def test_a_window_below_every_context_is_what_is_wrong() -> None:
+    with pytest.raises(BuildError, match=r"^config.json has sliding_window, .* Up to 8 tokens .* least context is 16"):
+        choose_limits(decoder_config(LLAMA_2_7B | {"sliding_window": 8}))
 
 
 def test_trees_of_wide_heads_run_on_kernels_everywhere() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+from edgellm.engines.building.conversion import convert_checkpoint
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.conversion import convert_checkpoint
-from edgellm.engines.directories import staged_directory
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats import staged_directory
 
 FIRST, SECOND = "pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"
 INDEX = "pytorch_model.bin.index.json"

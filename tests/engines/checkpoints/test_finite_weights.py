@@ -25,10 +25,10 @@ from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints import weights as weights_module
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, load_numpy_weights
-from edgellm.engines.directories.digests import SMALL_FILE_BYTES, current_digest
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
+from edgellm.engines.formats.digests import SMALL_FILE_BYTES, current_digest
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits

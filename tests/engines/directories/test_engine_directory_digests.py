@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from edgellm.engines.directories.digests import (
+from edgellm.engines.formats.digests import (
     BLOCK_BYTES,
     SMALL_FILE_BYTES,
     FileDigest,

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.platform import load_tensorrt
-from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.plan_files import (
+from edgellm.engines.backends.plan_files import (
     Platform,
     cached_plans_path,
     directory_network,
@@ -25,6 +23,8 @@ from edgellm.engines.directories.plan_files import (
     plan_path,
     platforms_with_plans,
 )
+from edgellm.engines.backends.platform import load_tensorrt
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import PlanError
 from edgellm.engines.model.limits import EngineShape
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.engines.directories import small_files
-from edgellm.engines.directories.small_files import check_ordinary, read_file, read_text, size_limit
+from edgellm.engines.formats import small_files
+from edgellm.engines.formats.small_files import check_ordinary, read_file, read_text, size_limit
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.errors import LONGEST_MESSAGE
 from edgellm.kernels.user_paths import printable

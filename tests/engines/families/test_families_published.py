@@ -24,14 +24,25 @@ def test_parameter_counts_are_the_published_ones(published: dict[str, Any], para
 
 
 @pytest.mark.parametrize("key", REQUIRED)
-@pytest.mark.parametrize("value", [None, "8", True, 0, -4, [8], math.inf, math.nan])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "value"),
+    [
+        *(("llama", value) for value in (None, "8", True, 0, -4, [8], math.inf, math.nan)),
+        *((each, "8") for each in FAMILIES if each != "llama"),
+    ],
+)
 def test_required_fields(family: str, key: str, value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"\({family}\)(.|\n)*{key} is .*, expected a (whole )?number"):
         decoder_config(FAMILIES[family] | {key: value})
     without = {name: kept for name, kept in FAMILIES[family].items() if name != key}
     with pytest.raises(CheckpointError, match=f"{key} is missing"):
         decoder_config(without)
+
+
+def test_the_first_llamas_have_their_own_name_for_positions() -> None:
+    early = {key: value for key, value in LLAMA_2_7B.items() if key != "max_position_embeddings"}
+    assert decoder_config(early | {"max_sequence_length": 2048}).max_position_embeddings == 2048
+    assert decoder_config(LLAMA_2_7B | {"max_sequence_length": 7}) == decoder_config(LLAMA_2_7B)
 
 
 def test_sliding_windows_that_slide() -> None:

@@ -25,11 +25,11 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.families.vision_config import read_vision, read_vision_config
 from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, vision_shape
-from edgellm.engines.model.programs import model_program
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear
 

@@ -15,9 +15,9 @@ from golden_vision import GOLDENS, golden_config
 from safetensors.numpy import load_file, save_file
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.directories.strict_formats import JSONObject, plain_values
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.vision_config import VisionConfig, read_vision, read_vision_config
+from edgellm.engines.formats.strict_formats import JSONObject, plain_values
 
 #: As published with Qwen2.5-VL-3B-Instruct, LLaVA-1.5-7B and Qwen3-VL-2B-Instruct, without what no one reads.
 QWEN2_5: dict[str, Any] = {

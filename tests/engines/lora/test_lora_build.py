@@ -15,14 +15,14 @@ from typer.testing import CliRunner, Result
 
 from edgellm.commands.app import create_app
 from edgellm.engines.backends.executors import kernel_refusal, planned_shapes
+from edgellm.engines.backends.plan_files import Platform, load_or_build_plan, network_digest
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.building.builder import build_engine_directory, describe_in_place, refresh_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.plan_files import Platform, load_or_build_plan, network_digest
 from edgellm.engines.errors import AdapterError, BuildError, EngineDirectoryError
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.lora.config import SCALES, adapted_projections, adapter_bytes
+from edgellm.engines.model.adapted_projections import SCALES, adapted_projections, adapter_bytes
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from edgellm import LLM, Request, SamplingParams
-from edgellm.decoding.slots import KVContents
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.errors import AdapterError
+from edgellm.snapshots.contents import KVContents
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 PROMPTS = [[(7 * index + 3 * seed) % 250 for index in range(30)] for seed in range(5)]

@@ -15,7 +15,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.lora.adapter import LoraAdapter
-from edgellm.engines.lora.config import SCALES, adapted_projections
+from edgellm.engines.model.adapted_projections import SCALES, adapted_projections
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_program, decoder_weights
 from edgellm.engines.model.graph import ProgramGraph

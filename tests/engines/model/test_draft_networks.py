@@ -10,21 +10,21 @@ import pytest
 from golden_files import golden_folder
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
+from edgellm.engines.backends.plan_files import network_digest
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.directories.plan_files import network_digest
-from edgellm.engines.directories.strict_formats import plain_values
 from edgellm.engines.errors import EdgeLLMError, EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.eagle import read_draft
+from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.formats.strict_formats import plain_values
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.programs import ModelConfig, model_program
 
 GOLDENS = golden_folder("draft")
 HEADS = sorted(path.name for path in GOLDENS.iterdir() if not path.name.endswith("_base"))

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
-from edgellm.engines.model.programs import model_program
 from edgellm.engines.model.states import (
     KVRows,
     WindowRows,

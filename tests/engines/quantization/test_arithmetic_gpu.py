@@ -11,10 +11,10 @@ import pytest
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
-from edgellm.engines.quantization.arithmetic import NUMPY, Arithmetic, CudaArithmetic
-from edgellm.engines.quantization.calibration import layer_program
-from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
-from edgellm.engines.quantization.rounding import CLIPPING
+from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic, CudaArithmetic
+from edgellm.engines.quantizer.calibration import layer_program
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.quantizer.rounding import CLIPPING
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 from edgellm.llm import SHIPPED_MODEL
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.engines.quantization import feedback
-from edgellm.engines.quantization import statistics as statistics_module
-from edgellm.engines.quantization.feedback import quantize_in_turn, round_in_turn, spans
-from edgellm.engines.quantization.rounding import quantize_rows
-from edgellm.engines.quantization.statistics import InputStatistics, Observation
+from edgellm.engines.quantizer import feedback
+from edgellm.engines.quantizer import statistics as statistics_module
+from edgellm.engines.quantizer.feedback import quantize_in_turn, round_in_turn, spans
+from edgellm.engines.quantizer.rounding import quantize_rows
+from edgellm.engines.quantizer.statistics import InputStatistics, Observation
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 COLUMNS = 192

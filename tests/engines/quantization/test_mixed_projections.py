@@ -18,6 +18,7 @@ from recurrent_steps import RecurrentSteps
 from tiny_families import PROMPT, RECURRENT
 
 from edgellm import LLM, Request, SamplingParams
+from edgellm.engines.backends.device_layouts import model_layouts, with_delta_products
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows
 from edgellm.engines.backends.opening import open_backend
@@ -32,9 +33,8 @@ from edgellm.engines.model.decoder import decoder_program, decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import PRESENT
-from edgellm.engines.quantization.device_layouts import model_layouts, with_delta_products
-from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.engines.quantization.stored import fused
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear
 from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout

@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from edgellm import LLM, Request, SamplingParams
 from edgellm.commands.app import create_app
 from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.backends.device_layouts import model_layouts, packed_memory
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.building.inputs import read_decoder_config
@@ -30,10 +31,9 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError, EngineError
 from edgellm.engines.families import decoder_config
+from edgellm.engines.families.programs import model_weights
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.model.programs import model_weights
-from edgellm.engines.quantization.device_layouts import model_layouts, packed_memory
 from edgellm.errors import SnapshotError
 from edgellm.kernels.quantization.device_layout import to_device_layout
 

@@ -15,13 +15,13 @@ from safetensors import safe_open
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
+from edgellm.engines.backends.device_layouts import with_delta_products
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.quantization.device_layouts import with_delta_products
-from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer

@@ -11,9 +11,9 @@ from golden_files import golden_folder, largest_difference
 from golden_sequences import Sequences
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
-from edgellm.engines.checkpoints.tensors import language_model_name
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.vision_config import read_vision
+from edgellm.engines.formats.tensors import language_model_name
 from edgellm.engines.model.decoder import decoder_weights
 
 GOLDENS = golden_folder("quantized")

@@ -27,8 +27,8 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
-from edgellm.engines.quantization.calibration import CalibrationRows, layer_program
-from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 
 TEXTS = [[(7 * index + 3) % 250 for index in range(60)], [(11 * index + 5) % 250 for index in range(50)]]
 INT4, INT8 = QuantizationOptions(4, 32), QuantizationOptions(8, None)
@@ -85,8 +85,16 @@ def hidden_states(directory: Path) -> np.ndarray:
         return np.concatenate(rows.texts)
 
 
-@pytest.mark.parametrize(("method", "symmetric"), [("rtn", True), ("awq", False), ("gptq", True)])
-@pytest.mark.parametrize("family", FAMILIES | RECURRENT)
+METHODS = [("rtn", True), ("awq", False), ("gptq", True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "symmetric"),
+    dict.fromkeys(  # every family with one of the methods, and one family with each
+        [(family, *METHODS[number % 3]) for number, family in enumerate(FAMILIES | RECURRENT)]
+        + [("qwen3_5", *each) for each in METHODS]
+    ),
+)
 def test_every_family_computes_nearly_what_it_did(
     make_checkpoint: Make, tmp_path: Path, family: str, method: str, symmetric: bool
 ) -> None:
@@ -186,8 +194,8 @@ def test_a_model_that_takes_images_keeps_its_encoder(family: str, make_checkpoin
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from edgellm.engines.quantization.quantizer import QuantizationOptions, quantize_checkpoint
-from edgellm.engines.quantization import work_folder
+from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
+from edgellm.engines.quantizer import work_folder
 
 def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -250,11 +258,53 @@ def test_other_options_or_another_checkpoint_do_not_go_on(make_checkpoint: Make,
 
 
 def test_a_damaged_layer_is_made_again(make_checkpoint: Make, tmp_path: Path) -> None:
-    source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
+    source, target, whole = make_checkpoint(tmp_path / "source"), tmp_path / "target", tmp_path / "whole"
     interrupted(source, target)
     layer = tmp_path / ".target.quantizing" / "layer-0001.safetensors"
-    layer.write_bytes(layer.read_bytes()[:-5])
+    data = bytearray(layer.read_bytes())
+    data[-5] ^= 1  # a file of the right form all the same
+    layer.write_bytes(data)
     assert quantize_checkpoint(source, target, INT4, TEXTS).resumed == 1
+    quantize_checkpoint(source, whole, INT4, TEXTS)
+    assert stored(target).keys() == stored(whole).keys()
+    assert all(np.array_equal(each, stored(target)[name]) for name, each in stored(whole).items())
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("kind", ["link to work", "link", "no job", "another job"])
+def test_what_others_have_at_the_place_of_the_work_is_left_alone(
+    make_checkpoint: Make, tmp_path: Path, kind: str, restart: bool
+) -> None:
+    source, target, decoy = make_checkpoint(tmp_path / "source"), tmp_path / "target", tmp_path / "decoy"
+    work = tmp_path / ".target.quantizing"
+    if kind == "link to work":
+        interrupted(source, target)
+        work.rename(decoy)
+    else:
+        decoy.mkdir()
+        (decoy / "layer-0000.safetensors").write_text("mine")
+    if kind == "another job":
+        (decoy / "job.json").write_text('{"job": "gardener"}')
+    if "link" in kind:
+        work.symlink_to(decoy)
+    else:
+        decoy.rename(work)
+    before = {path.name: path.read_bytes() for path in work.iterdir()}
+    with pytest.raises(CheckpointError, match=r"\.target\.quantizing (is a link|has no job|has another job)"):
+        quantize_checkpoint(source, target, INT4, TEXTS, restart=restart)
+    assert {path.name: path.read_bytes() for path in work.iterdir()} == before and not target.exists()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_what_others_put_into_the_folder_of_the_work_stays(
+    make_checkpoint: Make, tmp_path: Path, restart: bool
+) -> None:
+    source, target = make_checkpoint(tmp_path / "source"), tmp_path / "target"
+    interrupted(source, target)
+    work = tmp_path / ".target.quantizing"
+    (work / "notes.txt").write_text("mine")
+    assert quantize_checkpoint(source, target, INT4, TEXTS, restart=restart).resumed == (0 if restart else 2)
+    assert [path.name for path in work.iterdir()] == ["notes.txt"]
 
 
 def test_two_processes_do_not_share_the_work(make_checkpoint: Make, tmp_path: Path) -> None:

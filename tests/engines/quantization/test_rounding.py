@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from edgellm.engines.quantization.rounding import CLIPPING, quantize_rows, rounded
+from edgellm.engines.quantizer.rounding import CLIPPING, quantize_rows, rounded
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
 COLUMNS = 96

@@ -14,10 +14,10 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.quantization.calibration import CalibrationRows, InputStatistics, layer_program
-from edgellm.engines.quantization.layers import linears, scale_layer
-from edgellm.engines.quantization.rounding import quantize_rows
-from edgellm.engines.quantization.scaling import foldings, output_error, scale_norm, search_scales
+from edgellm.engines.quantizer.calibration import CalibrationRows, InputStatistics, layer_program
+from edgellm.engines.quantizer.layers import linears, scale_layer
+from edgellm.engines.quantizer.rounding import quantize_rows
+from edgellm.engines.quantizer.scaling import foldings, output_error, scale_norm, search_scales
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
 TEXTS = [[(7 * index + 3) % 250 for index in range(40)], [(11 * index + 5) % 250 for index in range(33)]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.quantization.config import read_quantization
 
 GOLDENS = golden_folder("quantized")
 MODEL = "model.safetensors"
@@ -170,11 +172,14 @@ UNREAD = [
     ("ct_w4_group32", {f"{WEIGHTS}group_size": "32"}, "'group_size' is '32', expected a whole number"),
     ("ct_w4_group32", {"config_groups/group_0/targets": ["Embedding"]}, "'targets' is ['Embedding']"),
     ("awq_group32", {"version": "gemv"}, "'version' is 'gemv', expected 'gemm'"),
+    ("awq_group32", {"version": "marlin"}, "'version' is 'marlin', expected 'gemm'"),
+    ("ct_w4_group32", {"format": ["pack-quantized"]}, "'format' is ['pack-quantized'], expected a layout's name"),
     ("awq_group32", {"bits": 8}, "'bits' is 8, expected one of 4"),
     ("gptq_v1_group32", {"bits": 3}, "'bits' is 3, expected 4 or 8. Take a release of 4 or 8 bits"),
     ("gptq_v1_group32", {"checkpoint_format": "marlin"}, "'checkpoint_format' is 'marlin', expected 'gptq'"),
     ("gptq_v1_group32", {"sym": "yes"}, "'sym' is 'yes', expected one of True, False"),
-    ("autoround_gptq", {"packing_format": "auto_round:gptqmodel"}, "'packing_format' is"),
+    ("autoround_gptq", {"packing_format": "auto_round:llm_compressor"}, "'packing_format' is"),
+    ("autoround_gptq", {"packing_format": ["auto_round:auto_gptq"]}, "'packing_format' is"),
     ("autoround_gptq", {"bits": 2}, "'bits' is 2"),
     ("autoround_gptq", {"act_bits": 8}, "'act_bits' is 8, expected one of 16, 32"),
     ("gptq_v1_group32", {"modules_in_block_to_quantize": [["a"], [5]]}, "'modules_in_block_to_quantize' is [5]"),
@@ -265,6 +270,85 @@ def test_a_zero_point_of_zero_in_the_first_version_is_fifteen_in_the_file(copy: 
         packed = checkpoint.packed(f"{LAYER}.weight", (64, 96))
     assert packed is not None and packed.zeros is not None
     assert not packed.zeros[:8, 0].any() and packed.zeros[8:, 0].all()
+
+
+@pytest.mark.parametrize("said", ["exllamav2", "auto_round:exllamav2", "auto_round", "auto_round:gptqmodel"])
+@pytest.mark.parametrize("key", ["packing_format", "backend"])
+def test_autorounds_own_packing_keeps_zero_points_as_they_are(copy: Callable[[str], Path], key: str, said: str) -> None:
+    """Its GPTQ packing stores them less 1, also where a kernel is named behind it."""
+    directory = copy("autoround_gptq_zeros")
+
+    def weights() -> np.ndarray:
+        with Checkpoint.open(directory) as checkpoint:
+            packed = checkpoint.packed(f"{LAYER}.weight", (64, 96))
+            assert packed is not None
+            return packed.values()
+
+    expected = weights()
+    change_config(directory, {"packing_format": None, key: "auto_round:auto_gptq:exllamav2"})
+    np.testing.assert_array_equal(weights(), expected)
+    tensors = read_tensors(directory / MODEL)
+    for name in [name for name in tensors if name.endswith("qzeros")]:
+        dtype, shape, data = tensors[name]
+        halves = np.frombuffer(data, np.uint8)
+        low, high = (halves + 1) & 15, ((halves >> 4) + 1) & 15
+        tensors[name] = dtype, shape, (low | high << 4).astype(np.uint8).tobytes()
+    write_tensors(directory / MODEL, tensors)
+    change_config(directory, {key: said})
+    np.testing.assert_array_equal(weights(), expected)
+
+
+@pytest.mark.parametrize("keys", [("quantization",), ("quantization", "quantization_config"), ("quantization_config",)])
+def test_what_mlx_packs_is_refused_by_its_name(copy: Callable[[str], Path], keys: tuple[str, ...]) -> None:
+    directory = copy("awq_group32")
+    config = json.loads((directory / "config.json").read_text())
+    del config["quantization_config"]
+    packed = {"group_size": 64, "bits": 4, "mode": "affine", "lm_head": False}
+    (directory / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, packed)))
+    with pytest.raises(CheckpointError, match="packed as MLX packs them, which is not read; read are compressed-"):
+        Checkpoint.open(directory)
+
+
+HOSTILE = (
+    None,
+    True,
+    -1,
+    10**400,
+    1.5,
+    float("nan"),
+    "",
+    "(",
+    "re:(",
+    [],
+    [[]],
+    [{}],
+    ["x"],
+    [5],
+    {},
+    {"a": {"b": []}},
+)
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in GOLDENS.iterdir()))
+def test_no_type_of_any_field_is_more_than_refused(name: str) -> None:
+    """Of all that `quantization_config` says; `tests/goldens/quantized` has every kind that is read."""
+    config = json.loads((GOLDENS / name / "config.json").read_text())
+
+    def read(settings: Any) -> None:
+        found = read_quantization(GOLDENS / name, config | {"quantization_config": settings})
+        layout = None if found is None else found.layout((LAYER,))
+        if layout is not None:
+            layout.problem(64, 96), layout.tensors(64, 96), layout.format("float16")
+
+    def places(values: Any, replaced: Callable[[Any], Any]) -> Iterator[Callable[[Any], Any]]:
+        yield replaced
+        for key, inner in values.items() if isinstance(values, dict) else ():
+            yield from places(inner, lambda new, key=key: replaced({**values, key: new}))
+
+    for place in places(config.get("quantization_config", {}), lambda new: new):
+        for value in HOSTILE:
+            with suppress(CheckpointError):
+                read(place(value))
 
 
 def test_autofp8_calls_its_scale_by_another_name(copy: Callable[[str], Path]) -> None:

@@ -10,6 +10,7 @@ from edgellm.engines.speculation.constraints import (
     AllConstraints,
     AllowedTokens,
     BadWords,
+    LateEnd,
     allows,
     fill_tree_masks,
     mask_of,
@@ -131,6 +132,7 @@ def test_the_masks_of_a_tree_are_those_of_each_path_alone(seed):
         lambda: BadWords(words, VOCABULARY),
         lambda: AllConstraints([CountdownConstraint(4), BadWords(words, VOCABULARY)]),
         lambda: AllConstraints([AllowedTokens(range(3), VOCABULARY), BadWords([[0, 0], [1, 2]], VOCABULARY)]),
+        lambda: LateEnd([1, 3, 99], 2, VOCABULARY),
     ]
     make = makers[seed % len(makers)]
     tokens, parents = random_tree(generator, generator.randint(1, 40), [0, 1, 2, 3, DEAD])

@@ -12,8 +12,8 @@ import pytest
 from edgellm.engines.backends.base import Backend, Engine
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
-from edgellm.engines.checkpoints.tensors import convert, float32_into
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.formats.tensors import convert, float32_into
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights
 from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weights

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from edgellm.decoding.slots import KVContents
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -14,6 +13,7 @@ from edgellm.errors import EngineError, RequestError
 from edgellm.llm import LLM
 from edgellm.requests import Request
 from edgellm.sampling_params import SamplingParams
+from edgellm.snapshots.contents import KVContents
 
 TREE = DraftingConfig(4, 4, 16)
 KINDS = [TREE, DraftingConfig(kind="chain", draft_steps=4), DraftingConfig(kind="choices", choices=[[0], [1], [0, 0]])]

@@ -28,7 +28,7 @@ OLDER = Capacity(16, 101_376, False, "compute_80")
 def older_module(gpu):
     """The tiled kernels as for sm_80, which the driver translates for this GPU."""
     limits = {"shared_limit": 101_376, "can_overlap": False, "has_clusters": False}
-    module = KernelModule(replace(gpu.gpu, architecture="compute_80", **limits), gpu.stream.handle)
+    module = KernelModule(replace(gpu.gpu, architecture="compute_80", **limits), gpu.stream)
     try:
         module.load(tiled_kernel("linear", "float16", tilings(1, OLDER)[0], OLDER).source)
     except KernelError as error:

@@ -33,7 +33,7 @@ HALVES = ["float16", "bfloat16"]
 def gpu():
     """A CUDA context with a stream, and the kernels for it."""
     with cuda_device() as device:
-        device.recurrent = CudaRecurrent(KernelModule(device.gpu, device.stream.handle))
+        device.recurrent = CudaRecurrent(KernelModule(device.gpu, device.stream))
         yield device
 
 

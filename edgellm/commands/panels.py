@@ -1,0 +1,94 @@
+"""Help in panels, one a subject, as wide as the terminal.
+
+Typer's own panels need Rich, which takes as long to import as all else that help needs, and at 80 columns it cuts the
+names of options.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from typer.core import TyperCommand, TyperGroup
+
+from edgellm.commands.options import DRAFT_KINDS, OPTIONAL_KIND
+
+_ARGUMENTS, _COMMANDS, _OTHERS = "Arguments", "Commands", "Options"
+_FRAME = ("╭", "─", "╮", "│", "╰", "╯")
+_WIDEST = 100
+_SUMMARY = 200
+
+
+class PanelCommand(TyperCommand):
+    """A command whose help shows its options by subject."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does. `--draft` of `DraftingOptions` may stand alone: a word behind it that is no kind is another
+        argument."""
+        if any(parameter.metavar == OPTIONAL_KIND for parameter in self.params):
+            ends = args.index("--") if "--" in args else len(args)
+            for place in reversed(range(ends)):
+                if args[place] == "--draft" and (place + 1 >= ends or args[place + 1] not in DRAFT_KINDS):
+                    args = [*args[:place], "--draft=", *args[place + 1 :]]
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the panels of options."""
+        _write_panels(_option_rows(self, ctx), formatter)
+
+
+class PanelGroup(TyperGroup):
+    """Several commands, whose help shows them by subject."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the panels of commands, then those of options."""
+        rows = []
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                panel = getattr(command, "rich_help_panel", None) or _COMMANDS
+                rows.append((panel, (name, command.get_short_help_str(limit=_SUMMARY))))
+        _write_panels([*rows, *_option_rows(self, ctx)], formatter)
+
+
+def _option_rows(command: Any, context: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(panel, (names, help)) of all arguments and options that are shown."""
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if record is not None:
+            default = _ARGUMENTS if parameter.param_type_name == "argument" else _OTHERS
+            yield getattr(parameter, "rich_help_panel", None) or default, record
+
+
+def _write_panels(rows: Any, formatter: Any) -> None:
+    """Write rows by their panels, which stand in the order of their first rows."""
+    panels: dict[str, list[tuple[str, str]]] = {}
+    for panel, row in rows:
+        panels.setdefault(panel, []).append(row)
+    framed = _can_show("".join(_FRAME))
+    if framed:
+        formatter.write_paragraph()
+    for title, records in panels.items():
+        if not framed:
+            with formatter.section(title):
+                formatter.write_dl(records)
+            continue
+        inside = type(formatter)(width=formatter.width - 4, max_width=_WIDEST)
+        inside.write_dl(records)
+        formatter.write("\n".join(_framed(title, inside.getvalue().splitlines(), formatter.width)) + "\n")
+
+
+def _framed(title: str, lines: Sequence[str], width: int) -> Iterator[str]:
+    left_top, line, right_top, side, left_bottom, right_bottom = _FRAME
+    yield f"{left_top}{line} {title} {line * (width - len(title) - 5)}{right_top}"
+    yield from (f"{side} {text.ljust(width - 4)} {side}" for text in lines)
+    yield f"{left_bottom}{line * (width - 2)}{right_bottom}"
+
+
+def _can_show(characters: str) -> bool:
+    try:
+        characters.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

@@ -1,0 +1,155 @@
+"""The table of options: each is a field of a dataclass, written once for the command line, its help and settings files.
+
+    backend: str | None = option("What computes.", choices=BACKENDS)
+
+says that `--backend` takes one of `BACKENDS`, and so does the key `backend` of a settings file where there is such a
+key. A command takes a dataclass that inherits those of the options that it shares with others.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+from edgellm.errors import RequestError, did_you_mean, shown
+from edgellm.kernels.user_paths import user_path
+
+#: Numbers as the command line takes them; Python's own reading takes 1_0, nan and digits of other scripts, too.
+_NUMBERS = {int: r"[-+]?[0-9]{1,30}", float: r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?"}
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option or, without `flags`, an argument; None stands for what was not given.
+
+    Numbers are at least `least` and at most `most`; text is one of `choices` where there are any, and neither empty nor
+    with a null character unless it `is_free`; `check` raises RequestError for what else is wrong with a value of that
+    name. `expected` says in errors what is right. `details` are for typer.
+    """
+
+    name: str
+    type: type
+    annotation: Any
+    default: Any
+    help: str
+    flags: Sequence[str]
+    details: dict[str, Any]
+    least: float | None = None
+    most: float | None = None
+    choices: Sequence[str] = ()
+    check: Callable[[str, Any], object] | None = None
+    is_free: bool = False
+    expected: str = ""
+
+    def in_words(self, value: Any) -> str:
+        """What is expected, where this value was found."""
+        kind = {bool: "true or false", Path: "a path", int: "a whole number", float: "a number"}.get(self.type, "text")
+        least = f" from {self.least:.10g}" if self.least is not None else ""
+        most = f" to {self.most:.10g}" if self.most is not None else " on" if least else ""
+        words = self.expected or (f"one of {', '.join(self.choices)}" if self.choices else kind + least + most)
+        return f"{words}, without a null character" if isinstance(value, str) and "\0" in value else words
+
+    def allows(self, value: Any) -> bool:
+        """Whether this may be the value, also where a settings file has it."""
+        if self.type is bool:
+            return isinstance(value, bool)
+        if self.type in (int, float):
+            is_number = type(value) in (int, self.type) and math.isfinite(value)
+            return is_number and (self.least is None or self.least <= value) and (self.most or math.inf) >= value
+        if not isinstance(value, str) or (self.choices and value not in self.choices):
+            return False
+        return self.is_free or ("\0" not in value and value.strip() != "")
+
+    def read(self, given: Any) -> Any:
+        """The value that is written so on the command line; typer.BadParameter for none. Defaults stay as they are."""
+        if not isinstance(given, str):
+            return given
+        pattern = _NUMBERS.get(self.type)
+        value = self.type(given) if pattern and re.fullmatch(pattern, given) else given
+        try:
+            if self.check is not None:
+                self.check(self.name, value)
+        except RequestError as error:
+            raise typer.BadParameter(str(error)) from error
+        if not self.allows(value):
+            expected = (
+                did_you_mean(given, tuple(self.choices)) if self.choices else f": expected {self.in_words(given)}"
+            )
+            raise typer.BadParameter(f"{shown(given)}{expected}")
+        return user_path(value) if self.type is Path else value
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """A parameter of a function, as typer makes an option of."""
+        details = {"help": self.help, **self.details}
+        if self.type is not bool:
+            details = {"parser": self.read, "min": self.least, "max": self.most, **details}
+        if self.choices or (self.type is Path and self.flags):
+            details.setdefault("metavar", "|".join(self.choices) or "<path>")
+        found = typer.Option(*self.flags, **details) if self.flags else typer.Argument(**details)
+        default = inspect.Parameter.empty if self.default is MISSING else self.default
+        annotation: Any = Annotated[self.annotation, found]  # type: ignore[name-defined]
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def option(help: str, *flags: str, default: Any = None, **details: Any) -> Any:
+    """A field that is an option, by default --NAME or, of bool | None, --NAME/--no-NAME; `details` are fields of
+    `Option`, or what typer takes."""
+    return field(default=default, metadata={"option": (help, flags, details)})
+
+
+def argument(help: str, required: bool = False, **details: Any) -> Any:
+    """A field that is an argument."""
+    return field(default=MISSING if required else None, metadata={"option": (help, None, details)})
+
+
+@functools.cache
+def options_of(cls: type) -> dict[str, Option]:
+    """The options of a dataclass by name: its own, then those of its bases in the order in which they are written.
+
+    They stand in the panel of the help that the `PANEL` of the class names which has them, or that they name
+    themselves.
+    """
+    hints = get_type_hints(cls, include_extras=True)
+    described = {item.name: item for item in fields(cls) if "option" in item.metadata}
+    found = {}
+    for base in cls.__mro__:
+        for name in inspect.get_annotations(base):
+            if name in described and name not in found:
+                found[name] = _option(described[name], hints[name], vars(base).get("PANEL"))
+    return found
+
+
+def _option(item: Any, annotation: Any, panel: str | None) -> Option:
+    text, flags, details = item.metadata["option"]
+    kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
+    kind = get_args(kinds[0])[0] if get_origin(kinds[0]) is list else kinds[0]
+    if flags == ():
+        name = item.name.replace("_", "-")
+        flags = (f"--{name}/--no-{name}" if annotation == (bool | None) else f"--{name}",)
+    own = {key: details[key] for key in Option.__dataclass_fields__ if key in details}
+    others = {key: value for key, value in details.items() if key not in own}
+    details = {"rich_help_panel": panel, "show_default": kind is not bool, **others}
+    return Option(item.name, kind, annotation, item.default, text, flags or (), details, **own)
+
+
+def takes_options(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A command, made of a function that takes a dataclass of options."""
+    (taken,) = inspect.signature(function, eval_str=True).parameters.values()
+    parameters = [each.parameter for each in options_of(taken.annotation).values()]
+
+    @functools.wraps(function)
+    def command(**values: Any) -> Any:
+        return function(taken.annotation(**values))
+
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command

@@ -1,0 +1,85 @@
+"""What a body would cost, found before it is parsed: its text beside images, and its values."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from edgellm.http.errors import HTTPError
+
+#: Bytes of a body beside its images: so many, or so many for each token of the context, whichever is more.
+TEXT_BYTES, TOKEN_BYTES = 2 * 2**20, 16
+#: JSON values of a body, those of lists of whole numbers apart: token ids take as many as the text has.
+MOST_VALUES = 300_000
+#: A string, or the beginning of one that has no end; some of them with what is before them; and a long list of whole
+#: numbers. None of these patterns ever tries a second way to match.
+_STRING = rb'"[^"\\]*(?:\\.[^"\\]*)*"?'
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_SOME_STRINGS = re.compile(rb'(?:[^"]*' + _STRING + rb"){1,1000}", re.DOTALL)
+_WHOLE_NUMBERS = re.compile(rb"\[[\s\d,]{100,}\]")
+
+
+def check_body(body: bytes, most: int) -> None:
+    """Raise HTTPError for a body of more than `most` bytes of text, or too many values.
+
+    Strings that begin like a data URL do not count here, wherever they stand: see `check_images`.
+    """
+    text = _without_data(body, most)
+    if len(text) > most:
+        raise _too_large(most)
+    if _values(text) > MOST_VALUES and _has_too_many(_without_strings(text)):
+        message = f"the body has more than {MOST_VALUES:,} JSON values, lists of whole numbers apart"
+        raise HTTPError(413, message, code="body_too_large")
+
+
+def check_images(body: bytes, value: dict[str, Any], most: int) -> None:
+    """Raise HTTPError for a body, parsed as `value`, of more than `most` bytes beside the data URLs of its images."""
+    if len(body) > most and len(body) - _image_bytes(value.get("messages")) - _image_bytes(value.get("input")) > most:
+        raise _too_large(most)
+
+
+def _without_data(body: bytes, most: int) -> bytes:
+    """A body in which data URLs are cut off behind their scheme; perhaps only its beginning, where that has more than
+    `most` bytes already."""
+    parts, size, place = [], 0, 0
+    while size <= most and (begin := body.find(b'"data:', place)) >= 0:
+        end = begin + len(b'"data:')
+        parts.append(body[place:end])
+        size += end - place
+        is_quoted = body[begin - 1 : begin] == b"\\"  # within another string
+        place = end if is_quoted or (closing := body.find(b'"', end)) < 0 else closing
+    return b"".join([*parts, body[place : place + most + 1]])
+
+
+def _without_strings(text: bytes) -> bytes:
+    """A body's text with a quote for each string, piece by piece, so that other threads have their turn."""
+    pieces, place = [], 0
+    while (match := _SOME_STRINGS.match(text, place)) is not None:
+        pieces.append(_STRINGS.sub(b'"', match[0]))
+        place = match.end()
+    return b"".join([*pieces, text[place:]])
+
+
+def _has_too_many(text: bytes) -> bool:
+    is_full = text.count(b"[") + text.count(b"{") > MOST_VALUES
+    return is_full or _values(_WHOLE_NUMBERS.sub(b"[]", text)) > MOST_VALUES
+
+
+def _values(text: bytes) -> int:
+    """One behind each comma, and one that begins each list and object that is not empty."""
+    return sum(map(text.count, (b",", b"[", b"{"))) - text.count(b"[]") - text.count(b"{}")
+
+
+def _image_bytes(messages: Any) -> int:
+    """The bytes of the data URLs that messages show."""
+    found = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    contents = (each.get("content") for each in found)
+    parts = (part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict))
+    sources = (part.get("image_url") for part in parts)
+    urls = (source.get("url") if isinstance(source, dict) else source for source in sources)
+    return sum(len(url) - len("data:") for url in urls if isinstance(url, str) and url.startswith("data:"))
+
+
+def _too_large(most: int) -> HTTPError:
+    message = f"the body has more than {most:,} bytes beside its images, which are the most for this model's context"
+    return HTTPError(413, message, code="body_too_large")

@@ -1,0 +1,92 @@
+"""How much of a text one token can stand for, so that a text far beyond a context is refused before it is encoded."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+#: What Unicode calls white space.
+_SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
+_SPACES += "\u2028\u2029\u202f\u205f\u3000"
+#: How many times shorter in UTF-8 a normalizer makes a text at most, dropped spaces apart: a mathematical zero of four
+#: bytes becomes a digit. Others, such as one that strips accents, may drop any number.
+_SHRINKING = {
+    **dict.fromkeys(("NFC", "NFD", "NFKC", "NFKD", "Lowercase"), 4),
+    **dict.fromkeys(("Prepend", "Strip", "ByteLevel"), 1),
+}
+#: Pre-tokenizers that drop nothing, and those that drop white space alone.
+_CUTTING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
+_DROPPING_SPACES = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
+
+
+class TokenSizes:
+    """For how many bytes of a text one token of a tokenizer can stand."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        added = tokenizer.get_added_tokens_decoder().values()
+        stages = [*_parts(tokenizer.normalizer, "normalizers"), *_parts(tokenizer.pre_tokenizer, "pretokenizers")]
+        #: Whether white space may go, or be swallowed by a token beside it.
+        self.drops_spaces = any(stage["type"] in ("Strip", *_DROPPING_SPACES) for stage in stages) or any(
+            token.lstrip or token.rstrip for token in added
+        )
+        #: The most bytes; None where that has no bound, as parts of a text are dropped, or one token stands for all
+        #: that is unknown.
+        self.longest: int | None = None
+        is_byte_level = any(stage["type"] == "ByteLevel" for stage in stages)
+        shrinking = [times for stage in stages if (times := _shrinking(stage)) is not None]
+        if len(shrinking) == len(stages) and _knows_all(tokenizer, is_byte_level):
+            size = len if is_byte_level else _bytes_of  # a character of that alphabet is a byte
+            forms = [token.content for token in added]
+            if tokenizer.normalizer is not None:
+                forms += map(tokenizer.normalizer.normalize_str, tuple(forms))
+            sizes = [*map(size, tokenizer.get_vocab(with_added_tokens=False)), *map(_bytes_of, forms)]
+            self.longest = max(sizes) * math.prod(shrinking)
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens a text has at least."""
+        if self.longest is None:
+            return 0
+        spaces = _SPACES if self.drops_spaces else ""
+        return -(-(_bytes_of(text) - sum(text.count(space) * _bytes_of(space) for space in spaces)) // self.longest)
+
+
+def _bytes_of(text: str) -> int:
+    return len(text.encode())
+
+
+def _parts(stage: Any, key: str) -> list[dict[str, Any]]:
+    """The parts of a normalizer or a pre-tokenizer, as `tokenizer.json` describes them."""
+    waiting, found = [] if stage is None else [json.loads(stage.__getstate__())], []
+    while waiting:
+        part = waiting.pop()
+        waiting += part.get(key, [])
+        found += [part] if part["type"] != "Sequence" else []
+    return found
+
+
+def _shrinking(stage: dict[str, Any]) -> int | None:
+    """How many times shorter a stage makes a text at most, dropped spaces apart; None where that has no bound."""
+    kind = stage["type"]
+    if kind in (*_CUTTING, *_DROPPING_SPACES) or stage.get("behavior", "Removed") != "Removed":
+        return 1
+    if kind == "Replace":
+        replaced, content = stage["pattern"].get("String"), stage["content"]
+        return 1 if replaced is not None and _bytes_of(content) >= _bytes_of(replaced) else None
+    return _SHRINKING.get(kind)
+
+
+def _knows_all(tokenizer: Tokenizer, is_byte_level: bool) -> bool:
+    """Whether every text has tokens of its own, byte by byte where no longer ones are known."""
+    model = tokenizer.model
+    if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix:
+        return False
+    if is_byte_level:
+        needed = pre_tokenizers.ByteLevel.alphabet()
+    elif model.byte_fallback:
+        needed = [f"<0x{byte:02X}>" for byte in range(256)]
+    else:
+        return False
+    return all(model.token_to_id(each) is not None for each in needed)

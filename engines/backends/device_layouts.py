@@ -1,0 +1,105 @@
+"""Which packed weights of a model the kernels of a GPU take, and what they are in its memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.errors import EngineError
+from edgellm.engines.families.programs import ModelConfig, model_weights
+from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, DraftConfig, WeightSpec
+from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format
+from edgellm.engines.model.memory_plan import weight_bytes
+from edgellm.engines.model.vision import VisionConfig
+from edgellm.kernels.quantization.device_layout import DeviceLayout, layout_refusal
+from edgellm.kernels.quantization.packed_weight import WeightFormat
+
+#: By model ("base", "draft"), of those with packed weights, their layouts on the device by name.
+PackedLayouts = Mapping[str, Mapping[str, DeviceLayout]]
+_REFUSED = (
+    "the GPU's kernels do not take the packed weights of the {}. The NumPy backend runs them (--backend numpy); for a "
+    "GPU take another release of the model, or quantize the unquantized one: edgellm quantize CHECKPOINT TARGET"
+)
+
+
+def model_layouts(
+    models: Mapping[str, ModelConfig], checkpoints: Mapping[str, Callable[[], Checkpoint]], dtype: str
+) -> PackedLayouts:
+    """The layouts of the packed weights of models, whose checkpoints are opened, on engines that compute in `dtype`, as
+    far as they are known before scales are read: such that they hold all.
+
+    Raises EngineError, with what to do, for a linear layer that the kernels do not take, and CheckpointError.
+    """
+    found: dict[str, Mapping[str, DeviceLayout]] = {}
+    for model, config in models.items():
+        with checkpoints[model]() as checkpoint:
+            layouts = packed_layouts(checkpoint, model_weights(config), dtype) | _head_layout(config, dtype)
+        if layouts and model == "vision":
+            where = f"vision encoder ({next(iter(layouts))}): there they are dense"
+            raise EngineError(f"{checkpoint.path}: {_REFUSED.format(where)}")
+        if layouts:
+            found[model] = layouts
+    return found
+
+
+def with_delta_products(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
+    """The same with the `delta_products` by which one linear layer multiplies what the checkpoint has in one format, in
+    every layer that has the delta rule.
+
+    Its gates b and a stay together, so that packing one of them otherwise is refused where kernels multiply.
+    """
+    formats: list[list[WeightFormat | None]] = [[] for _ in DELTA_PROJECTIONS]
+    for spec in decoder_weights(replace(config, delta_products=())):
+        if spec.name.endswith(".linear_attn.in_proj.weight"):
+            for own, part in zip(formats, spec.parts, strict=True):
+                own.append(checkpoint.weight_format(*part))
+    formats[3] = formats[2]
+    firsts = [formats.index(each) for each in formats]
+    products = tuple(sorted(set(firsts)).index(first) for first in firsts)
+    return replace(config, delta_products=products if any(products) else ())
+
+
+def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str) -> dict[str, DeviceLayout]:
+    """As `model_layouts`, of one checkpoint: those of `specs` that are packed, by name."""
+    found: dict[str, DeviceLayout] = {}
+    for spec in specs:
+        formats = {checkpoint.weight_format(name, shape) for name, shape in spec.parts}
+        if formats == {None}:
+            continue
+        format = next(each for each in formats if each is not None)
+        reason = layout_refusal(format, dtype)
+        if len(formats) > 1:
+            listed = " and ".join(sorted(str(each or "dense") for each in formats))
+            reason = f"layers that are multiplied as one have one format there, not {listed}"
+        if reason is not None:
+            layer = f"linear layer {spec.parts[0][0].removesuffix('.weight')} ({format}): {reason}"
+            if format.dtype != dtype and layout_refusal(format, format.dtype) is None:
+                layer += f" (edgellm build --dtype {format.dtype})"
+            raise EngineError(f"{checkpoint.path}: {_REFUSED.format(layer)}")
+        rows, columns = spec.shape
+        # Scales that 16 bits may not hold are planned with 32.
+        multiplied = "float32" if format.codes == "fp8" or format.dtype == "float32" else None
+        found[spec.name] = DeviceLayout(format, rows, columns, dtype=dtype, multiplied=multiplied)
+    return found
+
+
+def _head_layout(config: ModelConfig, dtype: str) -> dict[str, DeviceLayout]:
+    """That of a head which is packed when a directory is built."""
+    if isinstance(config, VisionConfig):
+        return {}
+    format = head_format(config.head, config.hidden_size, dtype)
+    rows = config.draft_vocab_size if isinstance(config, DraftConfig) else config.vocab_size
+    return {} if format is None else {HEAD: DeviceLayout(format, rows, config.hidden_size)}
+
+
+def packed_memory(models: Mapping[str, ModelConfig], packed: PackedLayouts, dtype: str) -> dict[str, int]:
+    """What the weights of models with packed ones take on the device, in bytes, by the memory plan's names."""
+    found = {}
+    for model, layouts in packed.items():
+        specs = model_weights(models[model])
+        dense = sum(weight_bytes(spec, dtype) for spec in specs if spec.name not in layouts)
+        name = "weights" if model == "base" else f"{model} weights"
+        found[name] = dense + sum(math.prod(layout.shape) for layout in layouts.values())
+    return found

@@ -1,0 +1,341 @@
+"""Pickled PyTorch weights into safetensors: all of it or nothing, and read back before it counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from edgellm.engines.checkpoints.torch_file import TorchFile
+from edgellm.engines.checkpoints.torch_pickle import TensorView
+from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
+from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.digests import copy_hashed
+from edgellm.engines.formats.safetensors_file import DTYPES, LARGEST_HEADER, SafetensorsFile
+from edgellm.engines.formats.small_files import check_ordinary, size_limit
+from edgellm.engines.formats.staged_directory import StagedDirectory, lack_of_space
+from edgellm.engines.formats.strict_formats import JSONObject
+from edgellm.kernels.user_paths import printable
+
+#: `progress(stage, done, total)` in bytes; stages are "weights" and "verify".
+Progress = Callable[[str, int, int], None]
+
+LARGEST_SHARD = 5_000_000_000
+PICKLED_FILE = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+#: Files that belong to a model beside those that an engine directory takes along.
+_OTHER_FILES = (
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "README.md",
+    "LICENSE",
+    "LICENSE.txt",
+)
+_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+#: What training programs leave beside the weights.
+_NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state).*")
+
+
+@dataclass
+class ConversionReport:
+    """What was converted. `nbytes` of the weights; `dtypes` counts tensors; `notes` are what a user should know."""
+
+    path: Path
+    tensors: int
+    nbytes: int
+    files: int
+    dtypes: Mapping[str, int]
+    copied: Sequence[str]
+    seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    max_shard_size: int = LARGEST_SHARD,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> ConversionReport:
+    """Convert a directory or one file of pickled weights into the directory `target`, with the model's other files.
+
+    Every tensor is read back and compared by SHA-256 with what was read. With `force` an existing checkpoint is
+    replaced, once the new one is complete; whatever goes wrong, Ctrl-C included, nothing is left behind.
+    `max_shard_size` in bytes. Raises CheckpointError.
+    """
+    started, progress = time.perf_counter(), progress or _no_progress
+    source, target = Path(source), Path(target)
+    if max_shard_size < 1:
+        raise CheckpointError(f"The largest size of a shard is {max_shard_size} bytes: expected at least 1")
+    check_checkpoint_places(source, target, force, "converted checkpoint")
+    with ExitStack() as stack:
+        files, weight_map = _weight_files(source)
+        opened = [stack.enter_context(TorchFile(path)) for path in files]
+        tensors = _merged(opened, weight_map)
+        copied = _files_to_copy(source)
+        total = sum(tensor.view.nbytes for tensor in tensors)
+        _check_disk_space(target, total + sum((source / name).stat().st_size for name in copied))
+        try:
+            written = _write(source, target, copied, _sharded(tensors, max_shard_size), force, progress)
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} was not written, and nothing was left behind: {error.strerror or error}"
+                + (f" ({error.filename})" if error.filename else "")
+            ) from error
+        dtypes = Counter(tensor.view.storage.dtype for tensor in tensors)
+        report = ConversionReport(target, len(tensors), total, written, dtypes, copied)
+        report.notes += _notes(source, opened, copied)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def _write(
+    source: Path, target: Path, copied: Sequence[str], shards: list[list[SourceTensor]], force: bool, progress: Progress
+) -> int:
+    total = sum(tensor.view.nbytes for shard in shards for tensor in shard)
+    never = threading.Event()
+    with StagedDirectory(target) as staged:
+        for name in copied:
+            (staged.path / name).parent.mkdir(exist_ok=True)
+            copy_hashed(source / name, staged.path / name, never, limit=size_limit(name))
+        names = [SINGLE_FILE]
+        if len(shards) > 1:
+            names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+            weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            (staged.path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        advance = _counter("weights", total, progress)
+        digests = [
+            write_safetensors(staged.path / name, shard, advance) for name, shard in zip(names, shards, strict=True)
+        ]
+        advance = _counter("verify", total, progress)
+        for name, shard, expected in zip(names, shards, digests, strict=True):
+            verify_safetensors(staged.path / name, shard, expected, advance)
+        staged.commit(force)
+    return len(names)
+
+
+def _weight_files(source: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """The files to read, and which tensor lies in which where an index says so."""
+    if source.is_file():
+        if source.name == PICKLED_INDEX:
+            return _indexed(source)
+        return [source], None
+    if not source.is_dir():
+        raise CheckpointError(f"{source} does not exist: expected a directory with {PICKLED_FILE}, or such a file")
+    for name in (SINGLE_FILE, INDEX_FILE):
+        if (source / name).exists():
+            raise CheckpointError(f"{source} has {name} already: edgellm build {source} ENGINE_DIR takes it as it is")
+    if (source / PICKLED_FILE).exists():
+        return [source / PICKLED_FILE], None
+    if (source / PICKLED_INDEX).exists():
+        return _indexed(source / PICKLED_INDEX)
+    found = sorted(
+        path for path in source.iterdir() if path.name.endswith(_ENDINGS) and not _NOT_WEIGHTS.fullmatch(path.name)
+    )
+    if len(found) == 1:
+        return found, None
+    listed = ", ".join(printable(path.name) for path in found[:5])
+    raise CheckpointError(
+        f"{source} has neither {PICKLED_FILE} nor {PICKLED_INDEX}, and "
+        + (f"which of {listed} is meant is unknown. Name one file as SOURCE" if found else "no other pickled weights")
+    )
+
+
+def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
+    index = JSONObject.read(path, CheckpointError, "Copy it from the checkpoint's source", size_limit(path.name))
+    weight_map = index.get("weight_map", "dict")
+    for name, shard in weight_map.items():
+        plain = isinstance(shard, str) and Path(shard).name == shard and shard.endswith(_ENDINGS) and "\\" not in shard
+        if not plain:
+            raise index.error(f"'weight_map' puts {name!r:.80} into {shard!r:.80}, expected a file in the directory")
+    shards = sorted(set(weight_map.values()))
+    missing = [shard for shard in shards if not (path.parent / shard).exists()]
+    if not shards or missing:
+        raise index.error(f"{len(missing)} of {len(shards)} files are missing: {', '.join(missing) or 'none is named'}")
+    return [path.parent / shard for shard in shards], weight_map
+
+
+def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) -> list[SourceTensor]:
+    """All tensors, each of which must be in one file alone, and where the index says."""
+    places: dict[str, SourceTensor] = {}
+    for file in files:
+        for name in file.tensors:
+            if name in places:
+                raise CheckpointError(
+                    f"{file.path}: tensor {name!r:.80} is in {places[name].source.path.name} too; which is meant is "
+                    "unknown. Remove one"
+                )
+            if name == "__metadata__":
+                raise CheckpointError(f"{file.path}: no tensor of a safetensors file can be named {name!r}")
+            places[name] = SourceTensor(name, file)
+    if weight_map is not None:
+        found = {name: tensor.source.path.name for name, tensor in places.items()}
+        wrong = [name for name, shard in weight_map.items() if found.get(name) != shard]
+        wrong += [name for name in found if name not in weight_map]
+        if wrong:
+            listed = ", ".join(f"{name!r:.80}" for name in wrong[:5])
+            raise CheckpointError(
+                f"{files[0].path.parent / PICKLED_INDEX}: {len(wrong)} tensors are not where 'weight_map' says: "
+                f"{listed}. Copy the checkpoint anew from its source"
+            )
+    return list(places.values())
+
+
+def _sharded(tensors: Sequence[SourceTensor], largest: int) -> list[list[SourceTensor]]:
+    """In the order of the source; a tensor that is larger than a shard gets one of its own."""
+    shards: list[list[SourceTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.view.nbytes > largest:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.view.nbytes
+    return shards
+
+
+def _files_to_copy(source: Path) -> list[str]:
+    """A file as source is converted alone: what lies beside it may be of another model."""
+    if not source.is_dir():
+        return []
+    names = [name for name in (*published_file_names(source), *_OTHER_FILES) if (source / name).exists()]
+    for name in names:
+        check_ordinary(source / name, size_limit(name), CheckpointError, "Copy it from the checkpoint's source")
+    return names
+
+
+def _check_disk_space(target: Path, needed: int) -> None:
+    lack = lack_of_space(target.parent, needed)
+    if lack is not None:
+        raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
+
+
+def _notes(source: Path, files: Sequence[TorchFile], copied: Sequence[str]) -> Iterator[str]:
+    shared = [name for file in files for name in file.shared]
+    if shared:
+        listed = ", ".join(f"{name!r:.80}" for name in shared[:3]) + (", ..." if len(shared) > 3 else "")
+        yield f"Shares memory with other tensors, written as a copy: {listed} ({len(shared)} in all)"
+    left_out = sorted({name for file in files for name in file.left_out})
+    if left_out:
+        yield f"Left out, as no weights of the model: {', '.join(f'{name!r:.60}' for name in left_out[:10])}"
+    if source.is_file():
+        yield f"Only weights were converted. Copy config.json and the tokenizer beside them, or convert {source.parent}"
+    elif "config.json" not in copied:
+        yield "The source has no config.json: edgellm build needs it beside the weights"
+
+
+def _counter(stage: str, total: int, progress: Progress) -> Callable[[int], None]:
+    done = 0
+    progress(stage, 0, total)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(stage, done, total)
+
+    return advance
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    pass
+
+
+_BLOCK_BYTES = 4 << 20
+_SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class SourceTensor:
+    """A tensor of an open file: its name, and its place there (`view`)."""
+
+    name: str
+    source: TorchFile
+
+    @property
+    def view(self) -> TensorView:
+        """What the file says of it: dtype, shape and size."""
+        return self.source.tensors[self.name]
+
+
+def write_safetensors(path: Path, tensors: Sequence[SourceTensor], advance: Callable[[int], None]) -> dict[str, str]:
+    """Write one file, tensor by tensor; SHA-256 of each tensor's bytes by name. Raises OSError, CheckpointError."""
+    # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
+    ordered = sorted(tensors, key=lambda tensor: (-tensor.view.storage.item_size, tensor.name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for tensor in ordered:
+        view = tensor.view
+        offsets = [position, position + view.nbytes]
+        dtype = _SAFETENSORS_NAMES[view.storage.dtype]
+        header[tensor.name] = {"dtype": dtype, "shape": list(view.shape), "data_offsets": offsets}
+        position = offsets[1]
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    if len(encoded) > LARGEST_HEADER:
+        raise CheckpointError(
+            f"The names and shapes take {len(encoded):,} bytes, safetensors allows {LARGEST_HEADER:,}"
+        )
+    digests = {}
+    with path.open("xb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for tensor in ordered:
+            digest = hashlib.sha256()
+            for block in _blocks(tensor):
+                file.write(block)
+                digest.update(block)
+                advance(len(block))
+            digests[tensor.name] = digest.hexdigest()
+        file.flush()
+        os.fsync(file.fileno())
+    return digests
+
+
+def verify_safetensors(
+    path: Path, tensors: Sequence[SourceTensor], digests: Mapping[str, str], advance: Callable[[int], None]
+) -> None:
+    """Read a file back and compare every tensor with its digest from the source; raises CheckpointError."""
+    file = SafetensorsFile(path)
+    try:
+        for tensor in tensors:
+            info, view = file.tensors.get(tensor.name), tensor.view
+            if info is None or (info.dtype, info.shape) != (view.storage.dtype, view.shape):
+                raise _not_read_back(tensor.name)
+            digest, data = hashlib.sha256(), file.bytes_of(info)
+            for start in range(0, info.nbytes, _BLOCK_BYTES):
+                digest.update(data[start : start + _BLOCK_BYTES])
+            if digest.hexdigest() != digests[tensor.name]:
+                raise _not_read_back(tensor.name)
+            advance(info.nbytes)
+        if len(file.tensors) != len(tensors):
+            raise _not_read_back("another tensor")
+    finally:
+        file.close()
+
+
+def _not_read_back(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"{name!r:.80} did not read back as it was written, and nothing was left behind: check disk and memory"
+    )
+
+
+def _blocks(tensor: SourceTensor) -> Iterator[memoryview]:
+    if tensor.view.nbytes == 0:
+        return
+    flat = memoryview(tensor.source.elements(tensor.name).reshape(-1)).cast("B")
+    for start in range(0, len(flat), _BLOCK_BYTES):
+        yield flat[start : start + _BLOCK_BYTES]

@@ -1,0 +1,226 @@
+"""SHA-256 digests of files, and the memory of those that take long to compute, and of what was found in the files.
+
+Digests tell corruption and mix-ups, not an attacker who can write the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edgellm.engines.formats.small_files import open_ordinary, ordinary_bytes, too_large
+from edgellm.kernels.atomic_write import write_atomically
+from edgellm.kernels.cache_directory import user_cache_directory
+
+logger = logging.getLogger("edgellm.digests")
+
+#: Larger reads gain nothing: the digest is the slower part.
+BLOCK_BYTES = 4 << 20
+#: Hashing less than this at every start takes no time that anyone notices.
+SMALL_FILE_BYTES = 1 << 20
+#: Reading the list of these takes a tenth of a millisecond.
+_MOST_CONTENTS = 256
+_RECORD_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """SHA-256 of a file as 64 hexadecimal digits, and its size in bytes."""
+
+    sha256: str
+    size: int
+
+
+def hash_bytes(data: bytes) -> str:
+    """SHA-256 of `data` as 64 hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def hash_file(path: Path) -> FileDigest:
+    """Read a whole ordinary file in blocks; raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    buffer = bytearray(BLOCK_BYTES)
+    view = memoryview(buffer)
+    with open_ordinary(path) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+            size += count
+    return FileDigest(digest.hexdigest(), size)
+
+
+@dataclass(frozen=True)
+class _Record:
+    """What is remembered of a file that was as `identity` says; `finite` are the `_names_digest` of sets of tensors."""
+
+    identity: dict[str, int | str]
+    sha256: str
+    finite: tuple[str, ...]
+
+    @classmethod
+    def read(cls, real: Path) -> _Record | None:
+        try:
+            stored = json.loads(ordinary_bytes(_record_path(real), _RECORD_BYTES))
+            identity, sha256, finite = stored["file"], stored["sha256"], stored.get("finite", [])
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return None
+        if not isinstance(identity, dict) or not isinstance(sha256, str) or not isinstance(finite, list):
+            return None
+        return cls(identity, sha256, tuple(each for each in finite if isinstance(each, str)))
+
+    def write(self, real: Path) -> None:
+        """Raises OSError."""
+        record = _record_path(real)
+        content = {"file": self.identity, "sha256": self.sha256, "finite": self.finite}
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(record, json.dumps(content, indent=1).encode())
+
+
+def recall_digest(path: Path) -> FileDigest | None:
+    """The digest remembered for the file as it now stands (real path, size, modification time, inode), or None."""
+    real = Path(os.path.realpath(path))
+    try:
+        identity = _identity(real, real.stat())
+    except OSError:
+        return None
+    record = _Record.read(real)
+    return FileDigest(record.sha256, int(identity["size"])) if record and record.identity == identity else None
+
+
+def remember_digest(path: Path, digest: FileDigest, earlier: Path | None = None) -> None:
+    """Remember the digest of the file as it now stands; where the cache cannot be written, the next start hashes.
+
+    What was found in a file of that digest, which had its name, or the name `earlier`, is still known.
+    """
+    real, was = Path(os.path.realpath(path)), Path(os.path.realpath(earlier or path))
+    records = filter(None, map(_Record.read, (was, real)))
+    finite = next((record.finite for record in records if record.sha256 == digest.sha256), ())
+    try:
+        if was != real:
+            _record_path(was).unlink(missing_ok=True)
+        _Record(_identity(real, real.stat()), digest.sha256, finite).write(real)
+    except OSError as error:
+        logger.debug("the digest of %s is not remembered: %s", path, error)
+
+
+def is_known_finite(path: Path, status: os.stat_result, tensors: Iterable[str]) -> bool:
+    """Whether the values of these tensors were found to be finite in the file, whose `status` is that of its opening.
+
+    False where its digest is not remembered, as that of a small file never is.
+    """
+    real = Path(os.path.realpath(path))
+    record = _Record.read(real)
+    return bool(record and record.identity == _identity(real, status) and _names_digest(tensors) in record.finite)
+
+
+def remember_finite(path: Path, status: os.stat_result, tensors: Iterable[str]) -> None:
+    """Note beside the remembered digest of the file, whose `status` is that of its opening, that the values of these
+    tensors are finite. Where there is none, or the cache cannot be written, the next start looks again."""
+    real = Path(os.path.realpath(path))
+    record, found = _Record.read(real), _names_digest(tensors)
+    try:
+        if record and record.identity == _identity(real, status) == _identity(real, real.stat()):
+            replace(record, finite=(*(each for each in record.finite if each != found), found)).write(real)
+    except OSError as error:
+        logger.debug("it is not remembered that the values of %s are finite: %s", path, error)
+
+
+def is_known_finite_content(sha256: str) -> bool:
+    """Whether a content with this digest, of whatever kind its values are, was found to have finite ones alone."""
+    return sha256 in _finite_contents()
+
+
+def remember_finite_content(sha256: str) -> None:
+    """Note that a content with this digest has finite values alone; the latest few hundred of them are known."""
+    others = [each for each in _finite_contents() if each != sha256]
+    try:
+        _contents_path().parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(_contents_path(), json.dumps([*others, sha256][-_MOST_CONTENTS:], indent=1).encode())
+    except OSError as error:
+        logger.debug("it is not remembered that the values of a content are finite: %s", error)
+
+
+def current_digest(path: Path, trust_memory: bool = True) -> FileDigest:
+    """The file's digest: remembered where the file is large and unchanged since, else computed and remembered.
+
+    Raises OSError.
+    """
+    size = path.stat().st_size
+    if size < SMALL_FILE_BYTES:
+        return hash_file(path)
+    remembered = recall_digest(path) if trust_memory else None
+    if remembered is not None:
+        return remembered
+    logger.info("Checking %s (%.0f MiB) by its digest", path, size / (1 << 20))
+    before = _identity(path, path.stat())
+    digest = hash_file(path)
+    if _identity(path, path.stat()) == before:  # a file that changed meanwhile has no one digest to remember
+        remember_digest(path, digest)
+    return digest
+
+
+def _identity(path: Path, status: os.stat_result) -> dict[str, int | str]:
+    return {"path": str(path), "size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
+
+
+def _contents_path() -> Path:
+    return user_cache_directory() / "digests" / "finite_contents.json"
+
+
+def _finite_contents() -> list[str]:
+    try:
+        stored = json.loads(ordinary_bytes(_contents_path(), _RECORD_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return []
+    return [each for each in stored if isinstance(each, str)] if isinstance(stored, list) else []
+
+
+def _names_digest(tensors: Iterable[str]) -> str:
+    return hash_bytes(json.dumps(sorted(tensors)).encode())
+
+
+def _record_path(real: Path) -> Path:
+    name = hashlib.sha256(os.fsencode(real)).hexdigest()[:32]
+    return user_cache_directory() / "digests" / f"{name}.json"
+
+
+class Cancelled(Exception):
+    """The copy was stopped."""
+
+
+def copy_hashed(
+    source: Path,
+    destination: Path,
+    stop: threading.Event,
+    advance: Callable[[int], None] | None = None,
+    limit: int | None = None,
+) -> FileDigest:
+    """Copy an ordinary file in one pass that also hashes it; `advance` gets the bytes of each block.
+
+    Only one block is in memory at a time. Raises OSError, also for more than `limit` bytes and for what is no ordinary
+    file, or Cancelled once `stop` is set.
+    """
+    digest, size = hashlib.sha256(), 0
+    buffer = bytearray(BLOCK_BYTES)
+    view = memoryview(buffer)
+    with open_ordinary(source) as reader, destination.open("xb", buffering=0) as writer:
+        while count := reader.readinto(buffer):
+            if stop.is_set():
+                raise Cancelled
+            block = view[:count]
+            digest.update(block)
+            written = 0
+            while written < count:
+                written += writer.write(block[written:])
+            size += count
+            if limit is not None and size > limit:
+                raise too_large(source, None, limit)
+            if advance is not None:
+                advance(count)
+        os.fsync(writer.fileno())
+    return FileDigest(digest.hexdigest(), size)

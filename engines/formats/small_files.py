@@ -1,0 +1,274 @@
+"""Files that are read whole: configurations, templates, prompts, tokenizers. Nothing in them is trusted, and that they
+are files is not either.
+
+A file of a checkpoint is an ordinary file, or a link that ends at one. What a user names may also be a pipe, as a shell
+makes it of `<(...)`. Either has a limit, so that nothing is read for ever.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from edgellm.engines.errors import EdgeLLMError, EngineDirectoryError
+from edgellm.kernels.user_paths import printable
+
+if TYPE_CHECKING:
+    import tokenizers
+
+
+#: The most that is read of a file, in bytes, by what it is. Published ones have at most a tenth of that.
+CONFIG_BYTES = 16 << 20
+WEIGHT_INDEX_BYTES = 128 << 20
+VOCABULARY_BYTES = 256 << 20
+TEMPLATE_BYTES = 1 << 20
+SETTINGS_BYTES = 1 << 20
+PROMPT_BYTES = 16 << 20
+#: Files of a checkpoint that are no weights, and have another limit than a configuration.
+_LIMITS = {
+    "tokenizer.json": VOCABULARY_BYTES,
+    "tokenizer.model": VOCABULARY_BYTES,
+    "vocab.json": VOCABULARY_BYTES,
+    "merges.txt": VOCABULARY_BYTES,
+    "chat_template.json": TEMPLATE_BYTES,
+    "model.safetensors.index.json": WEIGHT_INDEX_BYTES,
+    "pytorch_model.bin.index.json": WEIGHT_INDEX_BYTES,
+}
+#: How long a pipe that nobody has opened for writing is given, and one whose writer is silent, in seconds.
+WRITER_SECONDS, SILENT_SECONDS = 1.0, 60.0
+
+_BLOCK_BYTES = 1 << 20
+_EXPECTED = "expected an ordinary file, or a link that ends at one"
+_KINDS = (
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def size_limit(name: str) -> int:
+    """The most bytes that a checkpoint's file of this name may have, if it holds no weights."""
+    return _LIMITS.get(name, TEMPLATE_BYTES if name.endswith((".jinja", ".txt")) else CONFIG_BYTES)
+
+
+def read_file(
+    path: Path, limit: int, error_class: type[EdgeLLMError], what: str = "", advice: str = "", takes_pipes: bool = False
+) -> bytes:
+    """The content of a file of at most `limit` bytes; `what` names it in errors, `advice` ends them.
+
+    With `takes_pipes` pipes and terminals are read too: for what a user names. Raises `error_class`, also where a pipe
+    stays silent.
+    """
+    try:
+        return _piped_bytes(path, limit) if takes_pipes else ordinary_bytes(path, limit)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        ending = f". {advice}" if advice else ""
+        name = f"{what} {printable(path)}" if what else printable(path)
+        raise error_class(f"{name} cannot be read: {reason}{ending}") from error
+
+
+def read_text(
+    path: Path, limit: int, error_class: type[EdgeLLMError], what: str = "", advice: str = "", takes_pipes: bool = False
+) -> str:
+    """As `read_file`, but UTF-8 text, with or without a byte order mark."""
+    return decoded(read_file(path, limit, error_class, what, advice, takes_pipes), path, error_class, what)
+
+
+def decoded(data: bytes, path: Path, error_class: type[EdgeLLMError], what: str = "") -> str:
+    """The text of a file's content; `error_class` names the first byte that is not UTF-8."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        name = f"{what} {printable(path)}" if what else printable(path)
+        raise error_class(
+            f"{name} is not UTF-8 text: invalid byte 0x{error.object[error.start]:02x} at byte offset {error.start}"
+        ) from error
+
+
+def ordinary_bytes(path: Path, limit: int) -> bytes:
+    """The content of an ordinary file of at most `limit` bytes; raises OSError, ValueError for what is no path."""
+    with open_ordinary(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise too_large(path, size, limit)
+        return _joined(file.read, path, limit)
+
+
+def open_ordinary(path: Path) -> FileIO:
+    """An ordinary file, opened for reading without a buffer; OSError for anything else, which is not opened."""
+    _refuse_other_kinds(path, path.stat().st_mode)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe meanwhile
+    try:
+        _refuse_other_kinds(path, os.fstat(descriptor).st_mode)
+        return FileIO(descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def check_ordinary(path: Path, limit: int, error_class: type[EdgeLLMError], advice: str = "") -> None:
+    """Raise `error_class` where a file that is to be copied is no ordinary file or has more than `limit` bytes."""
+    try:
+        status = path.stat()
+        _refuse_other_kinds(path, status.st_mode)
+        if status.st_size > limit:
+            raise too_large(path, status.st_size, limit)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise error_class(f"{printable(path)} cannot be read: {reason}{f'. {advice}' if advice else ''}") from error
+
+
+def _refuse_other_kinds(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((words for is_kind, words in _KINDS if is_kind(mode)), "no file")
+        raise OSError(errno.EINVAL, f"it is {kind}, {_EXPECTED}", str(path))
+
+
+def too_large(path: Path, size: int | None, limit: int) -> OSError:
+    """The error for a file of more than `limit` bytes, where it is known how many."""
+    found = "it has" if size is None else f"it has {size:,} bytes,"
+    return OSError(errno.EFBIG, f"{found} more than the {limit:,} bytes that are read of such a file", str(path))
+
+
+def _joined(read: Callable[[int], bytes | None], path: Path, limit: int) -> bytes:
+    blocks, size = [], 0
+    while block := read(min(_BLOCK_BYTES, limit + 1 - size)):
+        blocks.append(block)
+        size += len(block)
+        if size > limit:
+            raise too_large(path, None, limit)
+    return b"".join(blocks)
+
+
+def _piped_bytes(path: Path, limit: int) -> bytes:
+    """The content of a file, a pipe or a terminal; OSError for others, and where a pipe stays silent."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
+        return ordinary_bytes(path, limit)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        return _joined(_PatientReader(path, descriptor).read, path, limit)
+    finally:
+        os.close(descriptor)
+
+
+class _PatientReader:
+    """Reads a descriptor that does not block, and waits for its writer for a while."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLIN)
+        self._until = time.monotonic() + WRITER_SECONDS
+        self._was_written = False
+
+    def read(self, count: int) -> bytes:
+        """The next bytes, b"" at the end."""
+        while True:
+            try:
+                block = os.read(self._descriptor, count)
+            except BlockingIOError:  # somebody has opened it for writing
+                if not self._was_written:
+                    self._was_written, self._until = True, time.monotonic() + SILENT_SECONDS
+            else:
+                if block or self._was_written or self._ended():
+                    self._was_written, self._until = True, time.monotonic() + SILENT_SECONDS
+                    return block
+            self._wait()
+
+    def _ended(self) -> bool:
+        """Whether nothing more can come, rather than that nobody has opened the pipe for writing yet."""
+        return bool(self._poll.poll(0))
+
+    def _wait(self) -> None:
+        left = self._until - time.monotonic()
+        if left <= 0:
+            seconds = SILENT_SECONDS if self._was_written else WRITER_SECONDS
+            raise OSError(errno.ETIMEDOUT, f"nothing was written into it for {seconds:.0f} s", str(self._path))
+        self._poll.poll(left * 1000)
+
+
+#: A text of so many characters is encoded within some milliseconds.
+_LONG_TEXT = 1 << 14
+_one_long_text = threading.Lock()
+_ADVICE = "Copy the model's tokenizer.json anew from where it was published"
+
+
+def read_tokenizer(path: Path, error_class: type[EdgeLLMError]) -> tokenizers.Tokenizer:
+    """The tokenizer that a `tokenizer.json` describes; `error_class` names the file and what is wrong."""
+    import tokenizers  # the command line reads small files without it
+
+    data = read_file(path, VOCABULARY_BYTES, error_class, advice=_ADVICE)
+    with _explained(f"{printable(path)} cannot be read as a tokenizer", error_class):
+        tokenizer = tokenizers.Tokenizer.from_buffer(data)
+    dropout = getattr(tokenizer.model, "dropout", None)
+    if dropout:
+        raise error_class(
+            f"{printable(path)}: 'dropout' of the model is {dropout}, so that equal texts would become other tokens "
+            "each time: set it to null, as it is meant for training alone"
+        )
+    return tokenizer
+
+
+def encoded(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
+    """The ids of a text; EngineDirectoryError where the tokenizer fails on it.
+
+    Of long texts one at a time is encoded, which takes a hundred bytes a token, while other threads go on: only a batch
+    lets the GIL go.
+    """
+    with _explained("the model's tokenizer fails on the prompt", EngineDirectoryError):
+        if len(text) <= _LONG_TEXT:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        with _one_long_text:
+            return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def decoded_ids(tokenizer: tokenizers.Tokenizer, token_ids: list[int]) -> str:
+    """The text of ids, special tokens included; EngineDirectoryError where the tokenizer fails on them."""
+    with _explained("the model's tokenizer fails on the answer's tokens", EngineDirectoryError):
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def check_tokenizer_file(path: Path, vocab_size: int, error_class: type[EdgeLLMError]) -> tokenizers.Tokenizer:
+    """As `read_tokenizer`, and its ids must be below the model's `vocab_size`."""
+    tokenizer = read_tokenizer(path, error_class)
+    largest = largest_id(tokenizer)
+    if largest >= vocab_size:
+        raise error_class(
+            f"{printable(path)} has token ids up to {largest}, but the model's vocabulary has only {vocab_size} "
+            f"entries: "
+            "the tokenizer belongs to another model"
+        )
+    return tokenizer
+
+
+def largest_id(tokenizer: tokenizers.Tokenizer) -> int:
+    """The largest token id, added tokens included; -1 without any."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+@contextmanager
+def _explained(what: str, error_class: type[EdgeLLMError]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and not _is_panic(error):
+            raise  # Ctrl-C
+        raise error_class(f"{what}: {' '.join(str(error).split()) or type(error).__name__}. {_ADVICE}") from error
+
+
+def _is_panic(error: BaseException) -> bool:
+    """Whether Rust has panicked: its exception cannot be imported."""
+    return type(error).__name__ == "PanicException"

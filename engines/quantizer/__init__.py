@@ -1,0 +1,1 @@
+"""Makes packed weights of dense checkpoints: statistics, scales, rounding, and the files that are written."""

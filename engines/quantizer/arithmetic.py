@@ -1,0 +1,171 @@
+"""What quantizing a model computes most: by NumPy, or by the kernels of a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from edgellm.engines.backends.numpy_backend import one_blas_thread
+from edgellm.engines.quantizer.rounding import CLIPPING, Clipping, quantize_rows
+from edgellm.engines.quantizer.statistics import Observation
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+#: What computes; "auto": a GPU where there is one.
+ARITHMETICS = ("auto", "numpy", "cuda")
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
+
+
+class Arithmetic:
+    """NumPy, on all processors."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+    def quantize_rows(
+        self,
+        weights: np.ndarray,
+        format: WeightFormat,
+        factors: np.ndarray | None = None,
+        clipping: Clipping = CLIPPING,
+    ) -> PackedWeight:
+        """See `rounding.quantize_rows`."""
+        return quantize_rows(weights, format, factors, clipping)
+
+    def linear(self, inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        """float32 [M, N]: `inputs` [M, K] times the transpose of `weight` [N, K], which may be kept until `forget`."""
+        return np.ascontiguousarray(np.dot(weight, inputs.T).T)
+
+    def forget(self) -> None:
+        """The arrays that were given may change from now on."""
+
+    def observation(self, columns: int, group: int | None, wants_moments: bool = False) -> Observation:
+        """For what a linear layer of so many columns takes."""
+        return Observation(columns, group, wants_moments)
+
+    def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
+        """What the function gives for each item, side by side where that can be."""
+        with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(function, items))
+
+
+NUMPY = Arithmetic()
+
+
+class CudaArithmetic(Arithmetic):
+    """A GPU, from the thread that opened it. What is near to equal it may choose otherwise than NumPy: sums have
+    another order."""
+
+    def __init__(self) -> None:
+        """Raises MissingDependencyError without a GPU or what drives it."""
+        from edgellm.engines.backends.cuda_device import CudaDevice
+        from edgellm.kernels.launch import KernelModule
+
+        self._device = CudaDevice()
+        self._module = KernelModule(self._device.gpu, self._device.stream)
+        self._resident: dict[int, tuple[np.ndarray, DeviceArray]] = {}
+
+    def close(self) -> None:
+        self.forget()
+        self._module.close()
+        self._device.close()
+
+    def quantize_rows(
+        self,
+        weights: np.ndarray,
+        format: WeightFormat,
+        factors: np.ndarray | None = None,
+        clipping: Clipping = CLIPPING,
+    ) -> PackedWeight:
+        from edgellm.kernels.quantization.quantizing import Quantized, search
+
+        device, (rows, columns) = self._device, weights.shape
+        groups = format.groups(columns)
+        target = Quantized(
+            device.empty((rows, columns), "uint8"),
+            device.empty((rows, groups), "float32"),
+            device.empty((rows, groups), "float32"),
+        )
+        # Launches know addresses alone: what they read is held here until they are done.
+        given = self._copy(weights), None if factors is None else self._copy(factors), self._copy(np.array(clipping))
+        search(self._module, format, *given, target)()
+        codes, scales = device.download(target.codes), device.download(target.scales)
+        zeros = device.download(target.zeros).astype(np.uint8) if format.zeros else None
+        return PackedWeight(format, codes, scales, zeros)
+
+    def linear(self, inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        from edgellm.kernels.quantization.quantizing import linear_rows
+
+        own, outputs = self._copy(inputs), self._device.empty((len(inputs), len(weight)), "float32")
+        linear_rows(self._module, own, self.kept(weight), outputs)()
+        return self._device.download(outputs)
+
+    def forget(self) -> None:
+        self._device.synchronize()
+        self._resident.clear()
+
+    def observation(self, columns: int, group: int | None, wants_moments: bool = False) -> Observation:
+        if group is None or wants_moments:
+            return Observation(columns, group, wants_moments)
+        return _DeviceObservation(columns, group, self)
+
+    def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
+        return list(map(function, items))
+
+    def kept(self, values: np.ndarray) -> DeviceArray:
+        """The values in the device's memory until `forget`."""
+        if id(values) not in self._resident:
+            self._resident[id(values)] = values, self._copy(values)
+        return self._resident[id(values)][1]
+
+    def zeros(self, shape: tuple[int, ...]) -> DeviceArray:
+        """float32, in the device's memory."""
+        return self._device.zeros(shape, "float32")
+
+    def download(self, array: DeviceArray) -> np.ndarray:
+        """Its values."""
+        return self._device.download(array)
+
+    def add_moments(self, inputs: np.ndarray, products: DeviceArray, magnitudes: DeviceArray) -> None:
+        """See `quantizing.add_moments`."""
+        from edgellm.kernels.quantization.quantizing import add_moments
+
+        own = self._copy(inputs)
+        add_moments(self._module, own, products, magnitudes)()
+        self._device.synchronize()
+
+    def _copy(self, values: np.ndarray) -> DeviceArray:
+        array = self._device.empty(values.shape, "float32")
+        self._device.upload(array, np.asarray(values, np.float32))
+        return array
+
+
+class _DeviceObservation(Observation):
+    """Whose sums are in a GPU's memory."""
+
+    def __init__(self, columns: int, group: int, arithmetic: CudaArithmetic) -> None:
+        super().__init__(columns, group)
+        self._arithmetic = arithmetic
+        self._device_products = arithmetic.zeros((columns // group, group, group))
+        self._device_magnitude = arithmetic.zeros((columns,))
+
+    def _add_products(self, inputs: np.ndarray) -> None:
+        self._arithmetic.add_moments(inputs, self._device_products, self._device_magnitude)
+
+    def statistics(self) -> Any:
+        self._products = self._arithmetic.download(self._device_products).astype(np.float64)
+        self._magnitude = self._arithmetic.download(self._device_magnitude).astype(np.float64)
+        return super().statistics()
+
+
+def open_arithmetic(name: str) -> Arithmetic:
+    """One of `ARITHMETICS`; the caller closes it. Raises MissingDependencyError."""
+    if name == "numpy" or (name == "auto" and find_gpu() is None):
+        return NUMPY
+    return CudaArithmetic()

@@ -1,0 +1,88 @@
+"""Packs a model's head, or the embedding table that is its head, into a file of its own."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, not_finite_error, overflow_error
+from edgellm.engines.formats.tensors import STORAGE, convert
+from edgellm.engines.model.decoder import HEAD
+from edgellm.engines.quantizer.rounding import Clipping, quantize_rows
+from edgellm.engines.quantizer.written_layout import StoredTensor, StreamedTensor, packed_codes, write_tensors
+from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.sampling.twin import first_not_finite
+
+#: Elements that a thread packs at a time, and how many threads: NumPy lets go of Python's lock.
+_PIECE, _THREADS = 1 << 20, min(8, os.cpu_count() or 1)
+#: Which shares of the full scale are tried: of whole rows of 8 bits the best clip little (2 to 4 % less squared error
+#: than clipping nothing), of groups of 4 bits up to half (30 % less; twice as many shares would take off 1 % more).
+_CLIPPING: dict[str, Clipping] = {
+    "int8": tuple(1 - step / 64 for step in range(9)),
+    "int4": tuple(1 - step / 32 for step in range(19)),
+}
+
+
+def write_head(
+    path: Path,
+    checkpoint: Checkpoint,
+    source: str,
+    format: WeightFormat,
+    advance: Callable[[int], None],
+    chosen: np.ndarray | None = None,
+) -> None:
+    """Write the tensor `source` [N, K] of a checkpoint, or the rows `chosen` [n] of it, to the file `path` as a head in
+    an integer `format`, in compressed-tensors' layout "pack-quantized".
+
+    Scales are those of the least squared error (`quantize_rows`). Only a few pieces of some million elements are in
+    memory at a time, and all scales; `advance` gets the rows of each piece. Raises OSError, and CheckpointError for
+    values that are infinite or NaN, or too large for the format's dtype.
+    """
+    rows, columns = checkpoint.info(source).shape
+    chosen = np.arange(rows) if chosen is None else chosen
+    rows = len(chosen)
+    scales = np.empty((rows, format.groups(columns)), STORAGE[format.dtype])
+
+    def piece(own: slice) -> np.ndarray:
+        values = _values(checkpoint, source, chosen[own], format.dtype)
+        weight = quantize_rows(values, format, clipping=_CLIPPING[format.codes])
+        scales[own], _ = convert(weight.scales, "float32", format.dtype)
+        return packed_codes(weight.codes, format.bits).reshape(-1).view(np.uint8)
+
+    def codes() -> Iterator[np.ndarray]:
+        step = max(1, _PIECE // columns)
+        waiting: deque[tuple[slice, Future[np.ndarray]]] = deque()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for start in range(0, rows, step):
+                own = slice(start, min(rows, start + step))
+                waiting.append((own, pool.submit(piece, own)))
+                while waiting and (len(waiting) > _THREADS or own.stop == rows):
+                    done, packed = waiting.popleft()
+                    yield packed.result()
+                    advance(done.stop - done.start)
+
+    module = HEAD.removesuffix("weight")
+    tensors: dict[str, StoredTensor | StreamedTensor] = {
+        "weight_packed": StreamedTensor("int32", (rows, -(-columns * format.bits // 32)), codes),
+        "weight_scale": StoredTensor(format.dtype, scales),  # written behind the codes, with which they are found
+        "weight_shape": StoredTensor("int64", np.array([rows, columns], np.int64)),
+    }
+    write_tensors(path, {f"{module}{ending}": tensor for ending, tensor in tensors.items()})
+
+
+def _values(checkpoint: Checkpoint, source: str, rows: np.ndarray, dtype: str) -> np.ndarray:
+    """Some rows as float32, which `dtype` can hold."""
+    info, stored = checkpoint.info(source), checkpoint.raw(source)[rows]
+    index = first_not_finite(stored.reshape(-1))
+    if index >= 0:
+        row, column = divmod(index, info.shape[1])
+        raise not_finite_error(info, checkpoint.raw(source), int(rows[row]) * info.shape[1] + column)
+    _, overflowed = convert(stored, info.dtype, dtype)
+    if overflowed:
+        raise overflow_error(info, dtype, overflowed)
+    return convert(stored, info.dtype, "float32")[0]

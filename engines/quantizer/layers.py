@@ -1,0 +1,132 @@
+"""Quantizes one layer of a model: scales folded, linear layers packed, everything else as it was published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, overflow_error
+from edgellm.engines.checkpoints.weights import load_numpy_weights, part_places
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.tensors import STORAGE, convert
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program, single_weight
+from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
+from edgellm.engines.quantizer.scaling import foldings, scale_norm, search_scales
+from edgellm.engines.quantizer.statistics import InputStatistics
+from edgellm.engines.quantizer.written_layout import StoredTensor, packed_tensors
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+#: Of an EAGLE head, weights of two dimensions that are no linear layer's, or stay as published.
+_TABLES = ("embed_tokens.weight", "lm_head.weight")
+#: Parts of linear layers that stay dense, as published models have them: two rows for each head are little memory, and
+#: what is wrong with a gate of the delta rule counts once for each token behind it. With the pattern that says so.
+DENSE_PARTS = (".linear_attn.in_proj_b.weight", ".linear_attn.in_proj_a.weight")
+DENSE_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"
+
+
+def linears(program: Program) -> list[Linear]:
+    """The linear layers of a program, in order of use."""
+    return [step.linear for step in program.steps if isinstance(step, NormLinear | LinearResidual)]
+
+
+def scale_layer(
+    program: Program,
+    weights: dict[str, np.ndarray],
+    seen: Mapping[str, InputStatistics],
+    format: WeightFormat,
+    dtypes: Mapping[str, str],
+    arithmetic: Arithmetic = NUMPY,
+) -> dict[str, InputStatistics]:
+    """Scale what the layer's linear layers take, where that can be folded, as leaves the least error.
+
+    `weights`, float32 by name, are changed in place; the layer's output stays the same. `dtypes` are those that norms
+    are written in. Gives what each linear layer takes then, by its name.
+    """
+    places = foldings(program.steps)
+    chosen = {
+        linear.name: search_scales(weights[linear.weight.name], seen[linear.name], format, arithmetic)
+        for linear in linears(program)
+        if linear.name in places
+    }
+    for name, scales in chosen.items():
+        place = places[name]
+        if place.norm is not None:
+            norm = place.norm.weight.name
+            weights[norm], chosen[name] = scale_norm(weights[norm], place.norm.offset, scales, dtypes[norm])
+        elif place.linear is not None:
+            rows = slice(place.start, place.start + len(scales))
+            weights[place.linear.weight.name][rows] /= scales[:, None]
+            if place.linear.bias is not None:
+                weights[place.linear.bias.name][rows] /= scales
+        weights[f"{name}.weight"] *= chosen[name]
+    return {name: each.scaled(chosen[name]) if name in chosen else each for name, each in seen.items()}
+
+
+def layer_tensors(
+    checkpoint: Checkpoint,
+    program: Program,
+    weights: Mapping[str, np.ndarray],
+    quantize: Callable[[str, np.ndarray], PackedWeight],
+) -> dict[str, StoredTensor]:
+    """What the layer is stored as, by published names: each tensor that fills a linear layer packed by itself, as
+    `quantize` makes it of the linear layer's name and weight, `DENSE_PARTS`, norms and biases in their own dtype."""
+    packed = {linear.weight.name: linear for linear in linears(program)}
+    tensors: dict[str, StoredTensor] = {}
+    for spec in program.weights.values():
+        whole = quantize(packed[spec.name].name, weights[spec.name]) if spec.name in packed else None
+        for name, part in _parts(spec):
+            info = checkpoint.info(name)
+            if whole is None or name.endswith(DENSE_PARTS):
+                values, overflowed = convert(weights[spec.name][part], "float32", info.dtype)
+                if overflowed:
+                    raise overflow_error(info, info.dtype, overflowed)
+                elements = np.asarray(values, STORAGE[info.dtype]).reshape(info.shape)
+                tensors[info.name] = StoredTensor(info.dtype, elements)
+            else:
+                zeros = None if whole.zeros is None else whole.zeros[part]
+                own = PackedWeight(whole.format, whole.codes[part], whole.scales[part], zeros)
+                tensors |= packed_tensors(info.name.removesuffix(".weight"), own)
+    return tensors
+
+
+def head_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """The shapes of an EAGLE head's linear layers that are quantized, by the names of their weights."""
+    return {
+        name: info.shape
+        for name, info in checkpoint.tensors.items()
+        if name.endswith(".weight") and len(info.shape) == 2 and not name.endswith(_TABLES)
+    }
+
+
+def head_tensors(
+    checkpoint: Checkpoint, format: WeightFormat, arithmetic: Arithmetic, progress: Callable[[str, int, int], None]
+) -> dict[str, dict[str, StoredTensor]]:
+    """Of an EAGLE head what each linear layer is stored as, by the names of their weights. Raises CheckpointError for
+    groups that do not divide a row."""
+    shapes = head_shapes(checkpoint)
+    wrong = [
+        f"{name.removesuffix('.weight')} ({columns})"
+        for name, (_, columns) in shapes.items()
+        if columns % (format.group or 1)
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"Groups of {format.group} do not divide the columns of {', '.join(wrong)}. Take a smaller --group-size, "
+            "or --bits 8, which has no groups"
+        )
+    tensors: dict[str, dict[str, StoredTensor]] = {}
+    for name, shape in shapes.items():
+        progress("layers", len(tensors), len(shapes))
+        weight = load_numpy_weights(checkpoint, [single_weight(name, *shape)])[name]
+        module = checkpoint.info(name).name.removesuffix(".weight")
+        tensors[name] = packed_tensors(module, arithmetic.quantize_rows(weight, format))
+    progress("layers", len(shapes), len(shapes))
+    return tensors
+
+
+def _parts(spec: WeightSpec) -> list[tuple[str, slice]]:
+    """The published tensors of a buffer, and which of its rows (or elements) each is."""
+    width = int(np.prod(spec.shape[1:]))
+    return [(name, slice(place.start // width, place.stop // width)) for _, name, place in part_places([spec])]

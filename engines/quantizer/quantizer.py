@@ -1,0 +1,407 @@
+"""Quantizes a checkpoint, layer by layer: a run that was interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
+from edgellm.engines.checkpoints.weights import load_numpy_weights
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, check_checkpoint_places, published_file_names
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.formats.digests import copy_hashed
+from edgellm.engines.formats.safetensors_file import SafetensorsFile
+from edgellm.engines.formats.small_files import size_limit
+from edgellm.engines.formats.staged_directory import StagedDirectory, lack_of_space
+from edgellm.engines.formats.strict_formats import JSONObject
+from edgellm.engines.formats.tensors import STORAGE, VISION_PREFIXES
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.decoder import decoder_weights, unread_tensors
+from edgellm.engines.model.program import Linear, Program
+from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
+from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
+from edgellm.engines.quantizer.feedback import quantize_in_turn
+from edgellm.engines.quantizer.layers import (
+    DENSE_PARTS,
+    DENSE_PATTERN,
+    head_shapes,
+    head_tensors,
+    layer_tensors,
+    linears,
+    scale_layer,
+)
+from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
+from edgellm.engines.quantizer.written_layout import StoredTensor, quantization_config, write_tensors
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+#: `progress(stage, done, total)`; stages are "layers" and "files".
+Progress = Callable[[str, int, int], None]
+
+METHODS = ("awq", "gptq", "rtn")
+GROUP_SIZES = (128, 64, 32)
+#: How many tokens of a calibration text are taken.
+LONGEST_TEXT = 512
+#: What is copied beside weights and config.json: endings and beginnings of names.
+_COPIED_ENDINGS = (".json", ".jinja", ".txt", ".md", ".model", ".tiktoken")
+_COPIED_BEGINNINGS = ("LICENSE", "NOTICE", "USE_POLICY")
+_COPY_AGAIN = "Copy it from the checkpoint's source"
+
+
+@dataclass(frozen=True)
+class QuantizationOptions:
+    """How weights are quantized: 4 bits in groups of 32, 64 or 128 columns, or 8 bits with a scale for each row
+    (`group_size` None); `method` "awq" scales columns by the activations before, "rtn" does not; "gptq" does
+    and rounds columns in turn."""
+
+    bits: int = 4
+    group_size: int | None = 128
+    symmetric: bool = True
+    method: str = "awq"
+
+    def format(self, dtype: str) -> WeightFormat:
+        """The weights' format where the checkpoint has the dtype."""
+        return WeightFormat("int4" if self.bits == 4 else "int8", self.group_size, not self.symmetric, dtype)
+
+
+@dataclass
+class QuantizationReport:
+    """What was written: `layers` in all, of which `resumed` were there already; weights in bytes before and after;
+    calibration `tokens`."""
+
+    path: Path
+    options: QuantizationOptions
+    layers: int
+    resumed: int
+    bytes_before: int
+    bytes_after: int
+    tokens: int
+    copied: Sequence[str] = field(default=())
+    seconds: float = 0.0
+
+
+def quantize_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    options: QuantizationOptions,
+    texts: Sequence[Sequence[int]] = (),
+    force: bool = False,
+    restart: bool = False,
+    progress: Progress | None = None,
+    arithmetic: Arithmetic = NUMPY,
+) -> QuantizationReport:
+    """Quantize the linear layers of the language model, or the EAGLE head, in the directory `source` into the new
+    directory `target`.
+
+    `texts` are the token ids of calibration texts; only "rtn" needs none, and EAGLE heads take that alone. Embeddings,
+    head, norms, vision encoder and `DENSE_PARTS` stay as published, but for scales. The target appears when it is
+    complete; what was done of an interrupted run is kept in a hidden folder beside it and gone on with, or with
+    `restart` thrown away. With `force` an existing checkpoint is replaced. `arithmetic` computes. Raises
+    CheckpointError and UnsupportedModelError.
+    """
+    started, progress = time.perf_counter(), progress or _no_progress
+    source, target = Path(source), Path(target)
+    refuse_quantized(source)
+    check_checkpoint_places(source, target, force)
+    with Checkpoint.open(source) as checkpoint:
+        if is_eagle_head(checkpoint):
+            report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
+            return replace(report, seconds=time.perf_counter() - started)
+        _check_options(options, texts)
+        config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
+        checkpoint.check(decoder_weights(config), unread_tensors(config))
+        _check_groups(config, options)
+        longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
+        texts = [text[:longest] for text in texts if len(text) > 0]
+        lack = lack_of_space(target.parent, _total_bytes(checkpoint))
+        if lack is not None:
+            raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
+        try:
+            with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
+                layers = _Layers(checkpoint, config, options, arithmetic)
+                resumed = layers.quantize(texts, work, progress)
+                report = _assemble(checkpoint, config, options, target, work, force)
+        except OSError as error:
+            raise CheckpointError(
+                f"{target} was not written: {error.strerror or error}"
+                + (f" ({error.filename})" if error.filename else "")
+                + ". The layers that were done are kept: give the command again to go on"
+            ) from error
+    report.resumed, report.tokens = resumed, sum(map(len, texts))
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def is_eagle_head(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is an EAGLE head's, not a language model's."""
+    return any(f"{prefix}fc.weight" in checkpoint.tensors for prefix in ("", "model."))
+
+
+def refuse_quantized(source: Path) -> None:
+    """CheckpointError for a directory whose `config.json` says that its weights are quantized already."""
+    path = source / "config.json"
+    if not path.is_file():
+        return  # opening it says what is wrong
+    values = JSONObject.read(path, CheckpointError, _COPY_AGAIN).values
+    text = values.get("text_config")
+    for place in (values, text if isinstance(text, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if settings := place.get(key):
+                method = settings.get("quant_method") if isinstance(settings, dict) else None
+                raise CheckpointError(
+                    f"{path}: by {key!r} the weights are quantized already"
+                    + (f" with the method {method!r:.60}" if isinstance(method, str) else "")
+                    + "; expected float16, bfloat16 or float32. Build from it as it is (edgellm build), or quantize "
+                    "the model's unquantized checkpoint"
+                )
+
+
+def _quantize_head(
+    checkpoint: Checkpoint,
+    target: Path,
+    options: QuantizationOptions,
+    force: bool,
+    progress: Progress,
+    arithmetic: Arithmetic,
+) -> QuantizationReport:
+    """An EAGLE head, which cannot be run without its base: its linear layers, each by itself."""
+    if options.method != "rtn":
+        raise CheckpointError(
+            f"{checkpoint.path} is an EAGLE head, whose inputs come from its base: the method {options.method!r} "
+            "has no texts for it. Take --method rtn"
+        )
+    _check_options(options, ())
+    format = options.format(checkpoint.dtype or "float16")
+    packed = head_tensors(checkpoint, format, arithmetic, progress)
+    others = {
+        info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
+        for name, info in checkpoint.tensors.items()
+        if name not in packed
+    }
+    tensors = others | {name: tensor for stored in packed.values() for name, tensor in stored.items()}
+    try:
+        with StagedDirectory(target) as staged:
+            copied = _copy_others(checkpoint.path, staged.path)
+            write_tensors(staged.path / SINGLE_FILE, tensors)
+            values = checkpoint.config | {"quantization_config": quantization_config(format, ["lm_head"])}
+            (staged.path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            staged.commit(force)
+    except OSError as error:
+        raise CheckpointError(f"{target} was not written: {error.strerror or error}") from error
+    size = sum(tensor.elements.nbytes for tensor in tensors.values())
+    return QuantizationReport(target, options, len(packed), 0, _total_bytes(checkpoint), size, 0, copied)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Those of a checkpoint, one after the other."""
+
+    checkpoint: Checkpoint
+    config: DecoderConfig
+    options: QuantizationOptions
+    arithmetic: Arithmetic
+
+    def quantize(self, texts: Sequence[Sequence[int]], work: WorkFolder, progress: Progress) -> int:
+        """Write every layer that is not done; how many were."""
+        count = self.config.num_layers
+        due = [index for index in range(count) if not work.has(index)]
+        done, rows = count - len(due), None
+        progress("layers", done, count)
+        if texts and due:
+            group = self.options.group_size
+            in_turn = self.options.method == "gptq"
+            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic, in_turn)
+        for index in range(due[-1] + 1) if due else ():
+            if index in due:
+                work.write(index, self._tensors(index, rows))
+                done += 1
+                progress("layers", done, count)
+            elif rows is not None:
+                rows.pass_layer(index, _weights(self.checkpoint, layer_program(self.config, index, 1)))
+        return count - len(due)
+
+    def _tensors(self, index: int, rows: CalibrationRows | None) -> dict[str, StoredTensor]:
+        """The tensors of a layer, quantized; the `rows` pass it."""
+        checkpoint, program = self.checkpoint, layer_program(self.config, index, 1)
+        weights = _weights(checkpoint, program)
+        seen = {} if rows is None else rows.observe_layer(index, weights)
+        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
+        format = self.options.format(checkpoint.dtype or self.config.dtype)
+        if self.options.method != "rtn":
+            seen = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
+
+        def quantize(name: str, weight: np.ndarray) -> PackedWeight:
+            if self.options.method == "gptq":
+                return quantize_in_turn(weight, format, seen.pop(name), self.arithmetic)
+            return self.arithmetic.quantize_rows(weight, format, seen[name].factors if seen else None)
+
+        return layer_tensors(checkpoint, program, weights, quantize)
+
+
+def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:
+    return load_numpy_weights(checkpoint, list(program.weights.values()))
+
+
+def _assemble(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    options: QuantizationOptions,
+    target: Path,
+    work: WorkFolder,
+    force: bool,
+) -> QuantizationReport:
+    """The directory: a file of weights for each layer, one for all else, the index, and the source's other files."""
+    count = config.num_layers
+    layers = [spec for index in range(count) for spec in layer_program(config, index, 1).weights.values()]
+    done = {name for spec in layers for name, _ in spec.parts}
+    others = {
+        info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
+        for name, info in checkpoint.tensors.items()
+        if name not in done
+    }
+    names = [f"model-{number:05}-of-{count + 1:05}.safetensors" for number in range(1, count + 2)]
+    weight_map: dict[str, str] = {}
+    size = 0
+    with StagedDirectory(target) as staged:
+        copied = _copy_others(checkpoint.path, staged.path)
+        write_tensors(staged.path / names[0], others)
+        for index in range(count):
+            _link(work.layer(index), staged.path / names[index + 1])
+        for name in names:
+            file = SafetensorsFile(staged.path / name)
+            weight_map |= dict.fromkeys(file.tensors, name)
+            size += sum(info.nbytes for info in file.tensors.values())
+            file.close()
+        contents = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        settings = quantization_config(options.format(checkpoint.dtype or config.dtype), _ignored(checkpoint, config))
+        values = checkpoint.config | {"quantization_config": settings}
+        for name, content in ((INDEX_FILE, contents), ("config.json", values)):
+            (staged.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        staged.commit(force)
+    work.remove()
+    return QuantizationReport(target, options, count, 0, _total_bytes(checkpoint), size, 0, copied)
+
+
+def _elements(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """A tensor as it is published, of whatever dtype: a view of its file."""
+    info = checkpoint.info(name)
+    dtype = STORAGE.get(info.dtype)
+    data = checkpoint.raw_bytes(name)
+    if dtype is None:
+        dtype = np.dtype(f"u{data.size // max(1, int(np.prod(info.shape)))}") if data.size else np.dtype(np.uint8)
+    return data.view(dtype).reshape(info.shape)
+
+
+def _ignored(checkpoint: Checkpoint, config: DecoderConfig) -> list[str]:
+    """The linear layers that stay as published: names, and patterns as compressed-tensors matches them."""
+    published = [info.name for info in checkpoint.tensors.values()]
+    parts = {prefix.split(".")[-2] for prefix in VISION_PREFIXES if any(name.startswith(prefix) for name in published)}
+    heads = [prefix for prefix in unread_tensors(config) if any(name.startswith(prefix) for name in published)]
+    patterns = [f"re:.*{part}[.].*" for part in sorted(parts)] + [f"re:^{re.escape(prefix)}.*" for prefix in heads]
+    dense = [DENSE_PATTERN] if any(name.endswith(DENSE_PARTS) for name in published) else []
+    return ["lm_head", *patterns, *dense]
+
+
+def _copy_others(source: Path, folder: Path) -> list[str]:
+    """Copy what belongs to the checkpoint beside its weights; the names."""
+    names = {
+        path.name
+        for path in source.iterdir()
+        if path.is_file() and (path.suffix in _COPIED_ENDINGS or path.name.startswith(_COPIED_BEGINNINGS))
+    }
+    names |= set(published_file_names(source))
+    never = threading.Event()
+    copied = sorted(names - {INDEX_FILE, "config.json", DESCRIPTION_NAME})
+    for name in copied:
+        (folder / name).parent.mkdir(exist_ok=True)
+        copy_hashed(source / name, folder / name, never, limit=size_limit(name))
+    return copied
+
+
+def _link(path: Path, target: Path) -> None:
+    """The same file under another name; a copy where the file system has no such names."""
+    with suppress(OSError):
+        os.link(path, target)
+        return
+    shutil.copyfile(path, target)
+
+
+def _total_bytes(checkpoint: Checkpoint) -> int:
+    return sum(info.nbytes for info in checkpoint.tensors.values())
+
+
+def _check_options(options: QuantizationOptions, texts: Sequence[Sequence[int]]) -> None:
+    if options.bits not in (4, 8):
+        raise CheckpointError(f"Weights of {options.bits} bits were asked for: expected 4 or 8")
+    if options.bits == 4 and options.group_size not in GROUP_SIZES:
+        raise CheckpointError(
+            f"Groups of {options.group_size} were asked for: expected {', '.join(map(str, reversed(GROUP_SIZES)))}"
+        )
+    if options.bits == 8 and options.group_size is not None:
+        raise CheckpointError("Weights of 8 bits have one scale for each row: leave the group size out")
+    if options.method not in METHODS:
+        raise CheckpointError(f"The method is {options.method!r}: expected {', '.join(METHODS[:-1])} or {METHODS[-1]}")
+    if options.method != "rtn" and not any(len(text) for text in texts):
+        raise CheckpointError(f"The method {options.method} needs calibration texts, and there are none")
+
+
+def largest_group(source: Path) -> int | None:
+    """The largest of `GROUP_SIZES` that divides the columns of all linear layers which are quantized of a checkpoint;
+    None where none does. Raises CheckpointError and UnsupportedModelError."""
+    with Checkpoint.open(source) as checkpoint:
+        if is_eagle_head(checkpoint):
+            fitting = _fitting(shape[1] for shape in head_shapes(checkpoint).values())
+        else:
+            config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
+            fitting = _fitting(linear.weight.shape[1] for linear in _linears(config))
+    return next(iter(fitting), None)
+
+
+def _fitting(columns: Iterable[int]) -> list[int]:
+    """Those of `GROUP_SIZES` that divide all of `columns`."""
+    divisor = math.gcd(*columns)
+    return [size for size in GROUP_SIZES if divisor % size == 0]
+
+
+def _linears(config: DecoderConfig) -> list[Linear]:
+    """The linear layers of one decoder layer of each kind."""
+    kinds = {config.layer_kind(index): index for index in reversed(range(config.num_layers))}
+    return [linear for index in sorted(kinds.values()) for linear in linears(layer_program(config, index, 1))]
+
+
+def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:
+    """CheckpointError that names the layers whose columns are no whole groups, and what would divide."""
+    layers = _linears(config)
+    wrong = [linear for linear in layers if linear.weight.shape[1] % (options.group_size or 1)]
+    if not wrong:
+        return
+    listed = ", ".join(
+        f"{part.removesuffix('.weight')} ({linear.weight.shape[1]})"
+        for linear in wrong
+        for part, _ in linear.weight.parts
+    )
+    fitting = _fitting(linear.weight.shape[1] for linear in layers)[::-1]
+    raise CheckpointError(
+        f"Groups of {options.group_size} do not divide the columns of {listed}, nor of the other layers' like these. "
+        + (
+            f"--group-size {' or '.join(map(str, fitting))} divides them all"
+            if fitting
+            else "Take --bits 8, which has no groups"
+        )
+    )
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    pass

@@ -1,0 +1,159 @@
+"""Rounds the rows of a weight to integers of 4 or 8 bits, each scale as the search of the clipping finds it best."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from edgellm.engines.backends.numpy_backend import one_blas_thread
+from edgellm.engines.formats.tensors import convert, float32_into
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+#: Shares of the full scale, which the largest weight of a group asks for.
+Clipping = Sequence[float]
+#: Those that are tried. Above 1 there is room for a zero point that is rounded, and for a grid that fits the columns
+#: with the largest inputs.
+CLIPPING: Clipping = tuple(1.25 - step / 64 for step in range(42))
+#: Fewer, for where much else is tried at the same time.
+COARSE_CLIPPING = (1.07, 1.0, 0.93, 0.86, 0.79, 0.72)
+#: How far beside the nearest a zero point is tried.
+_ZERO_STEPS = (0, -1, 1)
+#: Elements of a weight that are computed with at a time: a few arrays of so many stay in a processor's cache.
+_BLOCK = 1 << 16
+_SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126}
+
+
+def quantize_rows(
+    weights: np.ndarray,
+    format: WeightFormat,
+    factors: np.ndarray | None = None,
+    clipping: Clipping = CLIPPING,
+) -> PackedWeight:
+    """The weight float32 [N, K] in an integer `format`, each group of columns of a row by itself.
+
+    Without zero points a code q stands for (q - 2^(b-1)) s; the full scale is s = max|w| / (2^(b-1) - 1), and as the
+    codes reach one step further to one side, its negative is tried too. With them a code stands for (q - z) s; the
+    full scale is (max(w, 0) - min(w, 0)) / (2^b - 1), and z = -min(w, 0) / s rounded, or one beside it. Codes are
+    w / s rounded to nearest, ties to even, and clipped. Of the scales that are a share from `clipping` of the full one,
+    rounded to the format's dtype, each group gets that of the least squared error (as Nagel et al. 2021 set ranges);
+    the first of equals.
+
+    The error of a group is |(w - its values) F|^2 with `factors` F float32 [groups, size, size], or diagonal ones whose
+    elements are float32 [K]; None: all 1. With F F^T the mean of x x^T over inputs x it is what the group adds to the
+    squared error of the output. Raises ValueError for a group that does not divide K.
+    """
+    rows, columns = weights.shape
+    group = format.group or columns
+    if columns % group:
+        raise ValueError(f"groups of {group} do not divide {columns} columns")
+    counts = columns // group
+    if factors is not None and factors.ndim == 1:
+        factors = factors.reshape(counts, 1, group)
+    codes = np.empty((rows, columns), np.uint8)
+    scales, zeros = np.empty((rows, counts), np.float32), np.empty((rows, counts), np.uint8)
+    search = _search_zeros if format.zeros else _search_symmetric
+
+    def quantize_block(block: tuple[slice, slice]) -> None:
+        own, groups = block
+        part = slice(groups.start * group, groups.stop * group)
+        grouped = weights[own, part].reshape(-1, groups.stop - groups.start, group).transpose(1, 0, 2)
+        grouped = np.ascontiguousarray(grouped, np.float32)
+        found, zero = search(grouped, format, None if factors is None else factors[groups], clipping)
+        values = np.rint(grouped / found[..., None])
+        values += zero[..., None]
+        np.clip(values, 0, (1 << format.bits) - 1, out=values)
+        codes[own, part] = values.transpose(1, 0, 2).reshape(-1, part.stop - part.start)
+        scales[own, groups], zeros[own, groups] = found.T, zero.T
+
+    with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy lets other threads run as it computes
+        for _ in pool.map(quantize_block, _blocks(rows, counts, group)):
+            pass
+    return PackedWeight(format, codes, scales, zeros if format.zeros else None)
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Float32 values rounded to `dtype`, as float32."""
+    stored, _ = convert(values, "float32", dtype)
+    result = np.empty(values.shape, np.float32)
+    float32_into(stored, dtype, result)
+    return result
+
+
+def _blocks(rows: int, counts: int, group: int) -> Iterator[tuple[slice, slice]]:
+    """Rows and groups that are computed at a time."""
+    high = min(rows, max(1, _BLOCK // group))
+    wide = max(1, _BLOCK // (high * group))
+    for start in range(0, rows, high):
+        for first in range(0, counts, wide):
+            yield slice(start, min(rows, start + high)), slice(first, min(counts, first + wide))
+
+
+def _search_symmetric(
+    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of groups [groups, R, size]: scales, and the middle of the codes, [groups, R]."""
+    middle = 1 << format.bits - 1
+    largest = np.maximum(weights.max(-1), -weights.min(-1)) / np.float32(middle - 1)
+    best, scales = np.full(largest.shape, np.inf, np.float32), np.ones_like(largest)
+    steps, whole, error = np.empty_like(weights), np.empty_like(weights), np.empty_like(weights)
+    for share in clipping:
+        tried = _scales(largest, share, format.dtype)
+        np.divide(weights, tried[..., None], out=steps)
+        np.rint(steps, out=whole)
+        for sign in (1, -1):
+            # Below the middle there is one code more than above it: of a negative scale it is above.
+            lowest = -middle if sign > 0 else 1 - middle
+            np.clip(whole, lowest, lowest + 2 * middle - 1, out=error)
+            better = _keep_better(best, _squared(error, steps, factors) * (tried * tried))
+            scales[better] = sign * tried[better]
+    return scales, np.full(largest.shape, middle, np.float32)
+
+
+def _search_zeros(
+    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of groups [groups, R, size]: scales and zero points, [groups, R]."""
+    last = (1 << format.bits) - 1
+    low = np.minimum(weights.min(-1), 0)
+    largest = (np.maximum(weights.max(-1), 0) - low) / np.float32(last)
+    best, scales = np.full(largest.shape, np.inf, np.float32), np.ones_like(largest)
+    zeros = np.zeros_like(largest)
+    steps, whole, error = np.empty_like(weights), np.empty_like(weights), np.empty_like(weights)
+    for share in clipping:
+        tried = _scales(largest, share, format.dtype)
+        np.divide(weights, tried[..., None], out=steps)
+        np.rint(steps, out=whole)
+        nearest = np.rint(-low * np.float32(share) / tried)
+        for beside in _ZERO_STEPS:
+            zero = np.clip(nearest + np.float32(beside), 0, last)
+            np.clip(whole, -zero[..., None], last - zero[..., None], out=error)
+            better = _keep_better(best, _squared(error, steps, factors) * (tried * tried))
+            scales[better], zeros[better] = tried[better], zero[better]
+    return scales, zeros
+
+
+def _scales(largest: np.ndarray, share: float, dtype: str) -> np.ndarray:
+    """A share of the full scales, rounded, none of them 0: a group of zeros has the scale 1."""
+    scales = np.maximum(rounded(largest * np.float32(share), dtype), np.float32(_SMALLEST[dtype]))
+    scales[largest == 0] = 1
+    return scales
+
+
+def _squared(error: np.ndarray, steps: np.ndarray, factors: np.ndarray | None) -> np.ndarray:
+    """|(error - steps) F|^2 [groups, R]; `error` is not to be used afterwards."""
+    error -= steps
+    if factors is not None and factors.shape[1] == 1:
+        error *= factors
+    elif factors is not None:
+        error = np.matmul(error, factors)
+    return np.einsum("grk,grk->gr", error, error)
+
+
+def _keep_better(best: np.ndarray, found: np.ndarray) -> np.ndarray:
+    """Where `found` is less than `best`, which takes it over."""
+    better = found < best
+    best[better] = found[better]
+    return better

@@ -1,0 +1,112 @@
+"""Activation-aware scaling (Lin et al. 2023): columns that matter are made larger before they are rounded.
+
+The elements of a linear layer's input are divided by scales, and the columns of its weight multiplied: the output stays
+what it was, and columns with large activations keep more of their values. The division costs nothing: it is folded into
+the norm or into the rows of the linear layer that makes the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.engines.model.program import Attention, Linear, LinearResidual, Norm, NormLinear, Step
+from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
+from edgellm.engines.quantizer.rounding import COARSE_CLIPPING, rounded
+from edgellm.engines.quantizer.statistics import InputStatistics
+from edgellm.kernels.quantization.packed_weight import WeightFormat
+
+#: Exponents of the activations that are tried.
+_EXPONENTS = tuple(step / 10 for step in range(11))
+#: Errors are computed for so many rows of a weight.
+_SAMPLED_ROWS = 256
+#: Activations and weights are taken to be no smaller than this share of their mean; scales stay within the factor.
+_SMALLEST_SHARE, _LARGEST_SCALE = 1e-3, 64.0
+
+
+@dataclass(frozen=True)
+class Folding:
+    """Where what a linear layer's input is divided by can go: into `norm`, or into rows `start` and on of `linear`."""
+
+    norm: Norm | None = None
+    linear: Linear | None = None
+    start: int = 0
+
+
+def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
+    """Of a layer's linear layers, by their names, those whose input can be scaled.
+
+    The input of a step behind attention is made by the rows of the value projection, where each query head has a
+    key-value head of its own; that of a step behind a gate by the second half of the rows.
+    """
+    makers: dict[str, Step] = {}
+    found: dict[str, Folding] = {}
+    for step in steps:
+        if isinstance(step, NormLinear) and len(step.inputs) == 1 and len(step.inputs[0].norms) == 1:
+            found[step.linear.name] = Folding(norm=step.inputs[0].norms[0])
+        elif isinstance(step, LinearResidual):
+            maker = makers.get(step.value)
+            if isinstance(maker, Attention) and maker.heads[0] == maker.heads[1]:
+                projection = makers[maker.value]
+                if isinstance(projection, NormLinear):
+                    heads, kv_heads, size = maker.heads
+                    before = (2 * heads if maker.gated else heads) + kv_heads
+                    found[step.linear.name] = Folding(linear=projection.linear, start=before * size)
+            elif isinstance(maker, NormLinear) and maker.gated:
+                start = maker.linear.weight.shape[0] // 2
+                found[step.linear.name] = Folding(linear=maker.linear, start=start)
+        makers[step.output] = step
+    return found
+
+
+def search_scales(
+    weights: np.ndarray, seen: InputStatistics, format: WeightFormat, arithmetic: Arithmetic = NUMPY
+) -> np.ndarray:
+    """The scales float32 [K] for a weight float32 [N, K] that leave the least squared error of the outputs.
+
+    Tried are mean|x_k|^a and mean|x_k|^a / mean|w_k|^(1 - a) for a from 0 to 1 (equation 5 of Lin et al. 2023, and its
+    published program), divided by the root of the product of the largest and the smallest; with a = 0 the former are 1.
+    """
+    sampled = sampled_rows(weights)
+    candidates = list(_candidates(seen.magnitude, np.abs(weights).mean(0)))
+    errors = arithmetic.each(lambda scales: output_error(sampled, scales, seen, format, arithmetic), candidates)
+    return candidates[int(np.argmin(errors))]
+
+
+def sampled_rows(weights: np.ndarray) -> np.ndarray:
+    """Rows of a weight that stand for all, where errors decide about one number."""
+    return weights[np.linspace(0, len(weights) - 1, min(_SAMPLED_ROWS, len(weights))).astype(np.int64)]
+
+
+def output_error(
+    weights: np.ndarray, scales: np.ndarray, seen: InputStatistics, format: WeightFormat, arithmetic: Arithmetic = NUMPY
+) -> float:
+    """The squared error of the outputs for the sampled inputs, with the weight quantized under `scales`."""
+    packed = arithmetic.quantize_rows(weights * scales, format, seen.scaled_factors(scales), COARSE_CLIPPING)
+    difference = packed.values()
+    difference /= scales
+    difference -= weights
+    outputs = np.dot(difference, seen.sample.T)
+    return float(np.einsum("ns,ns->", outputs, outputs, dtype=np.float64))
+
+
+def scale_norm(weight: np.ndarray, offset: float, scales: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """A norm's weight float32 [K] such that weight + offset is divided by `scales`, as values of `dtype`; and the
+    scales that it was divided by in truth, its rounding included. An element that has no place in `dtype` is left."""
+    whole = weight + np.float32(offset)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        folded = rounded(whole / scales - np.float32(offset), dtype)
+        exact = whole / (folded + np.float32(offset))
+        kept = np.isfinite(exact) & (np.abs(exact / scales - 1) < 0.1)
+    return np.where(kept, folded, weight), np.where(kept, exact, np.float32(1)).astype(np.float32)
+
+
+def _candidates(activations: np.ndarray, weights: np.ndarray) -> Iterator[np.ndarray]:
+    activations, weights = (np.maximum(each, each.mean() * _SMALLEST_SHARE) for each in (activations, weights))
+    for exponent in _EXPONENTS:
+        alone = activations**exponent
+        for scales in (alone, alone / weights ** (1 - exponent)) if exponent < 1 else (alone,):
+            centred = scales / np.sqrt(scales.max() * scales.min())
+            yield np.clip(centred, 1 / _LARGEST_SCALE, _LARGEST_SCALE).astype(np.float32)

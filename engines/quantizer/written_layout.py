@@ -1,0 +1,131 @@
+"""Writes what a checkpoint of quantized weights consists of: compressed-tensors' layout "pack-quantized".
+
+https://github.com/vllm-project/compressed-tensors
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.formats.safetensors_file import DTYPES
+from edgellm.engines.formats.tensors import STORAGE, convert
+from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+
+_SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
+#: A tensor is written so many bytes at a time.
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as a file has it: its dtype by the project's name, and its elements (bfloat16 as bits, uint16)."""
+
+    dtype: str
+    elements: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the elements."""
+        return self.elements.shape
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        """Its bytes, uint8, one piece behind the other."""
+        data = np.ascontiguousarray(self.elements).reshape(-1).view(np.uint8)
+        for start in range(0, data.size, _PIECE):
+            yield data[start : start + _PIECE]
+
+
+@dataclass(frozen=True)
+class StreamedTensor:
+    """A tensor that is made while it is written: `pieces` gives its bytes, uint8, one piece behind the other."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterator[np.ndarray]]
+
+
+def packed_tensors(module: str, weight: PackedWeight) -> dict[str, StoredTensor]:
+    """The tensors of a linear layer [N, K] by their names: integers of b bits from 0 up, little end first in int32.
+
+    `weight_packed` [N, ceil(K b / 32)], packed along K; `weight_scale` [N, groups] in the format's dtype;
+    `weight_shape` int64 [2]; with zero points `weight_zero_point` [ceil(N b / 32), groups], packed along N.
+    """
+    dtype, bits = weight.format.dtype, weight.format.bits
+    scales, _ = convert(weight.scales, "float32", dtype)
+    tensors = {
+        "weight_packed": StoredTensor("int32", packed_codes(weight.codes, bits)),
+        "weight_scale": StoredTensor(dtype, np.asarray(scales, STORAGE[dtype])),
+        "weight_shape": StoredTensor("int64", np.array(weight.codes.shape, np.int64)),
+    }
+    if weight.zeros is not None:
+        columns = np.ascontiguousarray(weight.zeros.T)
+        tensors["weight_zero_point"] = StoredTensor("int32", np.ascontiguousarray(packed_codes(columns, bits).T))
+    return {f"{module}.{ending}": tensor for ending, tensor in tensors.items()}
+
+
+def quantization_config(format: WeightFormat, ignored: list[str]) -> dict[str, Any]:
+    """What stands under `quantization_config` of `config.json`; `ignored` are the linear layers that are dense."""
+    weights = {
+        "num_bits": format.bits,
+        "type": "int",
+        "symmetric": not format.zeros,
+        "strategy": "channel" if format.group is None else "group",
+        "group_size": format.group,
+        "block_structure": None,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+    }
+
+
+def write_tensors(path: Path, tensors: Mapping[str, StoredTensor | StreamedTensor]) -> None:
+    """Write a safetensors file, piece by piece, and put it on the disk; raises OSError.
+
+    Tensors of wider elements come first, of equal ones in the order of their names.
+    """
+    # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
+    sizes = {name: DTYPES[_SAFETENSORS_NAMES[tensor.dtype]][1] for name, tensor in tensors.items()}
+    ordered = sorted(tensors.items(), key=lambda item: (-sizes[item[0]], item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, tensor in ordered:
+        end = position + math.prod(tensor.shape) * sizes[name]
+        dtype, shape = _SAFETENSORS_NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for _, tensor in ordered:
+            for piece in tensor.pieces():
+                file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def packed_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes uint8 [R, C] as int32 [R, ceil(C bits / 32)], zeros behind the last."""
+    rows, columns = codes.shape
+    padded = np.zeros((rows, -(-columns * bits // 32) * 32 // bits), np.uint8)
+    padded[:, :columns] = codes
+    data = padded[:, 0::2] | padded[:, 1::2] << 4 if bits == 4 else padded
+    return np.ascontiguousarray(data).view("<i4")
