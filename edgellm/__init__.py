@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from edgellm.snapshots.system_prompt import CachedPrompt
     from edgellm.structure.description import Structure
     from edgellm.text.output import FinishReason
-    from edgellm.tools.calls import ToolCall, ToolCallDelta
-    from edgellm.tools.functions import function_tool
+    from edgellm.tool_calls.calls import ToolCall, ToolCallDelta
+    from edgellm.tool_calls.functions import function_tool
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())

@@ -17,7 +17,7 @@ from edgellm.errors import EngineError, RequestError, shown
 from edgellm.requests import Chunk, Response, StopWhen
 from edgellm.sampling_params import as_float
 from edgellm.text.output import FinishReason
-from edgellm.tools.calls import joined_deltas, shown_calls
+from edgellm.tool_calls.calls import joined_deltas, shown_calls
 
 #: How many unread chunks are kept apart; what comes then joins the last one, so that nobody waits for a slow reader.
 UNREAD_CHUNKS = 64

@@ -19,8 +19,8 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import handle_requests
 from edgellm.serving.thread import QUEUE_LIMIT, EngineThread, description
 from edgellm.sessions import Answer, Growing, Session
-from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET
-from edgellm.snapshots.kept_states import STATE_BUDGET
+from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET
+from edgellm.snapshots.state_cache import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
 from edgellm.text.turns import OngoingConversation, Overflow
 

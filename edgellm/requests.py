@@ -20,8 +20,8 @@ from edgellm.sampling_params import LARGEST_SEED, SamplingParams, as_float, with
 from edgellm.structure.description import Structure
 from edgellm.text.messages import checked_tools, checked_variables, is_image
 from edgellm.text.output import FinishReason
-from edgellm.tools.calls import ToolCall, ToolCallDelta, ToolChoice, checked_choice
-from edgellm.tools.functions import described_tools
+from edgellm.tool_calls.calls import ToolCall, ToolCallDelta, ToolChoice, checked_choice
+from edgellm.tool_calls.functions import described_tools
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

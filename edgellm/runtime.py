@@ -46,10 +46,10 @@ from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.snapshots.contents import KVContents
 from edgellm.snapshots.file import write_snapshot
-from edgellm.snapshots.kept_rows import PREEMPTION_BUDGET, RowKeeper
-from edgellm.snapshots.kept_states import STATE_BUDGET, StateKeeper
+from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET, RowKeeper
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.snapshot import Snapshot
+from edgellm.snapshots.state_cache import STATE_BUDGET, StateKeeper
 from edgellm.snapshots.store import MEMORY_BUDGET, SnapshotStore
 from edgellm.snapshots.system_prompt import CachedPrompt, PromptRecord, SystemPrompt, Tools, prompt_label
 from edgellm.text.turns import OngoingConversation

@@ -19,7 +19,7 @@ from edgellm.requests import Request, Response, TurnOptions
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import checked_messages
 from edgellm.text.turns import OngoingConversation, Overflow, stays, turn_starts, without_oldest
-from edgellm.tools.functions import call_arguments, functions_among, result_message
+from edgellm.tool_calls.functions import call_arguments, functions_among, result_message
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -218,10 +218,11 @@ class Conversation(Generic[Growing, Answer]):
         so on until it answers without a call; gives that answer, a `Response`.
 
         Functions are called one after the other, in this thread; an `AsyncSession` awaits coroutine functions, and
-        calls others in a thread. Results are told as text or JSON (see `edgellm.tools.functions.result_message`). What
-        a function raises is told to the model as "error: ..." and logged, or raised with `raise_errors`. A call of a
-        tool that is no function is for the caller: the answer with it is given, as is the last of `max_answers`.
-        `deadline` is of all answers together, the `params` and `options` are of each; `tool_choice` is of the first.
+        calls others in a thread. Results are told as text or JSON (see `result_message` of
+        `edgellm.tool_calls.functions`). What a function raises is told to the model as "error: ..." and logged, or
+        raised with `raise_errors`. A call of a tool that is no function is for the caller: the answer with it is given,
+        as is the last of `max_answers`. `deadline` is of all answers together, the `params` and `options` are of each;
+        `tool_choice` is of the first.
 
         All of it is remembered, or nothing: what is raised, an interrupt, too, leaves the conversation as it was.
         """

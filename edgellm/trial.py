@@ -12,7 +12,7 @@ from edgellm.errors import EngineDirectoryError, TemplateError
 from edgellm.kernels.gpu import find_gpu
 from edgellm.text.template_budget import TemplateRaised
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.tools.calling import ToolCalling
+from edgellm.tool_calls.calling import ToolCalling
 from edgellm.vision.opening import open_texts, vision_directory
 
 _TEXT = "The red cup is on the table."

@@ -34,7 +34,7 @@ from edgellm.engines.model.config import HEADS, MTP
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.quantization.config import folder_quantization
 from edgellm.errors import MissingDependencyError
-from edgellm.tools.formats import FORMATS, checkpoint_format
+from edgellm.tool_calls.formats import FORMATS, checkpoint_format
 from edgellm.trial import compute_token, fits_easily, read_built
 
 _DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"

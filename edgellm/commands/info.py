@@ -52,9 +52,9 @@ from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_b
 from edgellm.engines.model.states import decoder_states
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
-from edgellm.snapshots.kept_rows import KEPT_ROWS, PREEMPTION_BUDGET
-from edgellm.snapshots.kept_states import KEPT_STATES, STATE_BUDGET
-from edgellm.tools.formats import checkpoint_format
+from edgellm.snapshots.preempted_rows import KEPT_ROWS, PREEMPTION_BUDGET
+from edgellm.snapshots.state_cache import KEPT_STATES, STATE_BUDGET
+from edgellm.tool_calls.formats import checkpoint_format
 
 
 @dataclass(frozen=True)

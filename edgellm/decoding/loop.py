@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from edgellm.decoding.places import Places
 from edgellm.decoding.rules import StepMasks
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import PlanChooser
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.runners.base_runner import StepKey
@@ -28,9 +28,9 @@ from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.requests import TokenLogprobs, token_logprobs
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.kept_rows import RowKeeper
-from edgellm.snapshots.kept_states import StateKeeper
+from edgellm.snapshots.preempted_rows import RowKeeper
 from edgellm.snapshots.slots import SlotSnapshots
+from edgellm.snapshots.state_cache import StateKeeper
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
@@ -109,9 +109,9 @@ class DecodingLoop:
     ) -> None:
         self._runner, self._chooser, self._given = runner, chooser, given
         self._looks_up = given is not None and given.looks_up
-        self.places = Places(runner, contents, snapshots, encode, given, keeper, states)
+        self.slots = SlotTable(runner, contents, snapshots, encode, given, keeper, states)
         #: The sequences that have a slot, in the slots' order.
-        self.running = self.places.running
+        self.running = self.slots.running
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
         #: The next step, where its forward pass is enqueued and the choice is not; and the seconds from the moment at
@@ -130,14 +130,14 @@ class DecodingLoop:
         """Launch the prefill of a sequence that has a place, or let one that gave way go on; no step is under way (see
         `settle`). What it raises is that sequence's failure: nothing has changed for the others."""
         slot, self._begun = len(self.running), None
-        first = self.places.admit(sequence)
+        first = self.slots.admit(sequence)
         if first is not None:
             self._launches.append(_Launch(first.wait, range(slot, slot + 1), None, True, time.perf_counter()))
 
     def give_way(self, sequence: DecodingSequence) -> None:
         """Take a sequence that runs out of its slot, from where `admit` lets it go on; no step is under way."""
         self._begun = None
-        self.places.give_way(sequence)
+        self.slots.give_way(sequence)
 
     def advance(self) -> Iterator[EmittedToken]:
         """Launch what may be launched, read the oldest launch, and take out what is finished; gives the tokens read.
@@ -159,7 +159,7 @@ class DecodingLoop:
             for slot in reversed(range(len(self.running))):
                 if self.running[slot].finished:
                     self._begun = None
-                    self.places.release(slot)
+                    self.slots.release(slot)
 
     def abandon(self, keep_rows: bool = True) -> None:
         """Leave all slots idle; nothing of their rows is reused without `keep_rows`, or if a step under way fails."""
@@ -173,7 +173,7 @@ class DecodingLoop:
                 keep_rows = False
         self._begun = None
         while self.running:
-            self.places.release(len(self.running) - 1, keep_rows)
+            self.slots.release(len(self.running) - 1, keep_rows)
 
     def _launch_ahead(self) -> None:
         """Launch what the backend may run before a token of it is read; at least one step where none is under way."""
@@ -314,7 +314,7 @@ class DecodingLoop:
                 logits = self._runner.logits(slot, len(emitted))
                 if sequence.is_unproven:
                     try:
-                        self.places.prove(slot, logits)
+                        self.slots.prove(slot, logits)
                     except SnapshotError as error:
                         sequence.failure = error
                         continue

@@ -31,7 +31,7 @@ from edgellm.text.messages import (
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from edgellm.text.turns import Dropped, OngoingConversation, stays, turn_sizes, turn_starts, turns_to_drop
-from edgellm.tools.calling import ToolCalling
+from edgellm.tool_calls.calling import ToolCalling
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage

@@ -14,13 +14,13 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import AdapterError, ConstraintError
 from edgellm.requests import Response, Timings, TokenLogprobs, Usage
-from edgellm.snapshots.kept_rows import KeptRows
+from edgellm.snapshots.preempted_rows import KeptRows
 from edgellm.structure.answers import AnswerRules
 from edgellm.structure.description import Structure
 from edgellm.text.output import OutputText
 from edgellm.text.turns import Dropped, OngoingConversation
-from edgellm.tools.calls import ToolCallDelta
-from edgellm.tools.reader import ToolReader
+from edgellm.tool_calls.calls import ToolCallDelta
+from edgellm.tool_calls.reader import ToolReader
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 from edgellm.decoding.preparation import continued_text
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.http.errors import HTTPError
-from edgellm.http.fields import Asked
+from edgellm.http.fields import ParsedRequest
 from edgellm.requests import Chunk, Request, Response, TokenLogprobs
 from edgellm.structure.reasoning import ReasoningMarks, ReasoningState, reasoning_marks, reasoning_state
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.tools.calls import ToolCall, ToolCallDelta
+from edgellm.tool_calls.calls import ToolCall, ToolCallDelta
 
 #: What finish reasons are called in OpenAI's API; "deadline" and "context" are told beside it, as `stop_reason`.
 FINISH_REASONS = {"stop_string": "stop", "context": "length", "deadline": "length"}
@@ -188,7 +188,7 @@ class CompletionWriter:
 
     prefix, kind, streamed_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
+    def __init__(self, asked: ParsedRequest, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
         self._asked, self._tokenizer, self._readers = asked, tokenizer, readers
         self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
         self._offsets = [0] * len(readers)

@@ -34,7 +34,7 @@ from edgellm.http import asgi, fields
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
 from edgellm.http.errors import HTTPError, http_error, later, without_folders
-from edgellm.http.fields import Asked, ServedModel
+from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard
 from edgellm.http.page import PATHS, page_file
 from edgellm.http.readers import LARGE_BODY, ImageMemory, Readers
@@ -44,7 +44,7 @@ from edgellm.requests import Response as RequestResponse
 from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
 from edgellm.serving.async_generation import AsyncGeneration
 from edgellm.text.template import ChatTemplate
-from edgellm.tools.calls import all_deltas
+from edgellm.tool_calls.calls import all_deltas
 
 logger = logging.getLogger("edgellm.http")
 T = TypeVar("T")
@@ -58,18 +58,18 @@ _NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 
 
 @dataclass(frozen=True)
-class Kind:
+class EndpointKind:
     """An endpoint that answers: how its requests are read and its answers written."""
 
     path: str
-    read: Callable[[bytes, ServedModel], Asked]
-    writer: Callable[[Asked, Any, Sequence[AnswerReader]], Writer]
+    read: Callable[[bytes, ServedModel], ParsedRequest]
+    writer: Callable[[ParsedRequest, Any, Sequence[AnswerReader]], Writer]
 
 
 ENDPOINTS = (
-    Kind("/v1/chat/completions", fields.chat, ChatWriter),
-    Kind("/v1/completions", fields.completion, CompletionWriter),
-    Kind("/v1/responses", response_request, ResponseWriter),
+    EndpointKind("/v1/chat/completions", fields.chat, ChatWriter),
+    EndpointKind("/v1/completions", fields.completion, CompletionWriter),
+    EndpointKind("/v1/responses", response_request, ResponseWriter),
 )
 #: What the shipped model is, for who takes it for more.
 SHIPPED = "This model comes with EdgeLLM: a toy of 10.8 M parameters, which knows its table, in English."
@@ -209,13 +209,13 @@ class Service:
         self._responses[path, status] += 1
         logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": scope["client"]}})
 
-    def _answering(self, kind: Kind) -> Callable[[Request], Awaitable[Response]]:
+    def _answering(self, kind: EndpointKind) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             return await self._answer(kind, request)
 
         return answer
 
-    async def _answer(self, kind: Kind, request: Request) -> Response:
+    async def _answer(self, kind: EndpointKind, request: Request) -> Response:
         """Ask the model, and wait for the answers, or the first piece of those that are streamed: what a queue or the
         engine refuses has a status of its own, and what was not begun may be asked of another server."""
         asked, answers, states = await self._ask(kind, request)
@@ -282,10 +282,12 @@ class Service:
             for answer in answers:
                 answer.cancel()  # of no account where it is finished
 
-    async def _ask(self, kind: Kind, request: Request) -> tuple[Asked, list[AsyncGeneration], list[RequestState]]:
+    async def _ask(
+        self, kind: EndpointKind, request: Request
+    ) -> tuple[ParsedRequest, list[AsyncGeneration], list[RequestState]]:
         async with self._bodies.reading(request) as body:
 
-            def submit() -> tuple[Asked, list[Generation]]:
+            def submit() -> tuple[ParsedRequest, list[Generation]]:
                 asked = kind.read(body, self.model)
                 with self._images.reading(asked.pixels) as hand_over, self._telling(asked.fields):
                     generations: list[Generation] = []

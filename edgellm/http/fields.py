@@ -90,7 +90,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ParsedRequest:
     """What the engine is asked, and how the answers are to be sent."""
 
     #: One for each answer; those to one prompt, `answers_each`, stand together.
@@ -386,7 +386,7 @@ def _pixels(data: bytes) -> int:
         return 0
 
 
-def chat(body: bytes, model: ServedModel) -> Asked:
+def chat(body: bytes, model: ServedModel) -> ParsedRequest:
     """A request to `/v1/chat/completions`. Raises HTTPError."""
     fields = Fields(body, model)
     name, stream, shared = common(fields, model)
@@ -429,7 +429,7 @@ def asked(
     request: dict[str, Any],
     stream: bool = False,
     include_usage: bool = False,
-) -> Asked:
+) -> ParsedRequest:
     """What was asked, of the fields of a `Request`; `named` are fields that the body calls otherwise, and "" is the one
     that has the prompt. Raises HTTPError."""
     names = {name: name for name in (*SAMPLING, *TOOLS, "deadline", "continue_final_message")} | dict(named)
@@ -437,10 +437,10 @@ def asked(
         found = Request(**request)
     except RequestError as error:
         raise http_error(error, names) from error
-    return Asked((found,), model, stream, include_usage, tuple(fields.ignored), names, pixels=fields.pixels)
+    return ParsedRequest((found,), model, stream, include_usage, tuple(fields.ignored), names, pixels=fields.pixels)
 
 
-def completion(body: bytes, model: ServedModel) -> Asked:
+def completion(body: bytes, model: ServedModel) -> ParsedRequest:
     """A request to `/v1/completions`, for `n` answers to each of its prompts. Raises HTTPError."""
     fields = Fields(body, model)
     name, stream, shared = common(fields, model)
@@ -491,7 +491,7 @@ def _prompt(prompt: Any, model: ServedModel) -> str | Sequence[int]:
     raise HTTPError(400, f"prompt is {found}: expected text, token ids, or a list of these", param="prompt")
 
 
-def tokens(body: bytes, model: ServedModel) -> Asked:
+def tokens(body: bytes, model: ServedModel) -> ParsedRequest:
     """A request to `/tokenize`: a `prompt`, or `messages`, perhaps with `tools`. Raises HTTPError."""
     fields = Fields(body, model)
     adapter = model.adapter_of(fields.take("model") or model.name)

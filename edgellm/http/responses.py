@@ -13,8 +13,8 @@ from edgellm.http.answers import FINISH_REASONS, AnswerReader, Piece, event, log
 from edgellm.http.errors import HTTPError
 from edgellm.http.fields import (
     TOOLS,
-    Asked,
     Fields,
+    ParsedRequest,
     ServedModel,
     asked,
     checked,
@@ -28,8 +28,8 @@ from edgellm.http.fields import (
 )
 from edgellm.requests import Response
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.tools.calls import ToolCallDelta
-from edgellm.tools.values import is_object
+from edgellm.tool_calls.calls import ToolCallDelta
+from edgellm.tool_calls.values import is_object
 
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
@@ -41,7 +41,7 @@ _ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 }
 
 
-def response_request(body: bytes, model: ServedModel) -> Asked:
+def response_request(body: bytes, model: ServedModel) -> ParsedRequest:
     """A request to `/v1/responses`. Raises HTTPError."""
     fields = Fields(body, model)
     metadata = fields.take("metadata", dict, "an object")
@@ -185,7 +185,7 @@ def _is_cut(response: Response) -> bool:
 class ResponseWriter:
     """Writes answers of `/v1/responses`; see `edgellm.http.answers.Writer`."""
 
-    def __init__(self, asked: Asked, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
+    def __init__(self, asked: ParsedRequest, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
         self._asked, self._tokenizer, (self._reader,) = asked, tokenizer, readers
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
         self._number = 0

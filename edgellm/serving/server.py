@@ -217,7 +217,7 @@ class RequestServer:
     def forget_preempted(self) -> None:
         """Keep nothing of requests that gave way, which do not go on."""
         for request_state in self._preempted:
-            self._loop.places.forget(request_state.sequence)
+            self._loop.slots.forget(request_state.sequence)
 
     def _round(self) -> None:
         now = time.perf_counter()
@@ -249,7 +249,7 @@ class RequestServer:
                 continue
             sequence, failure, reason = entry.sequence, None, entry.unwanted(time.perf_counter())
             try:
-                has_place = reason is not None or self._loop.places.has_place(sequence)
+                has_place = reason is not None or self._loop.slots.has_place(sequence)
             except Exception as error:
                 failure, has_place = error, True
             if not has_place and not self._make_place(sequence):
@@ -265,7 +265,7 @@ class RequestServer:
                 self._loop.admit(sequence)
             except Exception as error:
                 sequence.failure = error
-                self._loop.places.forget(sequence)
+                self._loop.slots.forget(sequence)
                 self._end_finished()
 
     def _first(self) -> Entry | None:
@@ -279,7 +279,7 @@ class RequestServer:
 
     def _make_place(self, sequence: DecodingSequence) -> bool:
         """Let those that a sequence outranks give way to it, the lowest first; whether it has a place then."""
-        places = self._loop.places
+        places = self._loop.slots
         if not places.outranked(sequence):
             return False
         self._deliver(self._loop.settle())
@@ -302,7 +302,7 @@ class RequestServer:
 
     def _end(self, entry: RequestState, reason: FinishReason | None, failure: Exception | None = None) -> None:
         """End a request that waited, and is not wanted any more or has failed."""
-        self._loop.places.forget(entry.sequence)
+        self._loop.slots.forget(entry.sequence)
         end_request(entry, reason or "cancelled", self._metrics, failure)
 
     def _deliver(self, emitted: Iterator[EmittedToken]) -> None:

@@ -12,7 +12,7 @@ from edgellm.errors import RequestError
 from edgellm.snapshots.prefix_index import common_tokens, token_key
 from edgellm.text.messages import checked_tools, checked_variables, is_image, strings_in, text_of_part
 from edgellm.text.tokenizer import Tokenizer, check_encodable
-from edgellm.tools.functions import described_tools
+from edgellm.tool_calls.functions import described_tools
 
 #: Two first questions that have no beginning in common.
 _QUESTIONS = ("Hello!", "7 + 5 = ?")

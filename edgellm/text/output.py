@@ -29,7 +29,7 @@ class TextSource(Protocol):
 
 
 class CallReader(Protocol):
-    """What an answer needs of a reader of calls, such as `edgellm.tools.reader.ToolReader`."""
+    """What an answer needs of a reader of calls, such as `edgellm.tool_calls.reader.ToolReader`."""
 
     def push(self, token_id: int, text: str) -> str: ...
 

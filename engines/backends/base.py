@@ -1,6 +1,6 @@
 """The interface behind which the two backends stand: memory, kernels, engines and captured steps.
 
-The runners are written once against it. `NumpyBackend` computes at once on the host; `TensorRTBackend` enqueues on one
+The runners are written once against it. `NumpyBackend` computes at once on the host; `CudaBackend` enqueues on one
 CUDA stream, so a result is there only after `Readback.wait`.
 """
 

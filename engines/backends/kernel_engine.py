@@ -29,7 +29,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Attention, Program
 from edgellm.engines.model.states import without_layer
 from edgellm.kernels.arrays import ITEM_SIZES, Array
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout, PackedMatrix
+from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation, PackedMatrix
 
 _ALIGNMENT = 256
 
@@ -187,5 +187,5 @@ def stand_in(layout: DeviceLayout, memory: Any) -> Any:
     columns, format = (layout.columns,), layout.format
     order = replace(memory, shape=columns, dtype="int32") if format.permuted else None
     scales = replace(memory, shape=columns, dtype="float32") if format.scaled else None
-    inputs = ArrangedInputs(order, scales) if format.permuted or format.scaled else None
+    inputs = InputPermutation(order, scales) if format.permuted or format.scaled else None
     return PackedMatrix(layout, memory, inputs)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from edgellm.engines.backends.kernel_steps import (
-    TOGETHER,
+    JOINED_INPUTS,
     UNNORMED,
     attention_shape,
     module_rows,
@@ -65,7 +65,7 @@ from edgellm.kernels.decode.geometries import (
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_clocks, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout
+from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation
 
 
 class StepKernels(NamedTuple):
@@ -287,7 +287,7 @@ class FewRows:
         )
 
     def _together(
-        self, step: NormLinear, padded: bool, next_early: bool = True, arranged: ArrangedInputs | None = None
+        self, step: NormLinear, padded: bool, next_early: bool = True, arranged: InputPermutation | None = None
     ) -> tuple[Array, list[Any]]:
         """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
         launches that bring them there, each normed, and `arranged`."""
@@ -296,7 +296,7 @@ class FewRows:
             return self._array(given.value), []
         columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
         rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns
-        packed = self._array(TOGETHER)[: rows * width].reshape(rows, width)
+        packed = self._array(JOINED_INPUTS)[: rows * width].reshape(rows, width)
         parts: list[tuple[NormedInput, Keep | None]] = []
         for given in step.inputs:
             parts += [(part, None) for part in self._parts(given)]

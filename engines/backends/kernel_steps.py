@@ -35,7 +35,7 @@ from edgellm.kernels.prefill.contract import RING_STEP
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 #: Where the inputs of a linear layer come together that does not norm them itself.
-TOGETHER = "packed"
+JOINED_INPUTS = "joined_inputs"
 #: What a linear layer gives before it is normed and added.
 UNNORMED = "unnormed"
 
@@ -157,7 +157,7 @@ def scratch_of(program: Program) -> Edge:
             found[UNNORMED] = ((most,), dtype)
         if step.output not in edge:
             found[without_layer(step.output)] = ((rows, width), dtype)
-    return found | {TOGETHER: ((packed,), "compute")}
+    return found | {JOINED_INPUTS: ((packed,), "compute")}
 
 
 def passes(shape: EngineShape) -> list[tuple[slice, EngineShape]]:

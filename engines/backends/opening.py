@@ -29,6 +29,6 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
         # Types: either takes arrays of its own kind alone, and what a backend gave goes to no other one.
         return cast(Backend, NumpyBackend(directory.config, draft, vision))
     packed = model_layouts(directory.models, directory.checkpoints, directory.dtype)
-    from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
+    from edgellm.engines.backends.cuda_backend import CudaBackend
 
-    return cast(Backend, TensorRTBackend(directory, packed))
+    return cast(Backend, CudaBackend(directory, packed))

@@ -24,8 +24,8 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.quantization.device_layout import (
     BLOCK_ROWS,
-    ArrangedInputs,
     DeviceLayout,
+    InputPermutation,
     PackedMatrix,
     device_layout,
     tail_bytes,
@@ -81,7 +81,7 @@ class PackedLoader:
         self._device.upload(tails, weight.tails)
         shuffle(self._module, weight.layout, codes, tails, data)()
 
-    def _uploaded(self, inputs: ArrangedInputs | None) -> ArrangedInputs | None:
+    def _uploaded(self, inputs: InputPermutation | None) -> InputPermutation | None:
         """The same in the memory of the device."""
         if inputs is None:
             return None
@@ -89,7 +89,7 @@ class PackedLoader:
         for values, array in zip(inputs, arrays, strict=True):
             if values is not None and array is not None:
                 self._device.upload(array, values)
-        return ArrangedInputs(*arrays)
+        return InputPermutation(*arrays)
 
     def _codes(self, weight: _Prepared) -> DeviceArray:
         """The codes of all rows in the columns of the file, uint8 [N, bytes of a row], as `shuffle` takes them."""
@@ -127,7 +127,7 @@ class _Prepared(NamedTuple):
     layout: DeviceLayout
     codes: Sequence[StoredCodes]
     tails: np.ndarray
-    inputs: ArrangedInputs | None
+    inputs: InputPermutation | None
 
 
 def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> _Prepared:
@@ -140,7 +140,9 @@ def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> _Prepared:
             "differently. The NumPy backend runs them (--backend numpy)"
         )
     layout = device_layout(weight, dtype)
-    return _Prepared(layout, weight.codes, np.ascontiguousarray(tail_bytes(weight, layout)), ArrangedInputs.of(weight))
+    return _Prepared(
+        layout, weight.codes, np.ascontiguousarray(tail_bytes(weight, layout)), InputPermutation.of(weight)
+    )
 
 
 def _read_ahead(

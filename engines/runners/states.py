@@ -38,7 +38,7 @@ class SlotRows(NamedTuple):
     first: int = 0
 
 
-class KeptInputs:
+class ReplayInputs:
     """Memory for what steps of up to `tokens` tokens in up to `slots` slots keep of their inputs for a commit."""
 
     def __init__(self, backend: Backend, layers: Sequence[LayerState], slots: int, tokens: int) -> None:
@@ -93,9 +93,9 @@ class ModelStates:
         changed = (name for name in parts if kept is None or name not in self._recurrent)
         return parts | {PRESENT + name: parts[name] for name in changed} | dict(kept or {})
 
-    def kept_inputs(self, slots: int, tokens: int) -> KeptInputs:
+    def kept_inputs(self, slots: int, tokens: int) -> ReplayInputs:
         """Memory for what steps of these states keep."""
-        return KeptInputs(self._backend, self._layers, slots, tokens)
+        return ReplayInputs(self._backend, self._layers, slots, tokens)
 
     def last_of(self, layer: int) -> str:
         """The last tensor of a layer."""

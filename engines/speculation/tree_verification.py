@@ -12,7 +12,7 @@ from edgellm.engines.model.memory_plan import GIVEN_NODES, kept_bytes
 from edgellm.engines.model.states import decoder_states
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.runners.states import Kept, KeptInputs
+from edgellm.engines.runners.states import Kept, ReplayInputs
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.tree import (
@@ -68,7 +68,7 @@ class TreeVerification:
         else:
             largest = limits.verify_sizes[-1], limits.accept_tokens, limits.tree_key_ranges[-1]
             self._limits = TreeLimits(limits.max_batch, *largest)
-        self._made: tuple[VerifiedTrees, Pending, KeptInputs] | None = None
+        self._made: tuple[VerifiedTrees, Pending, ReplayInputs] | None = None
         self._given: CandidateBuffers | None = None
         self._draft_probabilities: Array | None = None
         self._workspaces: dict[str, Array] = {}
@@ -212,7 +212,7 @@ class TreeVerification:
             self._workspace(of_draft=True),
         )
 
-    def _arrays(self) -> tuple[VerifiedTrees, Pending, KeptInputs]:
+    def _arrays(self) -> tuple[VerifiedTrees, Pending, ReplayInputs]:
         if self._made is None:
             limits, backend, config = self._limits, self._backend, self._base.config
             if self._draft is not None:

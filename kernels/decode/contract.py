@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from edgellm.kernels.arrays import OwnArray
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
 #: The most rows that kernels of few rows take: the tensor-core instruction multiplies sixteen.
@@ -90,7 +90,7 @@ class LinearWeights(NamedTuple):
         return isinstance(self.weight, PackedWeight | PackedMatrix)
 
     @property
-    def arranged(self) -> ArrangedInputs | None:
+    def arranged(self) -> InputPermutation | None:
         """How a packed weight's activations are arranged before it is multiplied; None: they are not.
 
         Raises KernelError for a weight that does not say so though its format does.
@@ -100,7 +100,7 @@ class LinearWeights(NamedTuple):
         format, inputs = self.weight.layout.format, self.weight.inputs
         order, scales = inputs or (None, None)
         if (format.permuted and order is None) or (format.scaled and scales is None):
-            raise KernelError(f"a weight of {format} does not say how its inputs are arranged (`ArrangedInputs`)")
+            raise KernelError(f"a weight of {format} does not say how its inputs are arranged (`InputPermutation`)")
         return inputs
 
     @property

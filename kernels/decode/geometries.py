@@ -78,7 +78,7 @@ def linear_residual_shared_bytes(rows: int, shared_limit: int, ranks: int = 0) -
 
 
 def norm_shared_bytes(columns: int, arranged: bool = False) -> int:
-    """The same of `norm`; `arranged`: of rows that are `ArrangedInputs`."""
+    """The same of `norm`; `arranged`: of rows that are `InputPermutation`."""
     return NORM_SUMS_BYTES + 2 * padded_columns(columns) * (1 + arranged)
 
 

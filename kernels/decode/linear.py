@@ -55,7 +55,7 @@ from edgellm.kernels.decode.packed_rows import MAX_PACKED_ROWS, packed_rows, pac
 from edgellm.kernels.decode.tiled_linear import capacity_of
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
-from edgellm.kernels.quantization.device_layout import ArrangedInputs
+from edgellm.kernels.quantization.device_layout import InputPermutation
 
 
 class _NormLinear(ctypes.Structure):
@@ -312,7 +312,7 @@ class CudaDecodeKernels:
         column: int = 0,
         kept: Kept | None = None,
         next_early: bool = True,
-        arranged: ArrangedInputs | None = None,
+        arranged: InputPermutation | None = None,
     ) -> Launch:
         """See `NumpyDecodeKernels.norm`, of up to 65,535 rows; `next_early` as for `norm_linear`."""
         rows, width, stride = rows_of(normed.values), normed.columns, output.shape[-1]

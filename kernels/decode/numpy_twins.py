@@ -19,7 +19,7 @@ from edgellm.kernels.decode.contract import (
     NormedInput,
     activation_number,
 )
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, from_device_layout
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 
@@ -162,7 +162,7 @@ class NumpyDecodeKernels:
         column: int = 0,
         kept: Kept | None = None,
         next_early: bool = True,
-        arranged: ArrangedInputs | None = None,
+        arranged: InputPermutation | None = None,
     ) -> NumpyLaunch:
         """Columns `column` on of `output` [R, C] compute get the normed input, all behind them zeros.
 
@@ -250,7 +250,7 @@ def normalized(normed: NormedInput) -> np.ndarray:
     return x if normed.weight is None else rms_norm(x, normed.weight, normed.epsilon, normed.offset)
 
 
-def _as_they_were(arranged: np.ndarray, inputs: ArrangedInputs) -> np.ndarray:
+def _as_they_were(arranged: np.ndarray, inputs: InputPermutation) -> np.ndarray:
     """Inputs before they were arranged."""
     values = arranged if inputs.scales is None else arranged / inputs.scales
     if inputs.order is None:
@@ -260,7 +260,7 @@ def _as_they_were(arranged: np.ndarray, inputs: ArrangedInputs) -> np.ndarray:
     return found
 
 
-def _arranged(values: np.ndarray, arranged: ArrangedInputs) -> np.ndarray:
+def _arranged(values: np.ndarray, arranged: InputPermutation) -> np.ndarray:
     values = values if arranged.order is None else values[:, arranged.order]
     return values.copy() if arranged.scales is None else values * arranged.scales
 

@@ -129,7 +129,7 @@ class DeviceLayout:
         return (np.minimum(columns, self.columns - 1) // (self.format.group or self.columns)).reshape(-1, self.scales)
 
 
-class ArrangedInputs(NamedTuple):
+class InputPermutation(NamedTuple):
     """How activations become what a packed weight's columns are multiplied by: column k is element `order[k]` times
     `scales[k]`, rounded to the compute dtype.
 
@@ -140,7 +140,7 @@ class ArrangedInputs(NamedTuple):
     scales: OwnArray | None
 
     @classmethod
-    def of(cls, weight: ScaledWeight) -> ArrangedInputs | None:
+    def of(cls, weight: ScaledWeight) -> InputPermutation | None:
         """What a weight says of its inputs, on the host; None where it takes them as they are."""
         order, scales = weight.order, weight.input_scales
         if order is None and scales is None:
@@ -157,7 +157,7 @@ class PackedMatrix:
 
     layout: DeviceLayout
     data: OwnArray
-    inputs: ArrangedInputs | None = None
+    inputs: InputPermutation | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Chat templates that show calls in each format of `edgellm.tools.formats`."""
+"""Chat templates that show calls in each format of `edgellm.tool_calls.formats`."""
 
 from __future__ import annotations
 

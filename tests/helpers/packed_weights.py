@@ -9,7 +9,7 @@ import numpy as np
 from gpu_device import device_copy
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
 from edgellm.kernels.quantization.packed_weight import Codes, PackedWeight, WeightFormat, code_values, rounded
 
 
@@ -60,6 +60,6 @@ def with_factors(weight: PackedWeight, numbers: tuple[float, ...], divides: bool
 def packed_copy(gpu: Any, weight: PackedWeight, dtype: str | None = None) -> PackedMatrix:
     """A weight in the layout of the kernels of a compute dtype (None: its own), in the memory of the GPU."""
     layout, data = to_device_layout(weight, dtype)
-    inputs = ArrangedInputs.of(weight)
-    own = inputs and ArrangedInputs(*(None if each is None else device_copy(gpu, each) for each in inputs))
+    inputs = InputPermutation.of(weight)
+    own = inputs and InputPermutation(*(None if each is None else device_copy(gpu, each) for each in inputs))
     return PackedMatrix(layout, device_copy(gpu, data), own)

@@ -19,13 +19,13 @@ from edgellm.errors import EdgeLLMError
 from edgellm.http import fields
 from edgellm.http.app import Service
 from edgellm.http.errors import HTTPError
-from edgellm.http.fields import Asked, ServedModel
+from edgellm.http.fields import ParsedRequest, ServedModel
 from edgellm.http.guard import Guard, host_name
 from edgellm.http.responses import response_request
 from edgellm.runtime import SHIPPED_MODEL
 
 MODEL = ServedModel("m", ("a",), template_variables=frozenset({"enable_thinking"}))
-READERS: dict[str, Callable[[bytes, ServedModel], Asked]] = {
+READERS: dict[str, Callable[[bytes, ServedModel], ParsedRequest]] = {
     "chat": fields.chat,
     "completion": fields.completion,
     "responses": response_request,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import socket
@@ -22,8 +23,11 @@ import pytest
 from http_server import MODEL, ServerProcess, chat_body, raw_request, wait_for
 from proxy_process import NAME, PROGRAMS, ProxyProcess
 
+from edgellm.runtime import SHIPPED_MODEL
+
 KEY = "open sesame".replace(" ", "-")
 OPTIONS = ("--api-key", KEY, "--allowed-host", NAME, "--shutdown-seconds", 60)
+TOYS = SHIPPED_MODEL / "scenes" / "toys.png"
 STREAMS = 32
 #: Tokens of an answer that is to be cut, of one that is not, and of those that wait for it.
 CUT, LONG, SHORT = 200, 40, 4
@@ -299,7 +303,10 @@ def test_keys_hosts_and_bodies_are_passed_on(proxy: ProxyProcess) -> None:
     wrong_host = client.post(path, json=chat_body(), headers={"host": "elsewhere.example"})
     assert (wrong_host.status_code, wrong_host.json()["error"]["code"]) == (421, "wrong_host")
     for size, status in ((33, 413), (31, 200)):
-        data = b" " * (size << 20) + json.dumps(chat_body(max_tokens=1)).encode()
+        image = base64.b64encode(TOYS.read_bytes() + bytes((size << 20) * 3 // 4)).decode()
+        shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}}
+        messages = [{"role": "user", "content": [shown, {"type": "text", "text": "What do you see?"}]}]
+        data = json.dumps(chat_body(max_tokens=1, messages=messages)).encode()
         large = client.post(path, content=data, headers={"content-type": "application/json"})
         assert large.status_code == status
         assert status == 200 or large.json()["error"]["code"] == "too_large"

@@ -9,16 +9,16 @@ import pytest
 from byte_level_tokenizer import byte_level
 
 from edgellm.http.answers import AnswerReader, ChatWriter, Piece
-from edgellm.http.fields import Asked
+from edgellm.http.fields import ParsedRequest
 from edgellm.http.responses import ResponseWriter
 from edgellm.requests import Chunk, Request, Response, Timings, TokenLogprobs, Usage
 from edgellm.sampling_params import SamplingParams
 from edgellm.structure.reasoning import ReasoningState, reasoning_marks
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.tools.calls import joined_deltas
-from edgellm.tools.formats import tool_format
-from edgellm.tools.reader import ToolReader
+from edgellm.tool_calls.calls import joined_deltas
+from edgellm.tool_calls.formats import tool_format
+from edgellm.tool_calls.reader import ToolReader
 
 MARKS = ["<think>", "</think>"]
 
@@ -86,7 +86,7 @@ def test_writers_show_reasoning_beside_the_answer(tokenizer: Tokenizer) -> None:
 
     def made(kind: Any, stream: bool) -> tuple[Any, AnswerReader]:
         reader = AnswerReader(tokenizer, OutputText(tokenizer.detokenizer()), reasoning_marks(tokenizer), "undecided")
-        return kind(Asked((request,), "m", stream), tokenizer, [reader]), reader
+        return kind(ParsedRequest((request,), "m", stream), tokenizer, [reader]), reader
 
     writer, reader = made(ChatWriter, False)
     found = writer.whole([reader.read(Chunk(response.text, tuple(ids)))], [response])
@@ -118,7 +118,7 @@ def test_reasoning_text_and_calls_in_this_order(size: int) -> None:
     answer = OutputText(tokenizer.detokenizer(shown_ids=shown), calls=calls)
     reader = AnswerReader(tokenizer, answer, marks, "undecided", shown)
     request = Request(messages=[{"role": "user", "content": "x"}], params=SamplingParams())
-    writer = ResponseWriter(Asked((request,), "m", True), tokenizer, [reader])
+    writer = ResponseWriter(ParsedRequest((request,), "m", True), tokenizer, [reader])
     pieces, events = [], b""
     for start in range(0, len(ids), size):
         part = ids[start : start + size]

@@ -18,8 +18,8 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import tree
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.kept_rows import RowKeeper
-from edgellm.snapshots.kept_states import StateKeeper
+from edgellm.snapshots.preempted_rows import RowKeeper
+from edgellm.snapshots.state_cache import StateKeeper
 from edgellm.text.output import OutputText
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.answering import answered
@@ -101,7 +101,7 @@ def test_an_image_token_in_an_answer_cannot_be_computed_again(runner: DecodingRu
     list(loop.settle())
     loop.admit(second)
     list(loop.settle())
-    assert loop.places.outranked(urgent) == [second]
+    assert loop.slots.outranked(urgent) == [second]
     second.answer._token_ids[-1] = IMAGE_TOKEN
-    assert loop.places.outranked(urgent) == [first]
+    assert loop.slots.outranked(urgent) == [first]
     loop.abandon()

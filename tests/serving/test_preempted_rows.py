@@ -16,7 +16,7 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.snapshots.kept_rows import RowKeeper, copies_in
+from edgellm.snapshots.preempted_rows import RowKeeper, copies_in
 from tools.bench.answering import answered
 
 SLOTS = 3
@@ -147,5 +147,5 @@ def test_again_and_again(runtime: SpecDecodeRuntime) -> None:
             loop.give_way(coming)
         assert waiting not in loop.running
     assert one.finished and one.answer.token_ids == expected and one.clock.preemptions > 10
-    loop.places.forget(other)
+    loop.slots.forget(other)
     assert runtime.kept_bytes == 0

@@ -11,7 +11,7 @@ from call_templates import WRITTEN
 from edgellm import LLM, Chunk, DraftingConfig, Response, SamplingParams
 from edgellm.runtime import SHIPPED_MODEL
 from edgellm.text.template import ChatTemplate
-from edgellm.tools.calls import joined_deltas
+from edgellm.tool_calls.calls import joined_deltas
 
 pytestmark = pytest.mark.usefixtures("private_files")
 

@@ -14,8 +14,8 @@ import pytest
 
 from edgellm import LLM, AsyncLLM, RequestError, Session
 from edgellm.structure.description import Structure
-from edgellm.tools.calls import ToolCall
-from edgellm.tools.functions import call_arguments, function_tool, result_message
+from edgellm.tool_calls.calls import ToolCall
+from edgellm.tool_calls.functions import call_arguments, function_tool, result_message
 
 
 class Frame(enum.Enum):

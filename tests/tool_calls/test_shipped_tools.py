@@ -10,7 +10,7 @@ import pytest
 
 from edgellm import LLM, Response, SamplingParams
 from edgellm.runtime import SHIPPED_MODEL
-from edgellm.tools.calls import joined_deltas
+from edgellm.tool_calls.calls import joined_deltas
 
 OBJECTS = ["red cup", "blue cup", "white bowl", "yellow banana", "green apple", "wooden spoon"]
 PLACES = [f"{row} {column}" for row in ("front", "middle", "back") for column in ("left", "centre", "right")]

@@ -16,10 +16,10 @@ from random_answers import random_answer
 from edgellm import RequestError
 from edgellm.structure.grammar import matches
 from edgellm.text.messages import checked_tools
-from edgellm.tools.calls import ToolCall, checked_choice
-from edgellm.tools.formats import FORMATS
-from edgellm.tools.reader import ToolReader
-from edgellm.tools.rules import call_grammar
+from edgellm.tool_calls.calls import ToolCall, checked_choice
+from edgellm.tool_calls.formats import FORMATS
+from edgellm.tool_calls.reader import ToolReader
+from edgellm.tool_calls.rules import call_grammar
 
 POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
 #: Schemas of one argument, and texts that are values of it between tags, with the values.

@@ -16,10 +16,10 @@ from edgellm.engines.speculation.constraints import mask_words
 from edgellm.structure.description import Structure
 from edgellm.structure.grammar import byte_vocabulary
 from edgellm.text.messages import checked_tools
-from edgellm.tools.calls import checked_choice
-from edgellm.tools.formats import FORMATS
-from edgellm.tools.reader import ToolReader
-from edgellm.tools.rules import CallsOrText, call_constraint
+from edgellm.tool_calls.calls import checked_choice
+from edgellm.tool_calls.formats import FORMATS
+from edgellm.tool_calls.reader import ToolReader
+from edgellm.tool_calls.rules import CallsOrText, call_constraint
 
 VOCABULARY = byte_vocabulary()
 PARAMETERS: dict[str, Any] = {

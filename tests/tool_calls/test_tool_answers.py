@@ -16,7 +16,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.structure.description import Structure
 from edgellm.text.template import ChatTemplate
-from edgellm.tools.calls import joined_deltas
+from edgellm.tool_calls.calls import joined_deltas
 
 pytestmark = pytest.mark.usefixtures("private_files")
 

@@ -22,9 +22,9 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.text.messages import checked_messages
 from edgellm.text.template import ChatTemplate
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.tools.calling import ToolCalling
-from edgellm.tools.formats import FORMATS, checkpoint_format, taught_format
-from edgellm.tools.reader import ToolReader
+from edgellm.tool_calls.calling import ToolCalling
+from edgellm.tool_calls.formats import FORMATS, checkpoint_format, taught_format
+from edgellm.tool_calls.reader import ToolReader
 
 pytestmark = pytest.mark.usefixtures("private_files")
 

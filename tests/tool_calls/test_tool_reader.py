@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from edgellm import ToolCall
 from edgellm.structure.reasoning import ReasoningMarks, ReasoningState
-from edgellm.tools.calls import ToolCallDelta, joined_deltas
-from edgellm.tools.formats import FORMATS
-from edgellm.tools.reader import ToolReader
+from edgellm.tool_calls.calls import ToolCallDelta, joined_deltas
+from edgellm.tool_calls.formats import FORMATS
+from edgellm.tool_calls.reader import ToolReader
 
 LOOK = {
     "type": "object",

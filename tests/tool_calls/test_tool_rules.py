@@ -17,11 +17,11 @@ from edgellm.structure.grammar import GrammarVocabulary, byte_vocabulary
 from edgellm.structure.reasoning import AfterReasoning
 from edgellm.text.messages import checked_tools
 from edgellm.text.tokenizer import Tokenizer
-from edgellm.tools.calls import ToolChoice, checked_choice
-from edgellm.tools.formats import FORMATS
-from edgellm.tools.reader import ToolReader
-from edgellm.tools.rules import FromCall, call_constraint
-from edgellm.tools.values import kinds_of
+from edgellm.tool_calls.calls import ToolChoice, checked_choice
+from edgellm.tool_calls.formats import FORMATS
+from edgellm.tool_calls.reader import ToolReader
+from edgellm.tool_calls.rules import FromCall, call_constraint
+from edgellm.tool_calls.values import kinds_of
 
 LOOK = {
     "name": "look",

@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 
 from edgellm.text.template import ChatTemplate
-from edgellm.tools.calls import checked_choice
-from edgellm.tools.formats import tool_format
-from edgellm.tools.reader import ToolReader
+from edgellm.tool_calls.calls import checked_choice
+from edgellm.tool_calls.formats import tool_format
+from edgellm.tool_calls.reader import ToolReader
 from tools.demo_model.calls import requests_text
 from tools.demo_model.calls.dialogues import GROUPS, ToolTalk, beginning, tool_dialogue, tool_items
 from tools.demo_model.calls.toolbox import DIRECTIONS, EXCLUSIVE, KINDS, MEANINGS, RELATIONS, SPELLINGS

@@ -31,7 +31,7 @@ from edgellm.requests import Request
 from edgellm.runtime import SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.kept_rows import RowKeeper
+from edgellm.snapshots.preempted_rows import RowKeeper
 from edgellm.snapshots.slots import SlotSnapshots
 from edgellm.snapshots.store import SnapshotStore
 from edgellm.text.output import OutputText

@@ -36,7 +36,7 @@ def answered(loop: DecodingLoop, sequences: Sequence[DecodingSequence]) -> Itera
 def _is_begun(loop: DecodingLoop, sequence: DecodingSequence) -> bool:
     """Admit a sequence if it has a place; a failure is its alone."""
     try:
-        if not loop.places.has_place(sequence):
+        if not loop.slots.has_place(sequence):
             return False
         loop.admit(sequence)
     except Exception as error:

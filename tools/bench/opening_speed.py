@@ -119,7 +119,7 @@ def account(engines: Path) -> dict[str, dict[str, float]]:
     """Of a model that is opened and answers here: its plan, what calls took of the memory, and how much was left."""
     from pycuda import driver
 
-    from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
+    from edgellm.engines.backends.cuda_backend import CudaBackend
     from edgellm.requests import Request
     from edgellm.runtime import SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams
@@ -130,7 +130,7 @@ def account(engines: Path) -> dict[str, dict[str, float]]:
         return driver.mem_get_info()[0] / 2**20
 
     def watch(name: str) -> None:
-        function = getattr(TensorRTBackend, name)
+        function = getattr(CudaBackend, name)
 
         def watched(*arguments: Any, **named: Any) -> Any:
             if inside:
@@ -143,7 +143,7 @@ def account(engines: Path) -> dict[str, dict[str, float]]:
                 inside.pop()
                 taken[name] = taken.get(name, 0.0) + before - free()
 
-        setattr(TensorRTBackend, name, watched)
+        setattr(CudaBackend, name, watched)
 
     for name in ("_load", "load_engine", "check_memory", "load_weights", "zeros_side_by_side", "zeros", "empty"):
         watch(name)

@@ -211,7 +211,7 @@ def is_right(outcome: Outcome, expected: Answer, backend: str) -> bool:
 def _watch(server: RequestServer) -> dict[DecodingSequence, tuple[int, int]]:
     """How often rows were kept, and how often not, of each sequence that gave way."""
     found: dict[DecodingSequence, tuple[int, int]] = {}
-    places = server._loop.places
+    places = server._loop.slots
     give_way = places.give_way
 
     def watched(sequence: DecodingSequence) -> None:

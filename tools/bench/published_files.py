@@ -35,7 +35,7 @@ from edgellm.errors import EdgeLLMError
 from edgellm.text.template import TRIAL_TOKENS
 from edgellm.text.template_trials import TOOL
 from edgellm.text.tokenizer import Tokenizer, read_json_object
-from edgellm.tools.calling import ToolCalling
+from edgellm.tool_calls.calling import ToolCalling
 
 TEXT = "The red cup is on the table.\n\tÀ bientôt, 4 + 4 = 8!"
 USER, ANSWER = {"role": "user", "content": TEXT}, {"role": "assistant", "content": "Yes."}

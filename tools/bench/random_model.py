@@ -17,9 +17,9 @@ from random_checkpoint import SHAPES
 from random_draft import DRAFT_VOCABULARY, HEAD_SCALE, SCALE
 
 from edgellm.engines.backends.base import uploaded
+from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.numpy_backend import NumpyBackend
-from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY as SHORTLIST
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import EngineDraft
@@ -114,7 +114,7 @@ def _stored(values: np.ndarray, dtype: str) -> np.ndarray:
     return found
 
 
-class RandomTensorRTBackend(RandomWeights, TensorRTBackend):
+class RandomTensorRTBackend(RandomWeights, CudaBackend):
     """The backend of a GPU, which repeats packed weights of 4 MiB."""
 
     def __init__(self, directory: RandomDirectory) -> None:

@@ -13,7 +13,7 @@ from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.building.checks import choose_image_rows
 from edgellm.engines.building.inputs import read_decoder_config, read_vision_config
 from edgellm.engines.directories.engine_directory import EngineDirectory, adapter_names
-from edgellm.tools.formats import checkpoint_format
+from edgellm.tool_calls.formats import checkpoint_format
 from tools.demo_model.vocabulary import CHAT_TEMPLATE
 
 

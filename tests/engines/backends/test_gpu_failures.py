@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from gpu_device import cuda_device
 
+from edgellm.engines.backends import cuda_backend
 from edgellm.engines.backends import cuda_device as device_file
-from edgellm.engines.backends import tensorrt_backend
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
@@ -77,14 +77,14 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     def refuse(*arguments: Any, **named: Any) -> None:
         raise KernelError("NVRTC refused the kernels")
 
-    monkeypatch.setattr(tensorrt_backend, "load_tensorrt", lambda: None)
+    monkeypatch.setattr(cuda_backend, "load_tensorrt", lambda: None)
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     kernels = SimpleNamespace(close=lambda: log.append("unloaded"))
-    monkeypatch.setattr(tensorrt_backend, "KernelModule", lambda capability, stream: kernels)
-    monkeypatch.setattr(tensorrt_backend, "CudaSampling", SimpleNamespace(workspace_bytes=refuse))
+    monkeypatch.setattr(cuda_backend, "KernelModule", lambda capability, stream: kernels)
+    monkeypatch.setattr(cuda_backend, "CudaSampling", SimpleNamespace(workspace_bytes=refuse))
     with pytest.raises(KernelError, match="NVRTC refused"):
-        tensorrt_backend.TensorRTBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
+        cuda_backend.CudaBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
     assert log == ["unloaded", "closed"]
 
 
@@ -101,13 +101,13 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
         raise RuntimeError("libnvrtc.so cannot be loaded")
 
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tensorrt_backend, "load_tensorrt", lambda: None)
+    monkeypatch.setattr(cuda_backend, "load_tensorrt", lambda: None)
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     module = SimpleNamespace(load_prepared=lambda source: compiler.cached_module(source, "sm_90"), close=lambda: None)
     monkeypatch.setattr(CudaDevice, "empty", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
     monkeypatch.setattr(CudaDevice, "zeros", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
-    monkeypatch.setattr(tensorrt_backend, "KernelModule", lambda capability, stream: module)
+    monkeypatch.setattr(cuda_backend, "KernelModule", lambda capability, stream: module)
     if missing == "NVRTC":
         monkeypatch.setattr(nvrtc, "nvrtcVersion", refuse)
     else:
@@ -117,7 +117,7 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
         monkeypatch.setattr(compiler, "_toolkit_roots", lambda: [])
     wheel = "nvidia-cuda-nvrtc" if missing == "NVRTC" else "nvidia-cuda-runtime"
     with pytest.raises(MissingDependencyError, match=f"pip install .*{wheel}"):
-        tensorrt_backend.TensorRTBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
+        cuda_backend.CudaBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
     assert log == ["closed"]
 
 

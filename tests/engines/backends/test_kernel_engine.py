@@ -35,7 +35,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
 
 EXECUTORS = pytest.mark.parametrize("executor", [FewRows, ManyRows])
 H200 = 232_448
@@ -86,7 +86,7 @@ def packed_linears(arrays: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarr
         weight = replace(random_packed(*array.shape, 16, True, "float16", size), order=order, input_scales=scales)
         layout, data = to_device_layout(weight)
         dense[name] = weight.values() if scales is None else weight.values() * scales
-        packed[name] = PackedMatrix(replace(layout, dtype="float32"), data, ArrangedInputs.of(weight))
+        packed[name] = PackedMatrix(replace(layout, dtype="float32"), data, InputPermutation.of(weight))
     return dense, packed
 
 

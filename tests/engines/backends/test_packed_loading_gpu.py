@@ -18,7 +18,7 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, from_device_layout
+from edgellm.kernels.quantization.device_layout import InputPermutation, from_device_layout
 from edgellm.kernels.quantization.turn import AWQ_PLACES, TURNED, arrange, turn
 
 GOLDENS = golden_folder("quantized")
@@ -56,7 +56,7 @@ def test_weights_in_the_kernels_layout_are_those_of_the_file(gpu, name: str, mon
             parts = [checkpoint.packed(*part) for part in spec.parts]
             matrix = found[spec.name]
             assert matrix.data.nbytes <= math.prod(layouts[spec.name].shape) <= 1.1 * matrix.data.nbytes
-            weight, inputs = from_device_layout(matrix.layout, gpu.download(matrix.data)), ArrangedInputs.of(parts[0])
+            weight, inputs = from_device_layout(matrix.layout, gpu.download(matrix.data)), InputPermutation.of(parts[0])
             assert (inputs is None) == (matrix.inputs is None) and matrix.dtype == dtype
             for given, own in zip(inputs or (), matrix.inputs or (), strict=True):
                 assert (given is None) == (own is None)

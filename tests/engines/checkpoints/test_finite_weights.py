@@ -19,7 +19,7 @@ from synthetic_images import synthetic_image
 from tiny_multimodal import FAMILIES
 
 from edgellm import LLM, AdapterError, EdgeLLMError, SamplingParams
-from edgellm.engines.backends.tensorrt_backend import TensorRTBackend
+from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints import weights as weights_module
@@ -209,7 +209,7 @@ def write_shards(folder: Path, dtype: str, bad: str, place: int, value: float) -
 def uploaded_weights(checkpoint: Checkpoint, specs: list[WeightSpec], dtype: str) -> tuple[dict, list[int]]:
     """What the GPU's backend loads, and how many results it reads, with a device in host memory and the twin of the
     kernel: all of it but the device's own part."""
-    backend, read = object.__new__(TensorRTBackend), []
+    backend, read = object.__new__(CudaBackend), []
 
     def zeros(shape: tuple[int, ...], kind: str) -> DeviceArray:
         values = np.zeros(shape, np.uint16 if kind == "bfloat16" else kind)
@@ -363,7 +363,7 @@ def test_a_gpu_finds_what_numpy_finds(tmp_path: Path, make_checkpoint: Callable[
             damage(base / "model.safetensors", "model.layers.1.self_attn.v_proj.weight", (31, 63), np.nan)
         build_engine_directory(base, tmp_path / folder, EngineLimits(1, 16, 96), [], dtype=dtype)
         directory = EngineDirectory.open(tmp_path / folder)
-        backend: Any = TensorRTBackend(directory)
+        backend: Any = CudaBackend(directory)
         try:
             with directory.checkpoint() as checkpoint:
                 specs = decoder_weights(decoder_config(checkpoint.config, checkpoint.generation_config))

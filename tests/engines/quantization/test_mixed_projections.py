@@ -37,7 +37,7 @@ from edgellm.engines.quantization.stored import fused
 from edgellm.engines.quantizer.quantizer import QuantizationOptions, quantize_checkpoint
 from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode import tiled_linear
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix, to_device_layout
 
 GOLDENS, DECODERS = golden_folder("quantized"), golden_folder("decoder")
 PACKED = GOLDENS / "ct_w4_qwen3_5"
@@ -77,7 +77,7 @@ class KernelSteps(RecurrentSteps):
                 whole = fused(stored)
                 assert whole is not None and whole.shape == spec.shape
                 layout, data = to_device_layout(whole.unpacked())
-                inputs = ArrangedInputs.of(whole.unpacked())
+                inputs = InputPermutation.of(whole.unpacked())
                 self.packed[spec.name] = PackedMatrix(replace(layout, dtype="float32"), data, inputs)
 
     def compute(self, program: Program, bindings: dict[str, np.ndarray]) -> None:

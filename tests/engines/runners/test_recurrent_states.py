@@ -12,7 +12,7 @@ from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.states import ConvColumns, DeltaMatrix, KVRows, LayerState
 from edgellm.engines.runners.prefill import prompt_chunks
-from edgellm.engines.runners.states import KeptInputs, ModelStates
+from edgellm.engines.runners.states import ModelStates, ReplayInputs
 from edgellm.kernels.acceptance.contract import Accepted, Pending
 
 CONFIG = DecoderConfig("llama", 96, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -50,7 +50,7 @@ def fill(kept: dict[str, np.ndarray], random: np.random.Generator) -> None:
 
 def plain_steps(states: ModelStates, slot: int, kept: dict[str, np.ndarray], path: list[int]) -> None:
     """Take a path of a tree as plain decoding does: token by token, each a step of its own."""
-    one = KeptInputs(NumpyBackend(CONFIG), LAYERS, 1, 1).of(1, 1)
+    one = ReplayInputs(NumpyBackend(CONFIG), LAYERS, 1, 1).of(1, 1)
     for node in path:
         for name, array in one.items():
             array[...] = kept[name][slot : slot + 1, node : node + 1]

@@ -19,7 +19,7 @@ from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.errors import KernelError
-from edgellm.kernels.quantization.device_layout import ArrangedInputs, DeviceLayout
+from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation
 from edgellm.kernels.quantization.packed_weight import Codes
 
 pytestmark = pytest.mark.gpu
@@ -171,21 +171,21 @@ def test_a_norm_arranges_its_rows(gpu, rows: int, columns: int, padded: int, dty
     kernels.norm(NormedInput(own_x, weight, 1e-5), plain)()
     normed = compute_values(gpu.download(plain), dtype)
     for arranged in (
-        ArrangedInputs(own_order, None),
-        ArrangedInputs(None, own_scales),
-        ArrangedInputs(own_order, own_scales),
+        InputPermutation(own_order, None),
+        InputPermutation(None, own_scales),
+        InputPermutation(own_order, own_scales),
     ):
         kernels.norm(NormedInput(own_x, weight, 1e-5), output, arranged=arranged)()
         expected = normed.copy()
         expected[:, :columns] = compute_bits(rearranged(normed[:, :columns], arranged, order, scales), dtype)[1]
         np.testing.assert_array_equal(compute_values(gpu.download(output), dtype), expected)
-    both = ArrangedInputs(own_order, own_scales)
+    both = InputPermutation(own_order, own_scales)
     kernels.norm(NormedInput(own_x, None), own_x, arranged=both)()  # where they are
     expected = compute_bits(rearranged(x, both, order, scales), dtype)[1]
     np.testing.assert_array_equal(compute_values(gpu.download(own_x), dtype), expected)
 
 
-def rearranged(x: np.ndarray, arranged: ArrangedInputs, order: np.ndarray, scales: np.ndarray) -> np.ndarray:
+def rearranged(x: np.ndarray, arranged: InputPermutation, order: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """x [R, K] float32 in that order, times these scales, as far as there are such."""
     x = x if arranged.order is None else x[:, order]
     return x if arranged.scales is None else x * scales

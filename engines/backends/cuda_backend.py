@@ -48,7 +48,7 @@ from edgellm.kernels.tree.launcher import CudaTree
 logger = logging.getLogger("edgellm.tensorrt")
 
 
-class TensorRTBackend(CudaDevice):
+class CudaBackend(CudaDevice):
     """See `edgellm.engines.backends.base.Backend`: the device, with the engines and kernels that run on it.
 
     It is used from the thread that made it.

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgellm.errors import RequestError, shown
 from edgellm.structure.typed_values import TypeSchemas, hints_of, typed_value
-from edgellm.tools.calls import ToolCall
+from edgellm.tool_calls.calls import ToolCall
 
 #: Of a docstring: where Google's and NumPy's style describe parameters, and how Sphinx's does.
 _SECTION = re.compile(r"(?:args|arguments|parameters|other parameters)\s*:?", re.IGNORECASE)

@@ -27,7 +27,7 @@ from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.runners.prompt_images import TokenIdentity
 from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.snapshots.kept_rows import copies_in, padded_bytes
+from edgellm.snapshots.preempted_rows import copies_in, padded_bytes
 
 logger = logging.getLogger("edgellm.snapshots")
 

@@ -13,10 +13,10 @@ from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import RequestError
 from edgellm.structure.description import Structure
 from edgellm.structure.reasoning import reasoning_marks, reasoning_state
-from edgellm.tools.calls import ToolChoice
-from edgellm.tools.formats import ToolFormat, taught_format, tool_format
-from edgellm.tools.reader import ToolReader
-from edgellm.tools.values import is_object
+from edgellm.tool_calls.calls import ToolChoice
+from edgellm.tool_calls.formats import ToolFormat, taught_format, tool_format
+from edgellm.tool_calls.reader import ToolReader
+from edgellm.tool_calls.values import is_object
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from edgellm.text.tokenizer import Tokenizer
 
 
-logger = logging.getLogger("edgellm.tools")
+logger = logging.getLogger("edgellm.tool_calls")
 
 
 class Calling(NamedTuple):
@@ -111,7 +111,7 @@ def _constraint(
 ) -> TokenConstraint | None:
     """The rules; None where a model may call or not, and grammars cannot read its tokenizer: its calls are read as they
     come."""
-    from edgellm.tools.rules import call_constraint  # llguidance is loaded for requests that need it
+    from edgellm.tool_calls.rules import call_constraint  # llguidance is loaded for requests that need it
 
     try:
         tokens = vocabulary()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
-from edgellm.tools.values import json_text, python_json, unescaped
+from edgellm.tool_calls.values import json_text, python_json, unescaped
 
 SPACES = frozenset(" \t\r\n")
 NAME_CHARACTERS = frozenset(string.ascii_letters + string.digits + "_-.")

@@ -13,9 +13,9 @@ from edgellm.engines.speculation.constraints import TokenConstraint, packed_mask
 from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure.description import Structure, json_options
 from edgellm.structure.steps import Steps
-from edgellm.tools.calls import ToolChoice
-from edgellm.tools.formats import ToolFormat
-from edgellm.tools.values import all_kinds, json_text, kind_of, named_values, referred
+from edgellm.tool_calls.calls import ToolChoice
+from edgellm.tool_calls.formats import ToolFormat
+from edgellm.tool_calls.values import all_kinds, json_text, kind_of, named_values, referred
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary

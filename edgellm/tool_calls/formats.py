@@ -12,7 +12,7 @@ from edgellm.errors import RequestError, shown
 from edgellm.text.template import ChatTemplate
 from edgellm.text.template_trials import TOOL
 from edgellm.text.tokenizer import Tokenizer, read_json_object
-from edgellm.tools.values import json_text
+from edgellm.tool_calls.values import json_text
 
 #: How the inside of a call is written: an object with name and arguments, name and arguments behind each other, a call
 #: as Python writes it, or tags.

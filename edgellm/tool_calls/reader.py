@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from edgellm.structure.reasoning import ReasoningMarks, ReasoningState
-from edgellm.tools.calls import ToolCall, ToolCallDelta, joined_deltas
-from edgellm.tools.characters import END, NAME_CHARACTERS, SPACES, Broken, CharacterReader, Characters
-from edgellm.tools.formats import ToolFormat
-from edgellm.tools.values import is_object, json_text, typed_text
+from edgellm.tool_calls.calls import ToolCall, ToolCallDelta, joined_deltas
+from edgellm.tool_calls.characters import END, NAME_CHARACTERS, SPACES, Broken, CharacterReader, Characters
+from edgellm.tool_calls.formats import ToolFormat
+from edgellm.tool_calls.values import is_object, json_text, typed_text
 
 #: So many letters and digits, which every template takes.
 _ID_LENGTH = 9

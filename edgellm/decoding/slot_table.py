@@ -16,15 +16,15 @@ from edgellm.engines.runners.prefill import Stops
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.contents import KVContents, choose_slot, common_beginning
-from edgellm.snapshots.kept_rows import RowKeeper
-from edgellm.snapshots.kept_states import StateKeeper
+from edgellm.snapshots.preempted_rows import RowKeeper
 from edgellm.snapshots.slots import SlotSnapshots
+from edgellm.snapshots.state_cache import StateKeeper
 
 if TYPE_CHECKING:
     from edgellm.multimodal.image_processor import PreparedImage
 
 
-class Places:
+class SlotTable:
     """The slots of a runner; `DecodingLoop` says what is given. No step is under way when anything changes."""
 
     def __init__(
