@@ -219,7 +219,7 @@ def _cuda_member(field: _Field, name: str) -> str:
 
 
 def _size_type(letter: str) -> str:
-    """Of N, what a call has of some size or other, there may be more than 2^32."""
+    """Sizes called N, what a call has of some size or other, may exceed 2^32."""
     return "unsigned long long" if letter == "N" else "unsigned"
 
 

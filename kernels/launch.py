@@ -30,7 +30,7 @@ class KernelModule:
     """
 
     def __init__(self, gpu: GPU, stream: Any) -> None:
-        """Of kernels for `gpu`, on a stream of pycuda's. Raises MissingDependencyError without cuda.bindings."""
+        """Loads kernels for `gpu`, on a stream of pycuda's. Raises MissingDependencyError without cuda.bindings."""
         try:
             from cuda.bindings import driver
         except ImportError as error:
@@ -75,7 +75,7 @@ class KernelModule:
         self._loaded[source] = module, compiled.lowered_names
 
     def load_prepared(self, source: ModuleSource) -> None:
-        """As `load`, for kernels that pycuda launches."""
+        """Loads as `load` does, for kernels that pycuda launches."""
         if source in self._prepared:
             return
         import pycuda.driver as cuda

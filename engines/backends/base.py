@@ -73,7 +73,7 @@ class Timestamp(Protocol):
     """The moment at which a backend's work has come to a point."""
 
     def seconds(self) -> float:
-        """That moment on the clock of `time.perf_counter`; waits for it."""
+        """The moment on the clock of `time.perf_counter`; waits for it."""
 
 
 class Backend(Protocol):

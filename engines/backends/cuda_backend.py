@@ -178,7 +178,7 @@ class CudaBackend(CudaDevice):
                 engine.load_kernels(self._loaded)
 
     def _first_not_finite(self, tensors: Mapping[str, DeviceArray]) -> dict[str, int]:
-        """By name, the index of the first value of each tensor [n] that is infinite or NaN, -1 for none.
+        """The index of the first value of each tensor [n] that is infinite or NaN, by name; -1 for none.
 
         All are looked at before one of the results is read, which waits for the uploads, too.
         """

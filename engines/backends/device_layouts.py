@@ -86,7 +86,7 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
 
 
 def _head_layout(config: ModelConfig, dtype: str) -> dict[str, DeviceLayout]:
-    """That of a head which is packed when a directory is built."""
+    """The layout of a head which is packed when a directory is built."""
     if isinstance(config, VisionConfig):
         return {}
     format = head_format(config.head, config.hidden_size, dtype)

@@ -134,7 +134,7 @@ def plan_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_lim
 
 
 def _lacks_layers(config: ModelConfig, shape: EngineShape) -> str:
-    """Of a shape the layers for which TensorRT has no operation; nothing where it has all."""
+    """The layers of a shape for which TensorRT has no operation; nothing where it has all."""
     if isinstance(config, DecoderConfig) and config.is_recurrent:
         return "recurrent layers"
     if isinstance(config, DecoderConfig) and config.window is not None and shape.window_rows:

@@ -136,7 +136,7 @@ class KernelEngine:
         self._is_whole = True
 
     def _lows(self) -> Iterator[tuple[Array, Array]]:
-        """Of each launch with adapters, in order: the area that it uses, and that of the next one, which it clears.
+        """For each launch with adapters, in order: the area that it uses, and that of the next one, which it clears.
 
         Neighbours have different ones, also the last launch of a step and the first.
         """

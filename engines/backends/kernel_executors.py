@@ -187,7 +187,7 @@ class FewRows:
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
 
     def _packed_linear(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
-        """By the kernels of few packed rows, which norm the fewest themselves, or by those of many."""
+        """The launches by the kernels of few packed rows, which norm the fewest themselves, or by those of many."""
         few, output, rows = self._kernels.few, self._array(step.output), step_rows(step, self._program)
         inside = norms_packed(step, rows) and linear.arranged is None
         if not few.takes(linear, rows, normed=inside):
@@ -203,7 +203,7 @@ class FewRows:
         return [few.norm_linear([normed], linear, output, step.scale, self._kept(step.keep), next_early)]
 
     def _normed_apart(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
-        """By the kernels of many rows."""
+        """The launches by the kernels of many rows."""
         many, output = self._kernels.many, self._array(step.output)
         products = linear.adapters is not None  # of inputs that are not arranged yet
         x, launches = self._together(step, True, next_early, None if products else linear.arranged)

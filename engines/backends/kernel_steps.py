@@ -51,7 +51,7 @@ def step_rows(step: Step, program: Program) -> int:
 
 
 def most_rows(program: Program) -> int:
-    """Of its steps that multiply or attend."""
+    """The most rows of its steps that multiply or attend."""
     kinds = NormLinear | LinearResidual | Attention
     return max(step_rows(step, program) for step in program.steps if isinstance(step, kinds))
 
@@ -115,7 +115,7 @@ def title(step: Step) -> str:
 
 
 def module_rows(adapted: AdaptedProjection) -> tuple[int, ...]:
-    """Of each layer that is multiplied as one with others."""
+    """The rows of each layer that is multiplied as one with others."""
     return tuple(rows for _, rows in adapted.modules)
 
 

@@ -43,7 +43,7 @@ class PackedLoader:
     """Puts packed weights into the memory of a device, whose stream does the work in order."""
 
     def __init__(self, device: CudaDevice, module: KernelModule, dtype: str) -> None:
-        """For kernels that compute in `dtype`."""
+        """Prepares for kernels that compute in `dtype`."""
         self._device, self._module, self._dtype = device, module, dtype
         #: Memory for codes on their way, by what it is for.
         self._staging: dict[str, DeviceArray] = {}

@@ -62,7 +62,7 @@ class Platform:
         return cls(*match.groups()) if match else None
 
     def describe(self) -> str:
-        """In words, for messages."""
+        """Describes it in words, for messages."""
         flavour = "TensorRT-RTX" if self.flavour == "rtx" else "TensorRT"
         return f"{self.compute_capability} with {flavour} {self.version}"
 

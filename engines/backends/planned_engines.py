@@ -43,7 +43,7 @@ class _PlannedSegment:
 def planned_engines(
     models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts
 ) -> dict[str, int]:
-    """By the memory plan's names, the bytes of code, and of the scratch that all engines share: what the longest chunk
+    """The bytes of code, by the memory plan's names, and of the scratch that all engines share: what the longest chunk
     of a prompt needs where kernels compute its attention. Of other shapes TensorRT alone knows."""
     found = [0]
     for shape in limits.engine_shapes():

@@ -158,7 +158,7 @@ def normed_argument(normed: NormedInput, dtype: str) -> NormedArgument:
 
 
 def addresses(*arrays: DeviceArray | None) -> tuple[int, ...]:
-    """Of arrays; 0 for None."""
+    """The addresses of arrays; 0 for None."""
     return tuple(0 if array is None else array.pointer for array in arrays)
 
 

@@ -114,7 +114,7 @@ class AttentionShape(NamedTuple):
 
     @property
     def most_keys(self) -> int:
-        """That a sequence can have, those before its window in the same span included."""
+        """The most keys that a sequence can have, those before its window in the same span included."""
         span = _KEY_TILE << self.window_bits
         return self.window + span + self.tokens if self.window else self.kv_rows
 
@@ -164,7 +164,7 @@ class AttentionGeometry:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """Warps of a block."""
         return self.slots * self.row_tiles * self.tile_warps
 
     @property
@@ -313,8 +313,8 @@ def attention_geometries(shape: AttentionShape, limit: int, has_clusters: bool) 
 
 
 def _every_geometry(shape: AttentionShape, has_clusters: bool) -> Iterator[AttentionGeometry]:
-    """Of large heads more blocks than a cluster has share keys through global memory, too: a tile takes long, and such
-    models have few key-value heads, whose clusters would leave most of a large GPU without work."""
+    """Every geometry. Of large heads more blocks than a cluster has share keys through global memory, too: a tile takes
+    long, and such models have few key-value heads, whose clusters would leave most of a large GPU without work."""
     in_memory = shape.spans if shape.leaves_partials else 1
     most = _MOST_IN_CLUSTER if has_clusters else min(32, in_memory)
     large = shape.size > _MOST_OF_ONE_WARP
@@ -334,7 +334,7 @@ def _every_geometry(shape: AttentionShape, has_clusters: bool) -> Iterator[Atten
 
 
 def _smallest(shape: AttentionShape) -> AttentionGeometry:
-    """That of the blocks that need the least memory."""
+    """The geometry whose blocks need the least memory."""
     each = [AttentionGeometry(1, 1, 1, 1)]
     if shape.size > _MOST_OF_ONE_WARP:
         each.append(AttentionGeometry(1, 1, 1, 1, False, _SHARED_TILE_WARPS, not shape.int8))

@@ -190,7 +190,7 @@ def low_words(rows: int, places: int, modules: int, rank: int) -> int:
 
 
 def padded_ranks(places: int, rank: int) -> int:
-    """Of adapters in all places: what the kernels multiply, in steps of 16."""
+    """The ranks of adapters in all places that kernels multiply, in steps of 16."""
     return places * -(-rank // 16) * 16
 
 
@@ -224,7 +224,7 @@ def attention_refusal(heads: int, kv_heads: int, head_size: int, int8: bool = Fa
 
 
 def activation_number(activation: str) -> int:
-    """By which the kernels know an activation. Raises KernelError for others."""
+    """The number by which the kernels know an activation. Raises KernelError for others."""
     if activation not in ACTIVATIONS:
         raise KernelError(f"decode kernels have no activation {activation}, only {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[activation]

@@ -30,7 +30,7 @@ class Geometry:
 
     @property
     def residual_tiles(self) -> int:
-        """Of 8 weight rows in a unit of `linear_residual`."""
+        """Tiles of 8 weight rows in a unit of `linear_residual`."""
         return 2 if self.twice else 1
 
     def ring_bytes(self, tiles: int, ranks: int = 0) -> int:
@@ -46,7 +46,7 @@ class Geometry:
         return self.ring_bytes(tiles, ranks) + own
 
     def staged_bytes(self, batch: int, columns: int, ranks: int = 0) -> int:
-        """Of `linear_residual`, where its activations are staged."""
+        """Bytes of `linear_residual` where its activations are staged."""
         return self.ring_bytes(self.residual_tiles, ranks) + SLICES * slice_steps(columns) * STEP * 2 * batch
 
     def streamed_bytes(self, batch: int, ranks: int = 0) -> int:

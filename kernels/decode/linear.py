@@ -355,7 +355,7 @@ class CudaDecodeKernels:
         return batch
 
     def _packed(self, name: str, linear: LinearWeights, arguments: Any) -> Launch:
-        """Of the same arguments by packed_rows.cu."""
+        """The launch of the same arguments by packed_rows.cu."""
         layout, batch, normed = linear.weight.layout, arguments.linear.batch, name.startswith("norm")
         way = packed_rows(batch, layout, capacity_of(self.module), normed)
         if way is None or linear.adapters is not None or (name.endswith("gate_up") and layout.rows % 16):
@@ -384,7 +384,7 @@ class CudaDecodeKernels:
         shared_bytes: int,
         arguments: Any,
     ) -> Launch:
-        """With units of `tiles` times 8 weight rows."""
+        """The launch with units of `tiles` times 8 weight rows."""
         units, low_units = (-(-rows // (8 * tiles)) for rows in (linear.weight.shape[0], linear.low_rows))
         blocks = min(units + low_units, self.module.multiprocessors * geometry.blocks_per_multiprocessor)
         adapters = arguments.linear.adapters

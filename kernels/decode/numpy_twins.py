@@ -79,8 +79,8 @@ class NumpyTiledKernels:
         return NumpyLaunch(compute)
 
     def low_products(self, x: np.ndarray, linear: LinearWeights, selected: np.ndarray | None = None) -> NumpyLaunch:
-        """Of a packed layer with LoRA adapters, in front of it: x a^T * scales, of all rows or those `selected`, as the
-        kernels of the layer take it from `LinearAdapters.low`. The layer's twin computes it itself."""
+        """The products in front of a packed layer with LoRA adapters: x a^T * scales, of all rows or those `selected`,
+        as the kernels of the layer take it from `LinearAdapters.low`. The layer's twin computes it itself."""
         return NumpyLaunch(lambda: None)
 
 
@@ -330,7 +330,7 @@ def rotary_embedding(x: np.ndarray, cos_sin: np.ndarray) -> np.ndarray:
 
 
 def rows_of(x: np.ndarray) -> np.ndarray:
-    """As a matrix."""
+    """The array as a matrix."""
     return x.reshape(-1, x.shape[-1])
 
 

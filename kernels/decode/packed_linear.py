@@ -40,7 +40,8 @@ class PackedTiling:
     ahead: int
 
     def shared_bytes(self, block_bytes: int, columns: int, batch: int, adapted: bool = False) -> int:
-        """Of a block: rings of weights, sums, activations, what LoRA adapters add. `block_bytes`: of `DeviceLayout`."""
+        """Bytes of a block: rings of weights, sums, activations, what LoRA adapters add. `block_bytes`: of
+        `DeviceLayout`."""
         weights = self.warps * self.depth * 2 * self.weight_tiles * block_bytes
         sums = (self.warps + adapted) * 8 * self.token_tiles * (16 * self.weight_tiles + 4) * 4
         activations = padded_columns(columns) // BLOCK_COLUMNS * batch * _ROW_BYTES

@@ -50,7 +50,7 @@ class PackedRows:
     late: bool = False
 
     def shared_bytes(self, block_bytes: int, columns: int, batch: int, normed: bool) -> int:
-        """Of a block. `block_bytes`: of `DeviceLayout`."""
+        """Bytes of a block. `block_bytes`: of `DeviceLayout`."""
         rows = 1 if self.one else 8
         weights = SLICES * self.depth * 2 * self.weight_tiles * block_bytes
         sums = 2 * SLICES * self.at_once * rows * (16 * self.weight_tiles + 4) * 4

@@ -56,16 +56,16 @@ class PackedTiles:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """Warps of a block."""
         return self.row_warps * self.k_warps
 
     @property
     def weight_rows(self) -> int:
-        """Of a tile."""
+        """Weight rows of a tile."""
         return 16 * self.weight_tiles * self.row_warps
 
     def shared_bytes(self, block_bytes: int, columns: int) -> int:
-        """Of a block: where rows begin, rings of weights, sums, activations. `block_bytes`: of `DeviceLayout`."""
+        """Bytes of a block: where rows begin, rings of weights, sums, activations. `block_bytes`: of `DeviceLayout`."""
         weights = self.warps * self.depth * 2 * self.weight_tiles * block_bytes
         fragments = self.weight_tiles * self.token_tiles
         sums = self.k_warps * 8 * self.token_tiles * (self.weight_rows + 4) * 4

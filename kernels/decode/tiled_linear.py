@@ -211,7 +211,7 @@ class CudaTiledKernels:
     def _tiled_launch(
         self, name: str, x: DeviceArray, linear: LinearWeights, arguments: _TiledLinear, tiling: Tiling
     ) -> Launch:
-        """Of a layer with rows of its own, or without: of adapters' A alone."""
+        """The launch of a layer with rows of its own, or without: of adapters' A alone."""
         adapters, (every_row, columns) = linear.adapters, linear.weight.shape
         rows, adapted = every_row if arguments.linear.rows else 0, adapters is not None
         arguments.stages = tiling.stages(self.gpu, adapted)

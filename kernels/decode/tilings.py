@@ -99,17 +99,17 @@ class Tiling:
 
     @property
     def row_warps(self) -> int:
-        """That have the rows of activations beside each other."""
+        """Warps that have the rows of activations beside each other."""
         return 2 if self.rows == 64 else 1
 
     @property
     def row_tiles(self) -> int:
-        """Of a warp, 16 rows of activations each."""
+        """Tiles of a warp, 16 rows of activations each."""
         return self.rows // (16 * self.row_warps)
 
     @property
     def column_tiles(self) -> int:
-        """Of a warp, 8 weight rows each."""
+        """Tiles of a warp, 8 weight rows each."""
         return self.weight_rows * self.row_warps // (8 * WARPS)
 
     def resident(self, gpu: Capacity) -> int:
@@ -124,7 +124,7 @@ class Tiling:
 
     @property
     def stage_bytes(self) -> int:
-        """Of weights and activations, 64 columns of each."""
+        """Bytes of weights and activations, 64 columns of each."""
         return (self.weight_rows + self.rows) * ROW_BYTES
 
     @property
@@ -133,17 +133,19 @@ class Tiling:
         return self.rows * (self.weight_rows + 4) * 4
 
     def shared_bytes(self, stages: int, adapted: bool = False) -> int:
-        """Of a ring and its barriers; `adapted`: and of products of LoRA adapters' rows, 16 of each of two modules."""
+        """Bytes of a ring and its barriers; `adapted`: and of products of LoRA adapters' rows, 16 of each of two
+        modules."""
         return stages * (self.stage_bytes + BARRIER_BYTES) + adapted * self.rows * 64
 
     def stages(self, gpu: Capacity, adapted: bool = False) -> int:
-        """Of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do so."""
+        """Stages of the ring: as many as fit (2 at least), where kernels overlap beside the next kernel's block if 3 do
+        so."""
         beside = self.resident(gpu) > 1 and self.shared_bytes(3, adapted) <= _beside(gpu)
         limit = _beside(gpu) if beside else gpu.shared_limit
         return max(2, min(MOST_STAGES, (limit - self.shared_bytes(0, adapted)) // self.shared_bytes(1)))
 
     def tiles(self, rows: int) -> int:
-        """Of a matrix of `rows`."""
+        """Tiles of a matrix of `rows`."""
         return -(-rows // self.weight_rows)
 
     def grid(self, rows: int, gpu: Capacity, low_rows: int = 0) -> tuple[int, int, int]:
@@ -153,7 +155,7 @@ class Tiling:
         return (min(tiles, gpu.multiprocessors) if self.splits == 1 else tiles), self.splits, 1
 
     def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
-        """Of a matrix [rows, columns]."""
+        """Clocks of a matrix [rows, columns]."""
         tiles = self.tiles(rows)
         blocks = min(tiles * self.splits, gpu.multiprocessors)
         weights, activations = (count * STEP * 2 for count in (self.weight_rows, self.rows))
@@ -189,17 +191,17 @@ class DirectTiling:
 
     @property
     def weight_rows(self) -> int:
-        """Of a tile."""
+        """Weight rows of a tile."""
         return 8 * self.weight_tiles * self.warps
 
     @property
     def stage_bytes(self) -> int:
-        """Of a chunk of activations."""
+        """Bytes of a chunk of activations."""
         return self.chunk_steps * self.rows * STEP * 2
 
     @property
     def own_bytes(self) -> int:
-        """Of the threads' rings, and of sums for which registers have no room: `Geometry::STAGES`."""
+        """Bytes of the threads' rings, and of sums for which registers have no room: `Geometry::STAGES`."""
         sums, threads = self.rows // 4 * self.weight_tiles, 32 * self.warps
         leaves = 3 * sums + 8 * self.weight_tiles + 56 > min(255, 65_536 // threads)
         return (self.depth * self.weight_tiles * 16 + leaves * sums * 4) * threads
@@ -210,11 +212,11 @@ class DirectTiling:
         return 2 + -(-self.depth // self.chunk_steps)
 
     def shared_bytes(self, stages: int) -> int:
-        """Of a block."""
+        """Bytes of a block."""
         return self.own_bytes + stages * self.stage_bytes
 
     def stages(self, columns: int, gpu: Capacity) -> int:
-        """Of the ring: as many as K has chunks, which are copied once, or four or three."""
+        """Stages of the ring: as many as K has chunks, which are copied once, or four or three."""
         room, chunks = (gpu.shared_limit - self.own_bytes) // self.stage_bytes, -(-columns // (self.chunk_steps * STEP))
         return chunks if chunks <= room else max(self.least_stages, min(4, room))
 
@@ -223,7 +225,7 @@ class DirectTiling:
         return min(-(-rows // self.weight_rows), gpu.multiprocessors), 1, 1
 
     def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
-        """Of a matrix [rows, columns]."""
+        """Clocks of a matrix [rows, columns]."""
         tiles, steps = -(-rows // self.weight_rows), -(-columns // STEP)
         blocks = min(tiles, gpu.multiprocessors)
         stay = self.stages(columns, gpu) * self.chunk_steps >= steps
@@ -255,20 +257,20 @@ class GroupTiling:
 
     @property
     def weight_rows(self) -> int:
-        """Of a tile."""
+        """Weight rows of a tile."""
         return 8 * self.weight_tiles
 
     @property
     def step_bytes(self) -> tuple[int, int]:
-        """Of weights and of activations, a step of each warp."""
+        """Bytes of weights and of activations, a step of each warp."""
         return self.warps * self.weight_rows * STEP * 2, self.warps * self.rows * STEP * 2
 
     def shared_bytes(self, stages: int) -> int:
-        """Of a block: the ring, and the sums of all groups."""
+        """Bytes of a block: the ring, and the sums of all groups."""
         return stages * sum(self.step_bytes) + self.warps * self.rows * self.weight_rows * 4
 
     def stages(self, columns: int, gpu: Capacity) -> int:
-        """Of the ring, whatever K and the GPU are."""
+        """Stages of the ring, whatever K and the GPU are."""
         return self.depth
 
     def grid(self, rows: int, gpu: Capacity) -> tuple[int, int, int]:
@@ -276,7 +278,7 @@ class GroupTiling:
         return min(-(-rows // self.weight_rows), self.blocks * gpu.multiprocessors), 1, 1
 
     def clocks(self, rows: int, columns: int, gpu: Capacity) -> float:
-        """Of a matrix [rows, columns]."""
+        """Clocks of a matrix [rows, columns]."""
         tiles, (weights, activations) = -(-rows // self.weight_rows), self.step_bytes
         blocks, copied = self.grid(rows, gpu)[0], weights + activations
         beside = -(-blocks // gpu.multiprocessors)
@@ -303,15 +305,15 @@ def _beside(gpu: Capacity) -> int:
 
 
 def slices_end_every(columns: int) -> int:
-    """In direct kernels, slices end behind as many steps, or a multiple of it."""
+    """Slices of direct kernels end behind as many steps, or a multiple of it."""
     return gcd(4, slice_steps(columns))
 
 
 def _overlapped(
     gpu: Capacity, blocks: int, weights: float, activations: float, shared: float, products: float
 ) -> float:
-    """Of a block that takes so many bytes of weights from memory and of activations from the cache, reads and writes so
-    many bytes of shared memory and multiplies and adds so often, while `blocks` multiprocessors do so."""
+    """Clocks of a block that takes so many bytes of weights from memory and of activations from the cache, reads and
+    writes so many bytes of shared memory and multiplies and adds so often, while `blocks` multiprocessors do so."""
     spans = _streamed(gpu, blocks, weights, activations), shared / _SHARED, products / gpu.speeds[1]
     return 0.8 * max(spans) + 0.2 * sum(spans)  # they overlap, but not wholly
 
@@ -323,8 +325,8 @@ def _streamed(gpu: Capacity, blocks: int, weights: float, activations: float, mo
 
 
 def few_rows_clocks(count: int, rows: int, columns: int, normed: bool, gpu: Capacity) -> float:
-    """Of `count` rows of activations times a matrix [rows, columns] by the kernels of few rows, which norm inside where
-    `normed`: each multiprocessor for itself."""
+    """Clocks of `count` rows of activations times a matrix [rows, columns] by the kernels of few rows, which norm
+    inside where `normed`: each multiprocessor for itself."""
     weights = 2 * rows * columns / gpu.multiprocessors
     # Weights are written and read once; with each 8 or 16 rows of them, activations are read, and written if streamed.
     activations = weights * count / 8
@@ -346,8 +348,8 @@ def many_rows_clocks(
 def fastest_tiling(
     count: int, rows: int, columns: int, gpu: Capacity, gated: bool = False, adapted: bool = False
 ) -> AnyTiling:
-    """For `count` rows of activations times a matrix [rows, columns]; `gated`: of gates and ups; `adapted`: with LoRA
-    adapters, which direct kernels do not apply."""
+    """The fastest tiling for `count` rows of activations times a matrix [rows, columns]; `gated`: of gates and ups;
+    `adapted`: with LoRA adapters, which direct kernels do not apply."""
 
     def clocks(tiling: AnyTiling, gpu: Capacity) -> float:
         return tiling.clocks(rows, columns, gpu)
@@ -357,8 +359,8 @@ def fastest_tiling(
 
 
 def fastest(choices: Sequence[_Choice], clocks: Callable[[_Choice, Capacity], float], gpu: Capacity) -> _Choice:
-    """Of some choices, by their clocks on a GPU. Without clusters, of those that are as fast, the one that would be the
-    fastest with more memory bandwidth: where memory hides the rest, it leaves the most to hide."""
+    """The fastest of some choices, by their clocks on a GPU. Without clusters, of those that are as fast, the one that
+    would be the fastest with more memory bandwidth: where memory hides the rest, it leaves the most to hide."""
     least = min(clocks(choice, gpu) for choice in choices)
     as_fast = [choice for choice in choices if clocks(choice, gpu) <= least * (1 if gpu.has_clusters else _AS_FAST)]
     return min(as_fast, key=lambda choice: clocks(choice, replace(gpu, architecture="sm_90")))

@@ -31,7 +31,7 @@ class CudaImages(Launcher):
     """See `edgellm.kernels.images.contract.ImageKernels`; arrays are `DeviceArray`."""
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
-        """For a model of `dtype`."""
+        """Prepares the kernels for a model of `dtype`."""
         super().__init__(module, ImageKernels)
         self._dtype = dtype
 

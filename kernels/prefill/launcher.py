@@ -36,7 +36,7 @@ def _rows(tiles: int) -> int:
 
 
 def attention_tiles(size: int, tokens: int, heads: int, multiprocessors: int) -> int:
-    """Of 16 queries for each warp of `causal_attention`; `heads` are those of all sequences.
+    """Tiles of 16 queries for each warp of `causal_attention`; `heads` are those of all sequences.
 
     Two share what is read from shared memory, but registers do not hold those of large heads, and few queries must
     give each multiprocessor a block.

@@ -84,12 +84,12 @@ class DeviceLayout:
 
     @property
     def scales(self) -> int:
-        """Of a row in a block."""
+        """Scales of a row in a block."""
         return 1 if self.format.group is None else BLOCK_COLUMNS // math.gcd(self.format.group, BLOCK_COLUMNS)
 
     @property
     def code_bytes(self) -> int:
-        """Of a block."""
+        """Bytes of a block's codes."""
         return BLOCK_ROWS * BLOCK_COLUMNS * self.format.bits // 8
 
     @property
@@ -100,7 +100,7 @@ class DeviceLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Of codes, scales and zero points."""
+        """Bytes of codes, scales and zero points."""
         size = (4 if self.product == "float32" else 2) * self.scales * (2 if self.format.zeros else 1)
         return self.code_bytes + BLOCK_ROWS * (8 + self.scales if self.has_factors else size)
 
@@ -111,12 +111,12 @@ class DeviceLayout:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the array of bytes."""
+        """The shape of the array of bytes."""
         return (*self.blocks, self.block_bytes)
 
     @property
     def mode(self) -> int:
-        """By which the kernels know the format: MODE of decode/packed_codes.cuh."""
+        """The number by which the kernels know the format: MODE of decode/packed_codes.cuh."""
         scaling, wide = 2 if self.format.zeros else int(self.small), self.product == "float32"
         between = self.format.dtype if wide else self.product
         rounded_to = 0 if between in (self.compute, "float32") else 1 + _COMPUTED.index(between)
@@ -171,7 +171,7 @@ class PackedMatrix:
 
     @property
     def pointer(self) -> int:
-        """Of the data."""
+        """The address of the data."""
         return self.data.pointer
 
 
@@ -296,7 +296,7 @@ def _zero_offset(layout: DeviceLayout) -> int:
 
 
 def _placed(values: np.ndarray, layout: DeviceLayout) -> np.ndarray:
-    """Of groups [N, groups], as blocks have them: [down, along, rows, scales]."""
+    """Values of groups [N, groups], as blocks have them: [down, along, rows, scales]."""
     down, along = layout.blocks
     rows, groups = values, layout.groups()
     if layout.rows % BLOCK_ROWS:

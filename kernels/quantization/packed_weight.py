@@ -38,14 +38,14 @@ class WeightFormat:
     scaled: bool = False
 
     def __str__(self) -> str:
-        """In words, as in "int4, groups of 128, zero points"."""
+        """The format in words, as in "int4, groups of 128, zero points"."""
         parts = [self.codes, "whole rows" if self.group is None else f"groups of {self.group}"]
         named = (("zero points", self.zeros), ("permuted columns", self.permuted), ("scaled inputs", self.scaled))
         return ", ".join([*parts, *(name for name, is_there in named if is_there)])
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return 4 if self.codes in ("int4", "fp4") else 8
 
     def groups(self, columns: int) -> int:
@@ -53,8 +53,8 @@ class WeightFormat:
         return 1 if self.group is None else -(-columns // self.group)
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Of codes, scales and zero points, with scales of two bytes (float32: four; of 4-bit floats one, by which they
-        are published)."""
+        """Bytes of codes, scales and zero points, with scales of two bytes (float32: four; of 4-bit floats one, by
+        which they are published)."""
         groups = rows * self.groups(columns)
         scale = 1 if self.codes == "fp4" else 4 if self.dtype == "float32" else 2
         return rows * -(-columns * self.bits // 8) + groups * scale + (groups * self.bits // 8 if self.zeros else 0)
@@ -101,7 +101,7 @@ class PackedWeight:
 
     @property
     def dtype(self) -> str:
-        """In which the values are rounded."""
+        """The dtype in which the values are rounded."""
         return self.format.dtype
 
     def rows(self, start: int, stop: int) -> PackedWeight:

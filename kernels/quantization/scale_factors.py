@@ -109,7 +109,7 @@ def _around(value: float) -> list[float]:
 
 
 def _bits_of_products(first: float, second: float) -> np.ndarray:
-    """Of fma(step, first, step * second) of float32 for each step: uint32 [8].
+    """The bits of fma(step, first, step * second) of float32 for each step: uint32 [8].
 
     float64 holds the first product; where its sum with the second would be in the middle between two numbers of
     float32 no bits are a product's.

@@ -305,9 +305,9 @@ class RecurrentKernels(RecurrentArrays, Protocol):
     def commit_columns(  # type: ignore[override]
         self, layers: Sequence[LayerColumns], accepted: AcceptedPath
     ) -> Launchable:
-        """As `RecurrentArrays` says, of all layers at once."""
+        """Commits as `RecurrentArrays` says, of all layers at once."""
 
     def commit_matrices(  # type: ignore[override]
         self, layers: Sequence[LayerMatrices], accepted: AcceptedPath
     ) -> Launchable:
-        """As `RecurrentArrays` says, of all layers at once."""
+        """Commits as `RecurrentArrays` says, of all layers at once."""

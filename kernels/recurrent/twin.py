@@ -184,7 +184,7 @@ def take_columns(columns: np.ndarray, inputs: np.ndarray, paths: Sequence[np.nda
 
 
 def delta_gates(projected: np.ndarray, gates: DeltaGates) -> np.ndarray:
-    """Of each value head the logarithm of the decay, then of each the weight of the new value: [B, T, 2 G] float32."""
+    """The logarithm of the decay of each value head, then of each the weight of the new value: [B, T, 2 G] float32."""
     heads, first = len(gates.a_log), gates.first
     found = float32_of(projected[..., first : first + 2 * heads])
     decay = -exp(gates.a_log) * softplus(found[..., heads:] + gates.dt_bias)
@@ -321,7 +321,7 @@ def _earlier(parents: np.ndarray) -> np.ndarray:
 
 
 def _places_before(parents: np.ndarray, kept: int) -> np.ndarray:
-    """Of each place of the state and the inputs behind it the place before: of a node its parent's."""
+    """The place before each place of the state and the inputs behind it: of a node its parent's."""
     batch = len(parents)
     state = np.broadcast_to(np.arange(kept) - 1, (batch, kept))
     return np.concatenate((state, _earlier(parents) + kept), axis=1).clip(0)

@@ -96,7 +96,8 @@ class CudaSampling(Launcher):
     """See `edgellm.kernels.sampling.contract.SamplingKernels`; arrays are `DeviceArray`."""
 
     def __init__(self, module: KernelModule, dtype: str, workspace: DeviceArray) -> None:
-        """For a model of `dtype`. `workspace` [N] uint8 is zero, of `workspace_bytes` for the most rows of a call.
+        """Prepares the kernels for a model of `dtype`. `workspace` [N] uint8 is zero, of `workspace_bytes` for the most
+        rows of a call.
 
         Raises MissingDependencyError or KernelError where what every step needs cannot be compiled or loaded.
         """

@@ -68,7 +68,7 @@ class CudaTree(Launcher):
     """See `edgellm.kernels.tree.contract.TreeKernels`; arrays are `DeviceArray`."""
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
-        """For a model of `dtype`."""
+        """Prepares the kernels for a model of `dtype`."""
         super().__init__(module, TreeKernels)
         self._dtype = dtype
 
@@ -148,7 +148,7 @@ def _chunks(draft_vocab_size: int) -> int:
 
 
 def _workspace_bytes(batch: int, draft_vocab_size: int, top_k: int) -> int:
-    """Of the best keys, the sum and the maximum of each chunk of each row."""
+    """Bytes of the best keys, the sum and the maximum of each chunk of each row."""
     return batch * top_k * _chunks(draft_vocab_size) * (_KEY_BYTES * top_k + 8 + 4)
 
 
