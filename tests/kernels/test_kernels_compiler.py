@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.kernels import compiler
+from edgellm.kernels import compiler, nvrtc
 from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
 from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
 from edgellm.kernels.decode.arguments import CUDA_TYPES
@@ -24,7 +24,10 @@ from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel,
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
 
-pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+try:
+    nvrtc.find_nvrtc()
+except MissingDependencyError as missing:
+    pytest.skip(str(missing), allow_module_level=True)
 
 #: Architectures that the project's GPUs have, in NVIDIA's names: Jetson Orin is sm_87, Jetson Thor sm_110.
 SUPPORTED = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
@@ -171,10 +174,7 @@ def test_an_expression_that_the_source_lacks_is_named():
 
 
 def test_compiler_knows_every_supported_architecture():
-    from cuda.bindings import nvrtc
-
-    _, known = nvrtc.nvrtcGetSupportedArchs()
-    assert set(SUPPORTED) <= {f"sm_{number}" for number in known}
+    assert set(SUPPORTED) <= set(nvrtc.find_nvrtc().architectures())
 
 
 def test_unknown_architecture_is_refused_with_the_known_ones():
@@ -231,24 +231,23 @@ def test_cache_that_cannot_be_written_is_no_error(tmp_path, compiled, monkeypatc
 
 def test_headers_are_found_in_every_layout(tmp_path, monkeypatch):
     layouts = ("cu13/include", "cuda_runtime/include", "toolkit/include", "toolkit/targets/aarch64-linux/include")
-    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(compiler, "wheel_folders", list)
     for number, layout in enumerate(layouts):
         root = tmp_path / str(number)
         (root / layout).mkdir(parents=True)
         (root / layout / "cuda_fp16.h").touch()
-        if layout.startswith("toolkit"):
-            monkeypatch.setattr(compiler, "_toolkit_roots", lambda root=root: [root / "toolkit"])
-            assert root / layout in find_headers(13)
-        else:
-            specification = type("Specification", (), {"submodule_search_locations": [str(root)]})
-            with monkeypatch.context() as patch:
-                patch.setattr(compiler.importlib.util, "find_spec", lambda name, found=specification: found)
+        with monkeypatch.context() as patch:
+            if layout.startswith("toolkit"):
+                patch.setattr(compiler, "toolkit_roots", lambda root=root: [root / "toolkit"])
+                assert root / layout in find_headers(13)
+            else:
+                patch.setattr(compiler, "wheel_folders", lambda root=root: [root])
                 assert find_headers(13) == [root / layout]
 
 
 def test_missing_headers_name_the_wheel(monkeypatch):
-    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(compiler, "_toolkit_roots", lambda: [])
+    monkeypatch.setattr(compiler, "wheel_folders", list)
+    monkeypatch.setattr(compiler, "toolkit_roots", list)
     with pytest.raises(MissingDependencyError, match="pip install nvidia-cuda-runtime nvidia-cuda-cccl"):
         compile_module(small("#include <cuda_fp16.h>\n"), "sm_90")
 
@@ -257,3 +256,36 @@ def test_missing_companion_headers_name_their_wheel(monkeypatch):
     monkeypatch.setattr(compiler, "find_headers", lambda major_version: [])
     with pytest.raises(MissingDependencyError, match="pip install nvidia-cuda-cccl"):
         compile_module(small("#include <nv/target>\n"), "sm_90")
+
+
+@pytest.fixture
+def without_libraries(monkeypatch) -> None:
+    """No library of NVRTC is found."""
+    monkeypatch.setattr(nvrtc, "_libraries", list)
+    monkeypatch.setattr(nvrtc, "find_nvrtc", nvrtc.find_nvrtc.__wrapped__)
+    monkeypatch.setattr(compiler, "find_nvrtc", nvrtc.find_nvrtc)
+
+
+def test_a_missing_compiler_names_the_wheel(without_libraries):
+    with pytest.raises(MissingDependencyError, match=r"not found.*: pip install nvidia-cuda-nvrtc-cu12"):
+        nvrtc.find_nvrtc((12, 6))
+
+
+def test_what_was_kept_needs_no_compiler(cache, monkeypatch, request):
+    kept = cached_module(small(), "sm_90")
+    assert kept.release == nvrtc.find_nvrtc().release
+    request.getfixturevalue("without_libraries")
+    assert cached_module(small(), "sm_90") == kept
+    with pytest.raises(MissingDependencyError, match="pip install nvidia-cuda-nvrtc"):
+        cached_module(small(), "sm_87")
+
+
+def test_a_release_is_asked_for_by_its_number(tmp_path, monkeypatch):
+    """A file that is no library is passed over."""
+    path, release = nvrtc.find_nvrtc().path, nvrtc.find_nvrtc().release
+    (broken := tmp_path / "libnvrtc.so.12").write_bytes(b"no library")
+    monkeypatch.setattr(nvrtc, "_libraries", lambda: [str(broken), path])
+    find = nvrtc.find_nvrtc.__wrapped__
+    assert find().release == find(release).release == release
+    with pytest.raises(MissingDependencyError, match=rf"NVRTC of CUDA 12.6 was not found, only of {release[0]}\."):
+        find((12, 6))

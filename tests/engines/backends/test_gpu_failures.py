@@ -19,7 +19,7 @@ from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.errors import EngineError, KernelError, MissingDependencyError
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.kernels import compiler
+from edgellm.kernels import compiler, nvrtc
 from edgellm.kernels.arrays import DeviceArray
 
 SHAPE = EngineShape("decode", 1, 1, 64, 64)
@@ -91,14 +91,10 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
 @pytest.mark.parametrize("missing", ["NVRTC", "headers"])
 def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tmp_path):
     """Plans alone do not serve: sampling, trees and acceptance are kernels, too."""
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
     log: list[str] = []
 
     def open_device(device: CudaDevice) -> None:
         device.gpu, device.stream = None, FailingStream()
-
-    def refuse() -> None:
-        raise RuntimeError("libnvrtc.so cannot be loaded")
 
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(cuda_backend, "load_tensorrt", lambda: None)
@@ -109,12 +105,12 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
     monkeypatch.setattr(CudaDevice, "zeros", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
     monkeypatch.setattr(cuda_backend, "KernelModule", lambda capability, stream: module)
     if missing == "NVRTC":
-        monkeypatch.setattr(nvrtc, "nvrtcVersion", refuse)
+        monkeypatch.setattr(nvrtc, "_libraries", list)
+        monkeypatch.setattr(compiler, "find_nvrtc", nvrtc.find_nvrtc.__wrapped__)
     else:
-        monkeypatch.setattr(compiler, "_load_nvrtc", lambda: None)
-        monkeypatch.setattr(compiler, "_version", lambda nvrtc: (13, 0))
+        monkeypatch.setattr(compiler, "find_nvrtc", lambda release: SimpleNamespace(release=(13, 0)))
         monkeypatch.setattr(compiler, "_wheel_headers", lambda major_version: [])
-        monkeypatch.setattr(compiler, "_toolkit_roots", lambda: [])
+        monkeypatch.setattr(compiler, "toolkit_roots", lambda: [])
     wheel = "nvidia-cuda-nvrtc" if missing == "NVRTC" else "nvidia-cuda-runtime"
     with pytest.raises(MissingDependencyError, match=f"pip install .*{wheel}"):
         cuda_backend.CudaBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
