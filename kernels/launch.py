@@ -11,9 +11,9 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from edgellm.kernels.compiler import ModuleSource, cached_module
+from edgellm.kernels.compiler import CompiledModule, ModuleSource, cached_module
 from edgellm.kernels.errors import KernelError, MissingDependencyError
-from edgellm.kernels.gpu import GPU
+from edgellm.kernels.gpu import GPU, find_gpu
 
 
 class Kernel(NamedTuple):
@@ -71,7 +71,7 @@ class KernelModule:
         compiled = cached_module(source, self.architecture)
         status, module = self.driver.cuModuleLoadData(compiled.code)
         if status != self.driver.CUresult.CUDA_SUCCESS:
-            raise refused_by_driver(self.architecture, status)
+            raise refused_by_driver(self.architecture, compiled, status)
         self._loaded[source] = module, compiled.lowered_names
 
     def load_prepared(self, source: ModuleSource) -> None:
@@ -84,7 +84,7 @@ class KernelModule:
         try:
             self._prepared[source] = cuda.module_from_buffer(compiled.code), compiled.lowered_names
         except cuda.Error as error:
-            raise refused_by_driver(self.architecture, error) from error
+            raise refused_by_driver(self.architecture, compiled, error) from error
 
     def function(self, kernel: Kernel, shared_bytes: int) -> Any:
         """The kernel, allowed to use `shared_bytes` of shared memory; its module is loaded if it is not yet."""
@@ -228,9 +228,12 @@ def packed_parameters(arguments: Sequence[Any]) -> bytes:
     return bytes(packed)
 
 
-def refused_by_driver(architecture: str, reason: object) -> KernelError:
+def refused_by_driver(architecture: str, compiled: CompiledModule, reason: object) -> KernelError:
     """The error for kernels that were compiled for `architecture` and that the driver does not load."""
+    gpu, release = find_gpu(), ".".join(map(str, compiled.release))
+    takes = f" takes CUDA {'.'.join(map(str, gpu.driver_cuda))} and" if gpu else ""
     return KernelError(
-        f"The driver refused the kernels compiled for {architecture}: {reason}. Use a driver at least as new as "
-        "nvidia-cuda-nvrtc, or install the nvidia-cuda-nvrtc of the driver's CUDA release."
+        f"The driver{takes} refused the kernels compiled for {architecture} by NVRTC {release}: {reason}. Use a driver "
+        "at least as new as NVRTC, or install the nvidia-cuda-nvrtc of the driver's CUDA release; on JetPack 6: pip "
+        "install 'edgellm[jetpack6]'"
     )

@@ -9,20 +9,10 @@ from pathlib import Path
 import pytest
 
 from edgellm.kernels import compiler, nvrtc
-from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
 from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
-from edgellm.kernels.decode.arguments import CUDA_TYPES
-from edgellm.kernels.decode.attention import attention_kernel
-from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
-from edgellm.kernels.decode.tiled_linear import direct_kernel, tiled_kernel
-from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
+from edgellm.kernels.decode.linear import linear_kernel
 from edgellm.kernels.errors import KernelError, MissingDependencyError
-from edgellm.kernels.images.launcher import images_source
-from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
-from edgellm.kernels.prefill.launcher import heads_kernel
-from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel, gates_kernel
-from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
-from edgellm.kernels.tree.launcher import tree_source
+from tools.deploy.kernel_modules import decode_sources, every_source, other_sources, recurrent_sources
 
 try:
     nvrtc.find_nvrtc()
@@ -58,75 +48,6 @@ def compiled(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(compiler, "compile_module", compile_and_note)
     return found
-
-
-def decode_sources(dtype: str) -> list[ModuleSource]:
-    """All modules of linear layers and attention for a dtype."""
-    kind = CUDA_TYPES[dtype]
-    units = {"norm_linear": ("Narrow", "Wide"), "linear_residual": ("Narrow", "Deep", "WideTwice")}
-    units["norm_gate_up"] = "NarrowPairs", "WidePairs"
-    units_of = [(name, f"decode::{unit}") for name in units for unit in units[name]]
-    kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
-    kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual")]
-    kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
-    kernels += [attention_kernel(dtype, 256, shares, in_turn=True, window=not shares) for shares in (False, True)]
-    kernels.append(attention_kernel(dtype, 256, False, tile_warps=1))
-    kernels += [attention_kernel(dtype, size, shares, True) for size, shares in ((64, False), (128, True))]
-    kernels += [
-        attention_kernel(dtype, size, shares, int8, window=True)
-        for size, shares, int8 in ((128, True, False), (256, False, False), (256, True, True))
-    ]
-    for gpu in (Capacity(132, 232_448, True), Capacity(16, 166_912, False)):
-        names = {"linear": False, "gate_up": True, "linear_residual": False, "selected_residual": False}
-        kernels += [tiled_kernel(name, dtype, tilings(64, gpu, gated)[-1], gpu) for name, gated in names.items()]
-        kernels += [tiled_kernel(name, dtype, tilings(16, gpu, names[name])[0], gpu) for name in ("linear", "gate_up")]
-        kernels.append(tiled_kernel("gate_up", dtype, tilings(64, gpu, gated=True)[-1], gpu, adapted=True))
-    names = ("linear", "gate_up", "linear_residual")
-    direct = direct_tilings(64, gpu, gated=True)
-    largest = {type(tiling): tiling for tiling in direct}.values()
-    kernels += [direct_kernel(name, dtype, tiling, 2048) for name in names for tiling in largest]
-    kernels += [direct_kernel("linear", dtype, tiling, 1032) for tiling in direct_tilings(16, gpu)[:2]]
-    kernels += [direct_kernel("gate_up", dtype, tiling, 2048) for tiling in direct_tilings(32, Capacity(), gated=True)]
-    return [kernel.source for kernel in kernels]
-
-
-def recurrent_sources(dtype: str) -> list[ModuleSource]:
-    """Those of recurrent layers and gated attention, of each size that they are compiled for."""
-    kind, kernels = CUDA_TYPES[dtype], [convolution_kernel("commit_columns", width) for width in (3, 4, 8)]
-    for value in ("float32", dtype):
-        kernels += [convolution_kernel("convolve_nodes", 4, value, "float32")]
-        kernels += [convolution_kernel("convolve_chunk", width, value, dtype) for width in (2, 3)]
-        kernels += [gates_kernel(name, value, dtype) for name in ("gated_norm", "sigmoid_gate")]
-        kernels.append(gates_kernel("separate_gates", value))
-    for keys in (64, 128, 256):
-        kernels += [delta_kernel("delta_nodes", keys, "float", tree) for tree in ("true", "false")]
-        kernels += [delta_kernel("delta_chunk", keys, value) for value in ("float", kind)]
-        kernels.append(delta_kernel("delta_token", keys, "float"))
-        kernels += [delta_kernel("commit_matrices", keys, is_one) for is_one in ("true", "false")]
-    return [kernel.source for kernel in kernels]
-
-
-def other_sources(dtype: str) -> list[ModuleSource]:
-    """All other modules that a process of a model in a dtype can ask for."""
-    drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
-    shapes = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
-    prefill = [heads_kernel(dtype).source, *(prefill_attention(dtype, *shape).source for shape in shapes)]
-    prefill += [heads_kernel(dtype, True).source, prefill_attention(dtype, 128, 2, True).source]
-    shapes = ((64, 2, False), (128, 1, True), (256, 1, False))
-    prefill += [prefill_attention(dtype, *shape, window=True).source for shape in shapes]
-    shapes = ((64, 1, False, False), (128, 2, True, False), (256, 1, False, True), (256, 1, True, True))
-    prefill += [prefill_attention(dtype, *shape, ahead=True).source for shape in shapes]
-    packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
-    every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
-    return drawing + prefill + packed + every
-
-
-def every_source() -> list[ModuleSource]:
-    """All modules that a process can ask for."""
-    dtypes = ("float16", "bfloat16")
-    every = decode_sources, other_sources, recurrent_sources
-    return [source for dtype in dtypes for sources in every for source in sources(dtype)]
 
 
 @pytest.mark.parametrize(
