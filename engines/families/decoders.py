@@ -52,7 +52,7 @@ def filled(values: Mapping[str, Any], defaults: Mapping[str, Any], is_part: bool
     }
 
 
-def biases(fields: ConfigFields) -> dict[str, bool]:
+def biases(fields: ConfigFields) -> dict[str, Any]:
     """The switch `attention_bias` where it gives all four projections of the attention a bias."""
     bias = fields.switch("attention_bias")
     return {"attention_bias": bias, "attention_output_bias": bias}

@@ -43,7 +43,7 @@ LLAMA = Family(
 
 def _read_seed_oss(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     """`attention_bias` is of query, key and value, `attention_out_bias` of the output."""
-    switches = {
+    switches: dict[str, Any] = {
         "attention_bias": fields.switch("attention_bias"),
         "attention_output_bias": fields.switch("attention_out_bias"),
         "mlp_bias": fields.switch("mlp_bias"),
@@ -102,7 +102,7 @@ def _read_granite(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     attention too. Logits are divided by theirs."""
     keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     embedding, residual, attention, logits = (fields.positive(key, 1.0, _LARGEST_SCALE) for key in keys)
-    scales = {"embedding_scale": embedding, "residual_scale": residual, "attention_scale": attention}
+    scales: dict[str, Any] = {"embedding_scale": embedding, "residual_scale": residual, "attention_scale": attention}
     return read_llama(fields, dtype, **scales, logits_scale=1 / logits)
 
 

@@ -242,7 +242,7 @@ def _dimensions(
     top: ConfigFields, dtype: str | None, fields: ConfigFields, depth: str, heads: str, channels: str
 ) -> dict[str, Any]:
     """What every encoder has, under the family's names."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "family": top.family,
         "dtype": _dtype(top, dtype),
         "hidden_size": fields.size("hidden_size"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from edgellm.engines.model.config import DRAFT_EMBEDDING, HEADS, MTP, DecoderConfig, DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import LayerWeights, embedding_name, head_weight_name
+from edgellm.engines.model.decoder import LayerWeights, as_published, embedding_name, head_weight_name
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Input,
@@ -36,17 +36,11 @@ def mtp_draft(base: DecoderConfig, vocabulary: int | None = None, head: str = HE
     own. Its logits are those of `vocabulary` rows of the base's head (None: of all, and the head is shared), which are
     kept as `head` says, one of `HEADS`.
     """
-    layer = replace(base, num_layers=1, layer_kinds=(), conv_width=0, conv_bias=False, delta_heads=())
-    # Of one layer nothing is taken; what the base's own head became is no matter.
-    layer = replace(
-        layer,
-        delta_products=(),
-        feature_layers=(),
-        deepstack_layers=0,
-        nope_layers=(),
-        head=HEADS[0],
-        embeds_by_head=False,
+    none: dict[str, Any] = dict.fromkeys(
+        ("layer_kinds", "delta_heads", "delta_products", "feature_layers", "nope_layers"), ()
     )
+    layer = replace(base, num_layers=1, conv_width=0, conv_bias=False, deepstack_layers=0, **none)
+    layer = as_published(layer)  # what the base's own head became is no matter
     return DraftConfig(
         generation=MTP,
         decoder=layer,
@@ -72,10 +66,10 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
     Its outputs are `logits` [B, selected, Vd] float32 and `hidden_states` [B, selected, H], which a propose step takes.
     """
     hidden, decoder = config.hidden_size, config.decoder
-    inputs, feature = token_inputs(shape, hidden, decoder.rotary_dim), "hidden_states_input"
+    feature, width = "hidden_states_input", config.feature_size
     if shape.phase == "propose":
-        feature = "hidden_states_from_draft"
-    width = hidden if shape.phase == "propose" else config.feature_size
+        feature, width = "hidden_states_from_draft", hidden
+    inputs = token_inputs(shape, hidden, decoder.rotary_dim)
     inputs[feature] = ((shape.batch, shape.tokens, width), "compute")
     layer = LayerWeights(decoder, _LAYER, config.layer_prefix)
     own = LayerWeights(decoder, "", config.checkpoint_prefix)
@@ -127,12 +121,8 @@ def _feature_norms(config: DraftConfig) -> tuple[Norm, ...]:
 
 def draft_weights(config: DraftConfig) -> list[WeightSpec]:
     """Every weight of the head's own, in order of use, named as EAGLE's `layers.0` layout names them."""
-    table = single_weight(
-        DRAFT_EMBEDDING,
-        config.decoder.vocab_size,
-        config.hidden_size,
-        source=f"{config.checkpoint_prefix}{DRAFT_EMBEDDING}",
-    )
+    source, size = f"{config.checkpoint_prefix}{DRAFT_EMBEDDING}", (config.decoder.vocab_size, config.hidden_size)
+    table = single_weight(DRAFT_EMBEDDING, *size, source=source)
     program = draft_program(config, EngineShape("accept", 1, 1, 1, 1, model="draft"))
     own = [spec for spec in program.weights.values() if spec.parts]
     return [table, *own] if config.has_embedding else own
