@@ -103,7 +103,9 @@ def mapped_file(path: Path, kind: str) -> tuple[mmap.mmap, os.stat_result]:
         with path.open("rb") as file:
             status, size = os.fstat(file.fileno()), file.seek(0, 2)
             if size < _LENGTH_BYTES:
-                raise CheckpointError(f"{path} is not a valid {kind}: it has less than 8 bytes, {size}. {COPY_AGAIN}")
+                raise CheckpointError(
+                    f"{path} is not a valid {kind}: it has {size} bytes, none has less than 8 bytes. {COPY_AGAIN}"
+                )
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), status
     except FileNotFoundError:
         if path.is_symlink():
@@ -176,7 +178,7 @@ def is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
-def are_counts(values: Any, kind: type = list) -> TypeGuard[Sequence[int]]:
+def are_counts(values: Any, kind: type[Sequence[int]] = list) -> TypeGuard[Sequence[int]]:
     """Whether a value is a list, or what `kind` says, of numbers that can be a shape."""
     return isinstance(values, kind) and len(values) <= _LARGEST_RANK and all(map(is_count, values))
 
