@@ -454,5 +454,5 @@ def test_a_step_that_is_not_known_is_refused_rather_than_left_without_its_inputs
     *steps, head = program.steps
     assert isinstance(head, NormLinear)
     normed = Normed("logits", head.inputs[0].value, head.inputs[0].norms[0])
-    with pytest.raises(TypeError, match="the step Normed .* what it reads is not known"):
+    with pytest.raises(TypeError, match=r"the step Normed .* what it reads is not known"):
         segments_of(replace(program, steps=(*steps, normed)))
