@@ -8,7 +8,6 @@ in 8 bytes, and its bytes.
 
 from __future__ import annotations
 
-import mmap
 import re
 import struct
 import zipfile
@@ -22,6 +21,7 @@ import numpy as np
 
 from edgellm.engines.checkpoints.torch_pickle import LARGEST_PICKLE, Storage, TensorView, read_pickle
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.safetensors_file import COPY_AGAIN, mapped_file
 
 #: The largest entry that is inflated, in bytes: PyTorch compresses none, so that only repacked files have them.
 LARGEST_INFLATED = 256 << 20
@@ -34,15 +34,15 @@ _PROTOCOL_VERSION = 1001
 _ZIP_START = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _ENTRY_NAME = re.compile(r"[^/\\:\x00-\x1f]+(/[^/\\:\x00-\x1f]+)*/?")
-_COPY_AGAIN = "Copy the file anew from its source"
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A storage's bytes in the file; `size` is what they take there, `is_deflated` whether compressed."""
+    """A storage's bytes in the file; `size` is what they take there, `nbytes` what they are inflated."""
 
     offset: int
     size: int
+    nbytes: int
     is_deflated: bool = False
 
 
@@ -52,9 +52,8 @@ class TorchFile:
     def __init__(self, path: Path) -> None:
         """Map the file and check all of it but the values; raises CheckpointError that names file and cause."""
         self.path = path
-        self._map = _mapped(path)
+        self._map, _ = mapped_file(path, "file of PyTorch weights")
         self._places: dict[str, _Place] = {}
-        self._sizes: dict[str, int] = {}  # in bytes, inflated
         self._inflated: tuple[str, np.ndarray] | None = None
         try:
             value = self._read_archive() if self._map[:4] == _ZIP_START else self._read_legacy()
@@ -140,8 +139,8 @@ class TorchFile:
         if end != len(data):
             raise _damaged(self.path, f"{len(data) - end:,} bytes follow its pickle")
         prefix = f"{root}data/"
-        self._sizes = {name[len(prefix) :]: info.file_size for name, info in entries.items() if name.startswith(prefix)}
-        self._places = {key: self._place(entries[prefix + key]) for key in self._sizes}
+        storages = {name[len(prefix) :]: info for name, info in entries.items() if name.startswith(prefix)}
+        self._places = {key: self._place(info) for key, info in storages.items()}
         return value
 
     def _entries(self) -> dict[str, zipfile.ZipInfo]:
@@ -172,7 +171,7 @@ class TorchFile:
         if info.flag_bits & 1:
             raise _damaged(self.path, f"entry {name!r:.80} is encrypted", "Take the file unencrypted")
         if info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size:
-            return _Place(offset, info.file_size)
+            return _Place(offset, info.file_size, info.file_size)
         if info.compress_type != zipfile.ZIP_DEFLATED:
             raise _damaged(self.path, f"entry {name!r:.80} is compressed by method {info.compress_type}", "Repack it")
         if info.file_size > LARGEST_INFLATED:
@@ -180,7 +179,7 @@ class TorchFile:
                 f"{self.path}: entry {name!r:.80} is compressed and said to inflate to {info.file_size:,} bytes, more "
                 f"than {LARGEST_INFLATED:,}. PyTorch compresses nothing: repack the archive without (zip -0)"
             )
-        return _Place(offset, info.compress_size, is_deflated=True)
+        return _Place(offset, info.compress_size, info.file_size, is_deflated=True)
 
     def _content(self, entries: dict[str, zipfile.ZipInfo], name: str, limit: int) -> bytes:
         info = entries[name]
@@ -210,7 +209,7 @@ class TorchFile:
         keys, position = read_pickle(self._map, position, size, described)
         if type(keys) is not list or not all(type(key) is str for key in keys) or len(set(keys)) < len(keys):
             raise _damaged(self.path, "the list of its storages is not a list of different names")
-        storages = all_storages(value)
+        storages = {view.storage.key: view.storage for view in _walk(value)}
         for key in keys:
             if key not in storages:
                 raise _damaged(self.path, f"storage {key!r:.40} belongs to no tensor, so that its size is unknown", "")
@@ -219,7 +218,7 @@ class TorchFile:
             nbytes, position = count * storages[key].item_size, position + 8
             if nbytes > size - position:
                 raise _damaged(self.path, f"it is truncated: storage {key!r:.40} takes {nbytes:,} bytes")
-            self._places[key], self._sizes[key] = _Place(position, nbytes), nbytes
+            self._places[key] = _Place(position, nbytes, nbytes)
             position += nbytes
         if position != size:
             raise _damaged(self.path, f"{size - position:,} bytes follow its last storage")
@@ -228,15 +227,12 @@ class TorchFile:
     def _check_storages(self) -> None:
         total = 0
         for name, view in self.tensors.items():
-            storage = view.storage
-            if storage.key not in self._places:
+            storage, place = view.storage, self._places.get(view.storage.key)
+            if place is None:
                 raise _damaged(self.path, f"storage {storage.key!r:.40} of tensor {name!r:.80} is missing")
-            if self._sizes[storage.key] != storage.nbytes:
-                raise _damaged(
-                    self.path,
-                    f"storage {storage.key!r:.40} has {self._sizes[storage.key]:,} bytes, {storage.count:,} elements "
-                    f"of {storage.dtype} take {storage.nbytes:,}",
-                )
+            if place.nbytes != storage.nbytes:
+                elements = f"{storage.count:,} elements of {storage.dtype} take {storage.nbytes:,}"
+                raise _damaged(self.path, f"storage {storage.key!r:.40} has {place.nbytes:,} bytes, {elements}")
             total += view.nbytes
         stored = sum(self._places[key].size for key in {view.storage.key for view in self.tensors.values()})
         if total > LARGEST_EXPANSION * (stored + 4096):
@@ -247,19 +243,7 @@ class TorchFile:
             )
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    try:
-        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-            raise CheckpointError(f"{path} is not a regular file. {_COPY_AGAIN}")
-        with path.open("rb") as file:
-            if file.seek(0, 2) < 8:
-                raise _damaged(path, "it has less than 8 bytes")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}. {_COPY_AGAIN}") from error
-
-
-def _damaged(path: Path, cause: str, advice: str = _COPY_AGAIN) -> CheckpointError:
+def _damaged(path: Path, cause: str, advice: str = COPY_AGAIN) -> CheckpointError:
     return CheckpointError(f"{path} is not a valid file of PyTorch weights: {cause}. {advice}".rstrip())
 
 
@@ -279,11 +263,6 @@ def _walk(value: Any) -> list[TensorView]:
             seen.add(id(item))
             waiting.extend(item.values() if type(item) is dict else item)
     return found
-
-
-def all_storages(value: Any) -> dict[str, Storage]:
-    """The storages of all tensors in a value, at any depth, by key."""
-    return {view.storage.key: view.storage for view in _walk(value)}
 
 
 def _is_state(value: Any) -> bool:

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.safetensors_file import LARGEST_COUNT, are_counts, brief, is_count
 
 #: The largest pickle that is read, in bytes; the weights themselves lie outside it.
 LARGEST_PICKLE = 64 << 20
 #: An instruction makes at most one value, so that this bounds the memory too; a tensor takes about 30.
 MOST_INSTRUCTIONS = 5_000_000
-_LARGEST_COUNT = (1 << 63) - 1
 _INSTRUCTION_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
-_LARGEST_RANK = 32
 _LARGEST_LONG = 16
 _MARK = object()
 
@@ -215,8 +214,8 @@ class _Machine:
         if type(kind) is not _Global or kind.name not in STORAGES or type(key) is not str or type(location) is not str:
             raise self._error("its pickle describes a storage as PyTorch does not")
         dtype, item_size = STORAGES[kind.name]
-        if not _is_count(count) or count * item_size > _LARGEST_COUNT:
-            raise self._error(f"storage {key!r:.40} is said to have {_shown(count)} elements")
+        if not is_count(count) or count * item_size > LARGEST_COUNT:
+            raise self._error(f"storage {key!r:.40} is said to have {brief(count)} elements")
         storage = Storage(key, dtype, item_size, count)
         if self._storages.setdefault(key, storage) != storage:
             raise self._error(f"storage {key!r:.40} is described twice, and not alike")
@@ -228,34 +227,21 @@ class _Machine:
         storage, offset, shape, strides = arguments[:4]
         if storage.dtype == "untyped":
             raise self._error(f"a tensor lies in storage {storage.key!r:.40}, which has no dtype")
-        if not _are_counts(shape) or not _are_counts(strides) or len(shape) != len(strides) or not _is_count(offset):
+        are_sizes = are_counts(shape, tuple) and are_counts(strides, tuple) and len(shape) == len(strides)
+        if not are_sizes or not is_count(offset):
             raise self._error(
-                f"a tensor in storage {storage.key!r:.40} has the shape {_shown(shape)}, the strides "
-                f"{_shown(strides)} and the offset {_shown(offset)}, expected whole numbers from 0 on"
+                f"a tensor in storage {storage.key!r:.40} has the shape {brief(shape)}, the strides "
+                f"{brief(strides)} and the offset {brief(offset)}, expected whole numbers from 0 on"
             )
-        if math.prod(max(1, extent) for extent in shape) * storage.item_size > _LARGEST_COUNT:
-            raise self._error(f"a tensor has the shape {_shown(shape)}, larger than any memory")
+        if math.prod(max(1, extent) for extent in shape) * storage.item_size > LARGEST_COUNT:
+            raise self._error(f"a tensor has the shape {brief(shape)}, larger than any memory")
         last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
         if offset > storage.count or (0 not in shape and last >= storage.count):
             raise self._error(
-                f"a tensor of shape {_shown(shape)}, strides {_shown(strides)} and offset {offset} leaves its storage "
+                f"a tensor of shape {brief(shape)}, strides {brief(strides)} and offset {offset} leaves its storage "
                 f"{storage.key!r:.40} of {storage.count:,} elements"
             )
         return TensorView(storage, offset, shape, strides)
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST_COUNT
-
-
-def _are_counts(values: Any) -> bool:
-    return type(values) is tuple and len(values) <= _LARGEST_RANK and all(map(_is_count, values))
-
-
-def _shown(value: Any) -> str:
-    """A value for a message; nested ones by their type alone, which may be of any depth."""
-    values = value if type(value) is tuple else (value,)
-    return f"{value!r:.80}" if all(type(item) in (int, str, float) for item in values) else f"a {type(value).__name__}"
 
 
 _INSTRUCTIONS: dict[bytes, Callable[[_Machine], Any]] = {

@@ -52,6 +52,22 @@ def filled(values: Mapping[str, Any], defaults: Mapping[str, Any], is_part: bool
     }
 
 
+def biases(fields: ConfigFields) -> dict[str, Any]:
+    """The switch `attention_bias` where it gives all four projections of the attention a bias."""
+    bias = fields.switch("attention_bias")
+    return {"attention_bias": bias, "attention_output_bias": bias}
+
+
+def rotary_share(fields: ConfigFields, default: float) -> float:
+    """The part of a head that is rotated: `partial_rotary_factor` among the parameters of the rotary embedding or, in
+    older files, by itself."""
+    key = "partial_rotary_factor"
+    share = fields.take_rotary(key)
+    if share is not None:
+        fields.values = fields.values | {key: share}
+    return fields.positive(key, default)
+
+
 #: The words of `hidden_act` that most families know.
 SILU: Mapping[str | None, str] = {None: "silu", "silu": "silu", "swish": "silu"}
 

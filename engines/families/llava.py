@@ -6,8 +6,7 @@ from edgellm.engines.families.decoders import Family
 from edgellm.engines.families.fields import ConfigFields
 from edgellm.engines.families.llama import LLAMA
 from edgellm.engines.families.mistral import MISTRAL
-from edgellm.engines.families.qwen2 import QWEN2
-from edgellm.engines.families.qwen3 import QWEN3
+from edgellm.engines.families.qwen import QWEN2, QWEN3
 from edgellm.engines.families.vision_language import inner_family, text_fields, with_image_tokens
 from edgellm.engines.model.config import DecoderConfig
 

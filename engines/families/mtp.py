@@ -1,8 +1,7 @@
 """Heads for multi-token prediction that ship inside a checkpoint: Qwen3.5's, whose tensors begin with "mtp.".
 
-Such a head is a draft of its base (`mtp_draft`): it predicts the token after next from the next one and the base's last
-hidden state, and goes on from its own. `transformers` leaves its tensors out when it saves a model, and
-`config.json` still speaks of them: no tensor at all is no head, some of them are a fault.
+`transformers` leaves these out when it saves a model, and `config.json` still speaks of them: no tensor at all is no
+head, some of them are a fault.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families.fields import counted
 from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import as_published, head_weight_name
@@ -58,10 +58,8 @@ def read_mtp(checkpoint: Checkpoint, base: DecoderConfig, vocabulary: int | None
     specs = [spec for spec in draft_weights(mtp_draft(base)) if spec.parts]
     problems = checkpoint.problems(specs, within=_PREFIX)
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        count = f"{len(problems)} problem" + "s" * (len(problems) > 1)
         raise CheckpointError(
-            f"{checkpoint.path}: its head for multi-token prediction is not whole ({count}):\n{listed}\n"
+            f"{checkpoint.path}: its head for multi-token prediction is not whole, {counted(problems)}\n"
             f"Copy the checkpoint anew from its source, {_LEAVE_OUT}"
         )
     if vocabulary is not None and has_packed_head(checkpoint, base):

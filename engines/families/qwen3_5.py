@@ -6,15 +6,13 @@ tensors the decoder leaves alone.
 
 from __future__ import annotations
 
-from edgellm.engines.families.decoders import Family, read_decoder
+from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share
 from edgellm.engines.families.fields import ConfigFields, layer_count, read_conv_width
-from edgellm.engines.families.qwen2_5_vl import QWEN_MERGE_SIZE
+from edgellm.engines.families.qwen import QWEN_MERGE_SIZE
 from edgellm.engines.families.vision_language import text_fields, with_image_tokens
-from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 
 _TYPES = {"linear_attention": "delta", "full_attention": "attention"}
-_SHARE, _VISION = "partial_rotary_factor", "vision_config"
 #: What the class of the whole model takes for the image token.
 _IMAGE_TOKEN = 248056
 #: What the class of the text model takes for what a file leaves out.
@@ -38,22 +36,16 @@ _TEXT = {
 
 
 def read_qwen3_5_text(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """Norms by 1 + weight, with those on query and key; `partial_rotary_factor` stands among the parameters of the
-    rotary embedding or by itself."""
-    share = fields.take_rotary(_SHARE)
-    if share is not None:
-        fields.values = fields.values | {_SHARE: share}
-    if fields.values.get("attn_output_gate") not in (None, True):
-        found = as_json(fields.values["attn_output_gate"])
-        fields.unsupported.append(f"attn_output_gate is {found}, supported is attention with a gate")
-    bias = fields.switch("attention_bias")
+    """Norms by 1 + weight, with those on query and key."""
+    gate = fields.values.get("attn_output_gate")
+    if gate not in (None, True):
+        fields.refuse("attn_output_gate", gate, "supported is attention with a gate")
     return read_decoder(
         fields,
         dtype,
         mrope=((11, 11, 10), True),
-        rotary_share=fields.positive(_SHARE, 0.25),
-        attention_bias=bias,
-        attention_output_bias=bias,
+        rotary_share=rotary_share(fields, 0.25),
+        **biases(fields),
         qk_norm=True,
         norm_offset=1.0,
         attention_gate=True,
@@ -66,11 +58,11 @@ def read_qwen3_5_text(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
 
 def read_qwen3_5(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     """The language model inside a whole checkpoint; without a `vision_config` its image token is one like any other."""
-    config, vision = read_qwen3_5_text(text_fields(fields, _TEXT), dtype), fields.values.get(_VISION)
+    config, vision = read_qwen3_5_text(text_fields(fields, _TEXT), dtype), fields.values.get("vision_config")
     if vision is None:
         return config
     if not isinstance(vision, dict):
-        fields.wrong.append(f"{_VISION} is {as_json(vision)}, expected an object")
+        fields.expect("vision_config", vision, "an object")
     return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.formats.strict_formats import as_json, is_integer
+from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import DecoderConfig
 
 #: Fields of the whole checkpoint, which count more than those of its part.
@@ -24,7 +24,7 @@ def text_fields(fields: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFiel
     top = {key: value for key, value in fields.values.items() if value is not None}
     nested = top.get("text_config", {})
     if not isinstance(nested, dict):
-        fields.wrong.append(f"text_config is {as_json(nested)}, expected an object")
+        fields.expect("text_config", nested, "an object")
         nested = {}
     given = nested | {key: top[key] for key in _OF_THE_WHOLE if key in top} if nested else top
     text = ConfigFields(filled(given, defaults, is_part=True), fields.generation_values, fields.family)
@@ -38,7 +38,7 @@ def inner_family(fields: ConfigFields, *families: Family) -> Family:
     kind = nested.get("model_type", families[0].name) if isinstance(nested, dict) else families[0].name
     if isinstance(kind, str) and kind in known:
         return known[kind]
-    fields.unsupported.append(f"text_config: model_type is {as_json(kind)}, supported are {', '.join(known)}")
+    fields.refuse("text_config: model_type", kind, f"supported are {', '.join(known)}")
     return families[0]
 
 
@@ -52,16 +52,11 @@ def with_image_tokens(
     config: DecoderConfig, fields: ConfigFields, key: str, default: int, merge_size: int | None = None
 ) -> DecoderConfig:
     """With the id of image tokens, and how many patches become one (`merge_size` where the file does not say)."""
-    token = fields.values.get(key)
-    token = default if token is None else token
-    if not is_integer(token) or not 0 <= token < max(1, config.vocab_size):
-        fields.wrong.append(f"{key} is {as_json(token)}, expected a token id from 0 to {config.vocab_size - 1}")
+    token = fields.token_id(key, default, largest=max(0, config.vocab_size - 1))
     if merge_size is not None:
         found = vision_fields(fields).get("spatial_merge_size")
         if found is not None and (not is_integer(found) or found < 1):
-            fields.wrong.append(
-                f"vision_config: spatial_merge_size is {as_json(found)}, expected a whole number above 0"
-            )
+            fields.expect("vision_config: spatial_merge_size", found, "a whole number above 0")
         elif found is not None:
             merge_size = found
     return replace(config, image_token_id=token, spatial_merge_size=merge_size or 1)

@@ -70,30 +70,30 @@ def read_file(
     With `takes_pipes` pipes and terminals are read too: for what a user names. Raises `error_class`, also where a pipe
     stays silent.
     """
-    try:
+    with _named(f"{what} {printable(path)}".lstrip(), error_class, advice):
         return _piped_bytes(path, limit) if takes_pipes else ordinary_bytes(path, limit)
+
+
+@contextmanager
+def _named(name: str, error_class: type[EdgeLLMError], advice: str) -> Iterator[None]:
+    """Raise `error_class` for what is wrong with a file of this name."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        ending = f". {advice}" if advice else ""
-        name = f"{what} {printable(path)}" if what else printable(path)
-        raise error_class(f"{name} cannot be read: {reason}{ending}") from error
+        raise error_class(f"{name} cannot be read: {reason}{f'. {advice}' if advice else ''}") from error
 
 
 def read_text(
     path: Path, limit: int, error_class: type[EdgeLLMError], what: str = "", advice: str = "", takes_pipes: bool = False
 ) -> str:
     """As `read_file`, but UTF-8 text, with or without a byte order mark."""
-    return decoded(read_file(path, limit, error_class, what, advice, takes_pipes), path, error_class, what)
-
-
-def decoded(data: bytes, path: Path, error_class: type[EdgeLLMError], what: str = "") -> str:
-    """The text of a file's content; `error_class` names the first byte that is not UTF-8."""
     try:
-        return data.decode("utf-8-sig")
+        return read_file(path, limit, error_class, what, advice, takes_pipes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        name = f"{what} {printable(path)}" if what else printable(path)
         raise error_class(
-            f"{name} is not UTF-8 text: invalid byte 0x{error.object[error.start]:02x} at byte offset {error.start}"
+            f"{f'{what} {printable(path)}'.lstrip()} is not UTF-8 text: invalid byte "
+            f"0x{error.object[error.start]:02x} at byte offset {error.start}"
         ) from error
 
 
@@ -120,14 +120,11 @@ def open_ordinary(path: Path) -> FileIO:
 
 def check_ordinary(path: Path, limit: int, error_class: type[EdgeLLMError], advice: str = "") -> None:
     """Raise `error_class` where a file that is to be copied is no ordinary file or has more than `limit` bytes."""
-    try:
+    with _named(printable(path), error_class, advice):
         status = path.stat()
         _refuse_other_kinds(path, status.st_mode)
         if status.st_size > limit:
             raise too_large(path, status.st_size, limit)
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise error_class(f"{printable(path)} cannot be read: {reason}{f'. {advice}' if advice else ''}") from error
 
 
 def _refuse_other_kinds(path: Path, mode: int) -> None:
@@ -248,8 +245,7 @@ def check_tokenizer_file(path: Path, vocab_size: int, error_class: type[EdgeLLME
     if largest >= vocab_size:
         raise error_class(
             f"{printable(path)} has token ids up to {largest}, but the model's vocabulary has only {vocab_size} "
-            f"entries: "
-            "the tokenizer belongs to another model"
+            "entries: the tokenizer belongs to another model"
         )
     return tokenizer
 
@@ -264,11 +260,7 @@ def _explained(what: str, error_class: type[EdgeLLMError]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
-            raise  # Ctrl-C
+        # Rust's exception for a panic cannot be imported; others that are no Exception are Ctrl-C and its like.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise error_class(f"{what}: {' '.join(str(error).split()) or type(error).__name__}. {_ADVICE}") from error
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Whether Rust has panicked: its exception cannot be imported."""
-    return type(error).__name__ == "PanicException"

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -190,17 +190,15 @@ def check_values(value: Any, any_number: bool = False) -> None:
                 _check_integer(item)
             elif isinstance(item, str) and not item.isascii():
                 _check_text(item)
-        level = [inner for item in level if isinstance(item, (dict, list)) for inner in _contents(item)]
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        level = [inner for each in containers for inner in each]
+        level += [inner for each in containers if isinstance(each, dict) for inner in each.values()]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
 
 
 _TOO_DEEP = f"its lists and objects are nested more than {DEEPEST_NESTING} deep"
-
-
-def _contents(container: dict[Any, Any] | list[Any]) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else container
 
 
 def _check_integer(value: int) -> None:
@@ -241,14 +239,12 @@ def _finite_number(text: str) -> float:
 
 def plain_values(instance: Any) -> dict[str, Any]:
     """A dataclass instance as JSON values, for `JSONObject.dataclass` to read."""
-    values = asdict(instance)
-    for field in fields(instance):
-        value = getattr(instance, field.name)
-        if field.metadata.get("added_later") and value == field.default:
-            del values[field.name]
-        elif is_dataclass(value):
-            values[field.name] = plain_values(value)
-    return values
+    values = {field: getattr(instance, field.name) for field in fields(instance)}
+    return {
+        field.name: plain_values(value) if is_dataclass(value) else value
+        for field, value in values.items()
+        if not field.metadata.get("added_later") or value != field.default
+    }
 
 
 def canonical_json(value: Any) -> bytes:

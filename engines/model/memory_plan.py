@@ -66,7 +66,8 @@ def plan_memory(
     weights = sum(weight_bytes(spec, dtype) for spec in specs)
     layers = decoder_states(config, limits.kv_cache, limits)
     states, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_states(layers)
-    windows = window_bytes(layers, limits.max_batch, dtype)
+    in_windows = (layer for layer in layers if isinstance(layer, WindowRows))
+    windows = state_bytes(state_edge(in_windows, limits.max_batch, 0), dtype)
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_columns) * item + ITEM_SIZES["int32"])
     if config.image_tokens:  # the last row that each token sees
@@ -116,11 +117,6 @@ def most_logit_rows(limits: EngineLimits) -> int:
 def recurrent_bytes(states: Sequence[LayerState], slots: int) -> int:
     """What recurrent states take, however many tokens they have taken."""
     return state_bytes(state_edge(recurrent_states(states), slots, 1), "float32")
-
-
-def window_bytes(states: Sequence[LayerState], slots: int, dtype: str) -> int:
-    """What the rows of layers take that look back on a window, however long the context is."""
-    return state_bytes(state_edge((state for state in states if isinstance(state, WindowRows)), slots, 0), dtype)
 
 
 def kept_bytes(states: Sequence[LayerState], slots: int, tokens: int) -> int:
