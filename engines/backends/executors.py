@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows
-from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal, title
+from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal
 from edgellm.engines.backends.recurrent_steps import recurrent_refusal
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig
@@ -99,7 +99,7 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
     for step in program.steps:
         refusal = recurrent_refusal(step, program, shared_limit)
         if refusal is not None:
-            return f"kernels cannot run {title(step)}: {refusal}"
+            return f"kernels cannot run {step.title}: {refusal}"
     for heads, kv_heads, size in {step.heads for step in program.attentions}:
         refusal = prefill_refusal(heads, kv_heads, size, int8) or ring_refusal(shape)
         if refusal is not None:

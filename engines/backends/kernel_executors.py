@@ -19,7 +19,6 @@ from edgellm.engines.backends.kernel_steps import (
     packed_layout,
     step_refusal,
     step_rows,
-    title,
 )
 from edgellm.engines.backends.recurrent_steps import (
     RECURRENT,
@@ -105,7 +104,7 @@ class FewRows:
         for step in program.steps:
             reason = step_refusal(step, program) or cls._memory_refusal(step, program, limit)
             if reason is not None:
-                return f"{cls.name} cannot run {title(step)}: {reason}"
+                return f"{cls.name} cannot run {step.title}: {reason}"
         return None
 
     @classmethod

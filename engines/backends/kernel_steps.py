@@ -11,12 +11,10 @@ from edgellm.engines.model.adapted_projections import AdaptedProjection
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
     Attention,
-    GatedDelta,
     LinearResidual,
     NormLinear,
     Program,
     Scale,
-    ShortConvolution,
     SideBySide,
     Step,
 )
@@ -99,19 +97,6 @@ def ring_refusal(shape: EngineShape) -> str | None:
     if shape.window_rows % RING_STEP == 0:
         return None
     return f"rings of windows have a multiple of {RING_STEP} rows, not {shape.window_rows}"
-
-
-def title(step: Step) -> str:
-    """A step in a few words, for messages."""
-    if isinstance(step, Attention):
-        return f"the attention of layer {step.index}"
-    if isinstance(step, NormLinear | LinearResidual):
-        return f"the linear layer {step.linear.name}"
-    if isinstance(step, ShortConvolution | GatedDelta):
-        return (
-            f"the {'gated delta rule' if isinstance(step, GatedDelta) else 'short convolution'} of layer {step.index}"
-        )
-    return f"the step {type(step).__name__} to {step.output}"
 
 
 def module_rows(adapted: AdaptedProjection) -> tuple[int, ...]:

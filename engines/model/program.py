@@ -35,6 +35,12 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 LAST_SEEN = "last_seen"
 
 
+#: Says of a step's field that it names what the step reads: values, inputs of the engine, or parts that name them.
+READS = {"reads": True}
+#: Says of a flag that where it is set the step reads this input of the engine.
+READS_SELECTED, READS_LAST_SEEN = {"reads": "last_token_ids"}, {"reads": LAST_SEEN}
+
+
 @dataclass(frozen=True)
 class Norm:
     """An RMS norm (Zhang and Sennrich 2019) by weight + offset, or with a bias a layer norm (Ba et al. 2016)."""
@@ -79,7 +85,11 @@ class Keep:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a program; `output` is the value that it writes."""
+    """One step of a program; `output` is the value that it writes.
+
+    What it reads is declared on its fields; `results` says what its values are like. So values, segments and the places
+    of what is under way follow from the steps alone.
+    """
 
     output: str
 
@@ -87,6 +97,28 @@ class Step:
     def weights(self) -> Iterator[WeightSpec]:
         """Its weights, in order of use."""
         return _weights(self)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values and inputs that it reads, states, masks and rotary rows apart."""
+        declared = ((getattr(self, each.name), each.metadata.get("reads")) for each in fields(self))
+        return tuple(name for value, what in declared if what for name in _names(value, what))
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        """The values that it writes: its output, and what it keeps."""
+        keep = getattr(self, "keep", None)
+        return (self.output,) if keep is None else (self.output, keep.target)
+
+    @property
+    def title(self) -> str:
+        """The step in a few words, for messages."""
+        return f"the step {type(self).__name__} to {self.output}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """Shape and dtype of what it writes in a decoder, by name, where `kinds` are those of what it reads and
+        `residual` is the dtype of the residual stream. A step of encoders alone says nothing."""
+        return {}
 
     def __repr__(self) -> str:
         """As dataclasses print, but for fields that came later where they have their defaults: a plan is built anew
@@ -97,6 +129,20 @@ class Step:
             if not each.metadata.get("added_later") or getattr(self, each.name) != each.default
         )
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _names(part: object, declared: object) -> Iterator[str]:
+    """What a field names that is declared to be read."""
+    if isinstance(part, str):
+        yield part
+    elif isinstance(part, Input):
+        yield part.value
+    elif isinstance(part, tuple):
+        for one in part:
+            yield from _names(one, declared)
+    elif part is True:
+        assert isinstance(declared, str)
+        yield declared
 
 
 def _weights(part: object) -> Iterator[WeightSpec]:
@@ -110,27 +156,50 @@ def _weights(part: object) -> Iterator[WeightSpec]:
             yield from _weights(getattr(part, field.name))
 
 
+def _rows(kinds: Edge, value: str, width: int) -> tuple[int, ...]:
+    """Rows like those of a value, of another width."""
+    return (*kinds[value][0][:-1], width)
+
+
+def _selected(selects: bool, rows: tuple[int, ...], width: int, shape: EngineShape) -> tuple[int, ...]:
+    """The rows that a linear layer gives, of its input's."""
+    return (rows[0], shape.selected if selects else rows[1], width)
+
+
+def _kept(keep: Keep | None, rows: tuple[int, ...]) -> Edge:
+    """What a step keeps of its input or its residual."""
+    return {} if keep is None else {keep.target: (rows, "compute")}
+
+
 @dataclass(frozen=True)
 class Scale(Step):
     """output = factor * value, in the dtype of the residual stream."""
 
-    value: str
+    value: str = field(metadata=READS)
     factor: float
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """See `Step.results`."""
+        return {self.output: (kinds[self.value][0], residual)}
 
 
 @dataclass(frozen=True)
 class Add(Step):
     """output = value + an input of the engine, or a weight whose rows are those of one sequence."""
 
-    value: str
-    other: str | WeightSpec
+    value: str = field(metadata=READS)
+    other: str | WeightSpec = field(metadata=READS)
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """See `Step.results`."""
+        return {self.output: (kinds[self.value][0], residual)}
 
 
 @dataclass(frozen=True)
 class Normed(Step):
     """output = norm(value)."""
 
-    value: str
+    value: str = field(metadata=READS)
     norm: Norm
 
 
@@ -142,13 +211,24 @@ class NormLinear(Step):
     rows only those that `last_token_ids` names.
     """
 
-    inputs: tuple[Input, ...]
+    inputs: tuple[Input, ...] = field(metadata=READS)
     linear: Linear
     activation: str | None = None
     gated: bool = False
     scale: float = 1.0
     keep: Keep | None = None
-    selects: bool = False
+    selects: bool = field(default=False, metadata=READS_SELECTED)
+
+    @property
+    def title(self) -> str:
+        """See `Step.title`."""
+        return f"the linear layer {self.linear.name}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """See `Step.results`."""
+        of_keep = kinds[self.inputs[-1].value][0]
+        width = self.linear.weight.shape[0] // (2 if self.gated else 1)
+        return _kept(self.keep, of_keep) | {self.output: (_selected(self.selects, of_keep, width, shape), "compute")}
 
 
 @dataclass(frozen=True, repr=False)
@@ -156,13 +236,24 @@ class LinearResidual(Step):
     """output = residual + scale * linear(value), or with a `norm` residual + norm(scale * linear(value)). `keep` gets
     the residual; `selects` as in `NormLinear`."""
 
-    value: str
+    value: str = field(metadata=READS)
     linear: Linear
-    residual: str
+    residual: str = field(metadata=READS)
     scale: float = 1.0
     keep: Keep | None = None
-    selects: bool = False
+    selects: bool = field(default=False, metadata=READS_SELECTED)
     norm: Norm | None = field(default=None, metadata=ADDED_LATER)
+
+    @property
+    def title(self) -> str:
+        """See `Step.title`."""
+        return f"the linear layer {self.linear.name}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """See `Step.results`."""
+        rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
+        kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
+        return kept | {self.output: (rows, residual)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -180,7 +271,7 @@ class Attention(Step):
     the step, and with a window those of them that its own position reaches back to.
     """
 
-    value: str
+    value: str = field(metadata=READS)
     index: int
     heads: tuple[int, int, int]
     scale: float
@@ -191,7 +282,7 @@ class Attention(Step):
     gated: bool = field(default=False, metadata=ADDED_LATER)
     window: int | None = field(default=None, metadata=ADDED_LATER)
     rotary_first: int = field(default=0, metadata=ADDED_LATER)
-    looks_ahead: bool = field(default=False, metadata=ADDED_LATER)
+    looks_ahead: bool = field(default=False, metadata=ADDED_LATER | READS_LAST_SEEN)
 
     def state(self, shape: EngineShape) -> KVRows:
         """The layer's state in an engine of a shape, which need not know what of it is saved."""
@@ -199,6 +290,15 @@ class Attention(Step):
         if self.window is None:
             return rows
         return WindowRows(rows.index, rows.heads, rows.size, rows.dtype, self.window, shape.window_rows)
+
+    @property
+    def title(self) -> str:
+        """See `Step.title`."""
+        return f"the attention of layer {self.index}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """See `Step.results`."""
+        return {self.output: (_rows(kinds, self.value, self.heads[0] * self.heads[2]), "compute")}
 
 
 @dataclass(frozen=True)
@@ -210,7 +310,7 @@ class ShortConvolution(Step):
     output, in float32. `gated` (LFM2's): `value` [.., 3 C] holds B, C and x side by side, u = B x, output = C y.
     """
 
-    value: str
+    value: str = field(metadata=READS)
     index: int
     channels: int
     width: int
@@ -222,6 +322,15 @@ class ShortConvolution(Step):
     def state(self, shape: EngineShape) -> ConvColumns:
         """The layer's state of this step in an engine of a shape."""
         return ConvColumns(self.index, self.channels, self.width)
+
+    @property
+    def title(self) -> str:
+        """See `Step.title`."""
+        return f"the short convolution of layer {self.index}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """See `Step.results`."""
+        return {self.output: (_rows(kinds, self.value, self.channels), "compute" if self.gated else "float32")}
 
 
 @dataclass(frozen=True)
@@ -235,8 +344,8 @@ class GatedDelta(Step):
     dt_bias) and beta = sigmoid(b); its output [Dv] is then S^T q, in float32.
     """
 
-    value: str
-    gates: str
+    value: str = field(metadata=READS)
+    gates: str = field(metadata=READS)
     index: int
     heads: tuple[int, int]
     sizes: tuple[int, int]
@@ -248,16 +357,29 @@ class GatedDelta(Step):
         """The layer's state of this step in an engine of a shape."""
         return DeltaMatrix(self.index, self.heads, self.sizes)
 
+    @property
+    def title(self) -> str:
+        """See `Step.title`."""
+        return f"the gated delta rule of layer {self.index}"
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """See `Step.results`."""
+        return {self.output: (_rows(kinds, self.value, self.heads[1] * self.sizes[1]), "float32")}
+
 
 @dataclass(frozen=True)
 class GatedNorm(Step):
     """output = norm of each of the `heads` parts of value, times silu(the columns of `gate` from `first` on)."""
 
-    value: str
-    gate: str
+    value: str = field(metadata=READS)
+    gate: str = field(metadata=READS)
     first: int
     heads: int
     norm: Norm
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        """See `Step.results`."""
+        return {self.output: (kinds[self.value][0], "compute")}
 
 
 #: The steps that have a state.
@@ -272,27 +394,27 @@ class EncoderAttention(Step):
     them.
     """
 
-    value: str
+    value: str = field(metadata=READS)
     heads: int
     head_size: int
     windows: tuple[int, int]
-    mask: str | None = None
-    rotary: str | None = None
+    mask: str | None = field(default=None, metadata=READS)
+    rotary: str | None = field(default=None, metadata=READS)
 
 
 @dataclass(frozen=True)
 class Gather(Step):
     """output = the rows of value that the engine's input `rows` [B, M] names."""
 
-    value: str
-    rows: str
+    value: str = field(metadata=READS)
+    rows: str = field(metadata=READS)
 
 
 @dataclass(frozen=True)
 class Prepend(Step):
     """output = a row that is a weight, then those of value."""
 
-    value: str
+    value: str = field(metadata=READS)
     row: WeightSpec
 
 
@@ -300,7 +422,7 @@ class Prepend(Step):
 class DropFirst(Step):
     """output = the `rows` rows of value behind its first."""
 
-    value: str
+    value: str = field(metadata=READS)
     rows: int
 
 
@@ -308,7 +430,7 @@ class DropFirst(Step):
 class Reshape(Step):
     """output = the elements of value in another `shape`: neighbouring rows side by side as one."""
 
-    value: str
+    value: str = field(metadata=READS)
     shape: tuple[int, ...]
 
 
@@ -317,7 +439,7 @@ class AveragePool(Step):
     """output = the means of value's rows [1, side * side, width], a square in reading order, over squares of `size` by
     `size` of them, in reading order; summed in float32."""
 
-    value: str
+    value: str = field(metadata=READS)
     width: int
     side: int
     size: int
@@ -327,7 +449,7 @@ class AveragePool(Step):
 class Product(Step):
     """output = scale * value times a weight [K, N], rounded once."""
 
-    value: str
+    value: str = field(metadata=READS)
     weight: WeightSpec
     scale: float
 
@@ -336,7 +458,7 @@ class Product(Step):
 class SideBySide(Step):
     """output = the columns of several values, one behind the other."""
 
-    values: tuple[str, ...]
+    values: tuple[str, ...] = field(metadata=READS)
 
 
 @dataclass(frozen=True)
@@ -375,31 +497,9 @@ class Program:
         """Shape and dtype of every value between the steps of a decoder; those of one name are alike."""
         kinds, residual = self.inputs | self.outputs, "float32" if self.wide_residual else "compute"
         for step in self.steps:
-            if isinstance(step, NormLinear | LinearResidual):
-                value = step.inputs[-1].value if isinstance(step, NormLinear) else step.value
-                dtype = "compute" if isinstance(step, NormLinear) else residual
-                width = step.linear.weight.shape[0] // (2 if isinstance(step, NormLinear) and step.gated else 1)
-                batch, rows, _ = kinds[value][0]
-                if step.keep is not None:
-                    kept = value if isinstance(step, NormLinear) else step.residual
-                    kinds.setdefault(step.keep.target, (kinds[kept][0], "compute"))
-                rows = self.shape.selected if step.selects else rows
-                kinds.setdefault(step.output, ((batch, rows, width), dtype))
-            elif isinstance(step, Attention):
-                batch, rows, _ = kinds[step.value][0]
-                kinds.setdefault(step.output, ((batch, rows, step.heads[0] * step.heads[2]), "compute"))
-            elif isinstance(step, ShortConvolution):
-                batch, rows, _ = kinds[step.value][0]
-                kinds.setdefault(step.output, ((batch, rows, step.channels), "compute" if step.gated else "float32"))
-            elif isinstance(step, GatedDelta):
-                batch, rows, _ = kinds[step.value][0]
-                kinds.setdefault(step.output, ((batch, rows, step.heads[1] * step.sizes[1]), "float32"))
-            elif isinstance(step, GatedNorm):
-                kinds.setdefault(step.output, (kinds[step.value][0], "compute"))
-            elif isinstance(step, Scale | Add):
-                kinds.setdefault(step.output, (kinds[step.value][0], residual))
-            else:
-                assert step.output in self.outputs, f"{type(step).__name__} is no step of a decoder"
+            for name, kind in step.results(kinds, self.shape, residual).items():
+                kinds.setdefault(name, kind)
+            assert step.output in kinds, f"{step.title} is no step of a decoder"
         return kinds
 
     @cached_property

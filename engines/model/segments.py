@@ -10,14 +10,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import (
-    Add,
     Attention,
     GatedDelta,
     GatedNorm,
@@ -26,7 +23,6 @@ from edgellm.engines.model.program import (
     NormLinear,
     Program,
     Reshape,
-    Scale,
     ShortConvolution,
     SideBySide,
     Step,
@@ -75,8 +71,8 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
         steps = [step for step in part if not isinstance(step, _BETWEEN)]
         between = tuple(step for step in part if isinstance(step, _BETWEEN))
         for step in reversed(between):
-            needed = (needed - {step.output}) | set(_reads(step))
-        written = {name for step in steps for name in _writes(step)}
+            needed = (needed - {step.output}) | set(step.reads)
+        written = {name for step in steps for name in step.writes}
         text = repr(steps)
         first = min((int(match[2]) for match in _LAYER.finditer(text)), default=0)
         alike = _renamed(text, first, {}), frozenset(written & needed)
@@ -140,7 +136,7 @@ def _is_shared(program: Program, keep: Keep) -> bool:
 
 
 def _segment(program: Program, steps: list[Step], first: int, kinds: Edge, needed: set[str]) -> Segment:
-    reads, written = _reads_of_all(steps), {name for step in steps for name in _writes(step)}
+    reads, written = _reads_of_all(steps), {name for step in steps for name in step.writes}
     outputs: Edge = {}
     for name in sorted(written & needed):
         output = f"next_{name}" if name in reads else name
@@ -172,40 +168,9 @@ def _reads_of_all(steps: list[Step]) -> set[str]:
     found: set[str] = set()
     written: set[str] = set()
     for step in steps:
-        found |= set(_reads(step)) - written
-        written |= set(_writes(step))
+        found |= set(step.reads) - written
+        written |= set(step.writes)
     return found
-
-
-def _reads(step: Step) -> Iterator[str]:
-    """The values and inputs that a step takes; TypeError for one that programs which are cut do not have."""
-    if isinstance(step, NormLinear):
-        yield from (given.value for given in step.inputs)
-    elif isinstance(step, LinearResidual):
-        yield from (step.value, step.residual)
-    elif isinstance(step, SideBySide):
-        yield from step.values
-    elif isinstance(step, Scale | Add | Reshape | _BETWEEN):
-        yield step.value
-    else:
-        raise TypeError(
-            f"the step {type(step).__name__} is in a program that is cut, and what it reads is not known: expected one "
-            "that `_reads` names. Name it there"
-        )
-    if isinstance(step, GatedDelta):
-        yield step.gates
-    if isinstance(step, GatedNorm):
-        yield step.gate
-    if isinstance(step, Add) and not isinstance(step.other, WeightSpec):
-        yield step.other
-    if isinstance(step, NormLinear | LinearResidual) and step.selects:
-        yield "last_token_ids"
-
-
-def _writes(step: Step) -> Iterator[str]:
-    yield step.output
-    if isinstance(step, NormLinear | LinearResidual) and step.keep is not None:
-        yield step.keep.target
 
 
 def _renamed(part: Any, first: int, names: dict[str, str]) -> Any:

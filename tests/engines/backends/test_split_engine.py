@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.program import Normed, NormLinear, Program
+from edgellm.engines.model.program import Attention, Normed, NormLinear, Program, Step
 from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -449,10 +449,25 @@ def test_recurrent_models_have_plans_of_segments_alone() -> None:
     assert plan_refusal(odd, segment_shapes(model_program(odd, prefill))[0], "float16", 227 << 10, False) is None
 
 
-def test_a_step_that_is_not_known_is_refused_rather_than_left_without_its_inputs() -> None:
+def test_every_step_declares_what_it_reads() -> None:
+    """A name that is not declared would be left out of a segment's inputs."""
+    written, known = {"output", "activation"}, set[str]()
+    waiting = Step.__subclasses__()
+    for kind in waiting:
+        names = [
+            each for each in fields(kind) if each.name not in written and re.search(r"\bstr\b|Input", str(each.type))
+        ]
+        assert [each.name for each in names if "reads" not in each.metadata] == [], kind
+        known |= {each.name for each in names}
+    assert {"value", "residual", "gates", "other", "inputs"} <= known
+
+
+def test_what_a_step_alone_reads_is_an_input_of_its_segment() -> None:
+    """A norm of its own behind the last attention."""
     program = model_program(LLAMA, EngineLimits(prefill_chunk=16, kv_capacity=256).base_shape("prefill", 1, 16, 256))
-    *steps, head = program.steps
-    assert isinstance(head, NormLinear)
-    normed = Normed("logits", head.inputs[0].value, head.inputs[0].norms[0])
-    with pytest.raises(TypeError, match=r"the step Normed .* what it reads is not known"):
-        segments_of(replace(program, steps=(*steps, normed)))
+    attention = next(number for number, step in enumerate(program.steps) if isinstance(step, Attention))
+    head = program.steps[-1]
+    assert isinstance(head, NormLinear) and head.reads == (head.inputs[0].value, "last_token_ids")
+    normed = Normed(head.output, program.steps[attention].output, head.inputs[0].norms[0])
+    last = segments_of(replace(program, steps=(*program.steps[: attention + 1], normed)))[-1]
+    assert list(last.program.inputs) == [normed.value]
