@@ -14,18 +14,9 @@ from edgellm.errors import RequestError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-
 #: Why an answer ended; see `edgellm.requests.Response`.
 FinishReason = Literal["stop", "stop_string", "tool_calls", "length", "context", "cancelled", "deadline"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-
-
-class TextSource(Protocol):
-    """What an answer needs of a detokenizer."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 class CallReader(Protocol):
@@ -90,7 +81,7 @@ class OutputText:
 
     def __init__(
         self,
-        detokenizer: TextSource,
+        detokenizer: Detokenizer,
         stop_strings: Iterable[str] = (),
         stop_token_ids: Collection[int] = (),
         eos_token_ids: Collection[int] = (),
