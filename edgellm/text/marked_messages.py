@@ -3,11 +3,11 @@ belong that the template leaves out. They bear marks, characters that occur nowh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import RequestError
-from edgellm.text.messages import DISGUISES, strings_in
+from edgellm.text.messages import free_marks, shown_texts, strings_in
 
 if TYPE_CHECKING:
     from edgellm.text.template import ChatTemplate
@@ -31,7 +31,7 @@ class EarlierCalls:
         places = [place for place, message in enumerate(messages) if message.get("tool_calls")]
         if not places or template.writes_calls(bool(values.get("tools"))):
             return
-        for place, mark in zip(places, _free_marks(strings_in(values)), strict=False):
+        for place, mark in zip(places, free_marks(strings_in(values)), strict=False):
             text = "" if write is None else write(messages[place]["tool_calls"])
             if not text:
                 raise RequestError(
@@ -66,7 +66,7 @@ class FinalMessage:
                 f"continue_final_message is true, but the last message is of the role {message['role']!r}: expected an "
                 "assistant's message, whose text is gone on with"
             )
-        self._mark = next(_free_marks(texts))
+        self._mark = next(free_marks(texts))
         content = message["content"]
         if isinstance(content, str):
             self.marked = {**message, "content": f"{content}{self._mark} "}
@@ -84,8 +84,7 @@ class FinalMessage:
         Raises RequestError where the text does not stand there.
         """
         content = marked["content"]
-        texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-        text = next(each for each in reversed(texts) if self._mark in each).split(self._mark)[0]
+        text = next(each for each in shown_texts(content) if self._mark in each).split(self._mark)[0]
         kept, mark, rest = rendered.rpartition(self._mark)
         if not mark or not kept.rstrip().endswith(text.strip()):
             raise RequestError(
@@ -94,9 +93,3 @@ class FinalMessage:
             )
         trims = not rest.startswith(" ")
         return kept.rstrip() if trims and text.strip() else kept
-
-
-def _free_marks(texts: Iterable[str]) -> Iterator[str]:
-    """The characters that occur in none of the texts and mean nothing."""
-    used = set().union(*texts)
-    return (mark for mark in map(chr, reversed(DISGUISES)) if mark not in used)
