@@ -17,13 +17,13 @@ from edgellm.structure.typed_values import dataclass_schema, is_dataclass_type, 
 Whitespace = Literal["spaced", "compact", "free"]
 #: Of a regular expression, of a grammar and of all choices.
 MOST_BYTES = {"regex": 16 * 1024, "grammar": 128 * 1024, "choice": 128 * 1024}
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+#: What each kind of structure is called in errors.
 _NAMES = {
     "json": "the JSON schema",
-    "json_object": "a JSON object",
     "regex": "the regular expression",
     "choice": "the list of choices",
     "grammar": "the grammar",
+    "json_object": "a JSON object",
 }
 #: JSON's escapes but that of any character by number, which would let a key be spelled in two ways.
 _ESCAPES = '"\\bfnrt'
@@ -63,12 +63,12 @@ class Structure:
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise RequestError(f"json_object is {shown(self.json_object)}: expected true or false")
-        given = [kind for kind in _KINDS if getattr(self, kind) is not None and getattr(self, kind) is not False]
+        given = [kind for kind in _NAMES if getattr(self, kind) is not None and getattr(self, kind) is not False]
         if self.json is False:
             given.append("json")
         if len(given) != 1:
             raise RequestError(
-                f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_KINDS)}"
+                f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_NAMES)}"
             )
         if not isinstance(self.whitespace, str) or self.whitespace not in get_args(Whitespace):
             expected = ", ".join(get_args(Whitespace))
@@ -188,11 +188,11 @@ def structure_of_response_format(value: Any) -> Structure | None:
 
 def schema_of(value: Any) -> Any:
     """The JSON schema of a structure's `json`: of a class, or as it was given; RequestError for what is neither."""
-    if is_dataclass_type(value) and not callable(getattr(value, "model_json_schema", None)):
-        return dataclass_schema(value)
     describe = getattr(value, "model_json_schema", None)
     if callable(describe):
         return describe()
+    if is_dataclass_type(value):
+        return dataclass_schema(value)
     if isinstance(value, type) or not isinstance(value, (Mapping, bool)):
         raise RequestError(
             f"json is {shown(value)}: expected a JSON schema (a dictionary), a dataclass, or a class with "
@@ -203,10 +203,10 @@ def schema_of(value: Any) -> Any:
 
 def json_options(whitespace: Whitespace = "spaced") -> dict[str, Any]:
     """How llguidance is to write the JSON of a schema that was walked (`enforced_schema`)."""
-    separators = {"spaced": (", ", ": "), "compact": (",", ":"), "free": (",", ":")}[whitespace]
+    space = " " if whitespace == "spaced" else ""
     return {
-        "item_separator": separators[0],
-        "key_separator": separators[1],
+        "item_separator": f",{space}",
+        "key_separator": f":{space}",
         "whitespace_flexible": whitespace == "free",
         "coerce_one_of": True,  # the walk has found that no value fulfils two alternatives
         "json_allowed_escapes": _ESCAPES,

@@ -87,7 +87,6 @@ class GrammarConstraint:
         self._endings = 0  # the matcher never sees the end of sequence
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         grammar, words = self._grammar, row.view(np.int32)
         if len(words) != len(grammar.ending_mask) or not words.flags.c_contiguous:
             raise ValueError(f"a mask has {len(row)} words: expected {len(grammar.ending_mask)}, contiguous")
@@ -135,7 +134,6 @@ class GrammarConstraint:
         return False
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         ended = min(count, self._endings)
         self._endings -= ended
         if count > ended:
@@ -171,11 +169,9 @@ class GrammarConstraint:
         return False
 
     def is_complete(self) -> bool:
-        """See `TokenConstraint`."""
         return bool(self._endings or self._live().is_accepting())
 
     def is_stopped(self) -> bool:
-        """See `TokenConstraint`."""
         return bool(self._endings or self._live().is_stopped())
 
     def _check(self) -> None:

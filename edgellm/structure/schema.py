@@ -144,8 +144,8 @@ class _Walk:
                 all_of += self._keyword(meaning, meant, here)
             elif meaning in ENFORCED:
                 enforced[meaning] = self._keyword(meaning, meant, here)
-            elif not _says_nothing(meaning, meant, schema):
-                raise _not_enforced(keyword, place)
+            else:
+                _check_ignored(keyword, meaning, meant, schema, place)
         self._base = outer
         all_of += _write_format(enforced)
         if all_of:
@@ -277,17 +277,16 @@ class _Walk:
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema and not any(self._ends(each, ending) for each in schema[keyword]):
                 return False
-        if "const" in schema or "enum" in schema or not allowed_types(schema) <= {"object", "array"}:
+        types = allowed_types(schema)
+        if "const" in schema or "enum" in schema or not types <= {"object", "array"}:
             return True
-        return any(self._container_ends(schema, kind, ending) for kind in allowed_types(schema))
-
-    def _container_ends(self, schema: dict[str, Any], kind: str, ending: set[str]) -> bool:
-        if kind == "object":
-            properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-            return all(self._ends(properties.get(name, others), ending) for name in schema.get("required", ()))
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
         least, first = schema.get("minItems", 0), schema.get("prefixItems", [])
-        needed = [*first[:least], *([schema.get("items", True)] if least > len(first) else [])]
-        return all(self._ends(each, ending) for each in needed)
+        needed = {
+            "object": [properties.get(name, others) for name in schema.get("required", ())],
+            "array": [*first[:least], *([schema.get("items", True)] if least > len(first) else [])],
+        }
+        return any(all(self._ends(each, ending) for each in needed[kind]) for kind in types)
 
     def check_narrow_ranges(self) -> None:
         """Refuse a range of less than 1 that begins or ends right behind a whole number: llguidance lets that number
@@ -359,25 +358,19 @@ def _write_format(enforced: dict[str, Any]) -> list[Any]:
     return beside
 
 
-def _says_nothing(keyword: str, value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a keyword that is not enforced leaves open what is valid: by the specification one that is not known
-    does, but not a slip of one that is."""
-    if keyword in NOT_ENFORCED:
-        return NOT_ENFORCED[keyword](value, schema)
-    return keyword in ANNOTATIONS or (keyword != "x-guidance" and meant_keyword(keyword) is None)
-
-
-def _not_enforced(keyword: str, place: str) -> RequestError:
-    if keyword == "x-guidance":
-        return schema_error(
-            place, "has x-guidance, which would change how answers are made", "a plain schema: leave it out"
+def _check_ignored(keyword: str, meaning: str, value: Any, schema: dict[str, Any], place: str) -> None:
+    """Refuse a keyword that is not enforced, unless it leaves open what is valid: by the specification one that is not
+    known does, but not a slip of one that is."""
+    if meaning == "x-guidance":
+        found = "has x-guidance, which would change how answers are made"
+        raise schema_error(place, found, "a plain schema: leave it out")
+    meant = None if meaning in NOT_ENFORCED or meaning in ANNOTATIONS else meant_keyword(meaning)
+    if meant is not None or (meaning in NOT_ENFORCED and not NOT_ENFORCED[meaning](value, schema)):
+        hint = f"did you mean {meant}? " if meant else ""
+        raise RequestError(
+            f"the JSON schema, at {place}, has the keyword {shown(keyword)}, which would not be enforced: {hint}leave "
+            "it out and check the answer yourself, or say the same with keywords that are (docs, structured output)"
         )
-    meant = None if keyword in NOT_ENFORCED else meant_keyword(keyword)
-    hint = f"did you mean {meant}? " if meant else ""
-    return RequestError(
-        f"the JSON schema, at {place}, has the keyword {shown(keyword)}, which would not be enforced: {hint}leave it "
-        "out and check the answer yourself, or say the same with keywords that are (docs, structured output)"
-    )
 
 
 def _check_bounds(schema: dict[str, Any], place: str) -> None:

@@ -29,7 +29,8 @@ class EarlierCalls:
         self.values, messages = values, list(values["messages"])
         self._texts: dict[str, str] = {}
         places = [place for place, message in enumerate(messages) if message.get("tool_calls")]
-        if not places or template.writes_calls(bool(values.get("tools"))):
+        with_tools = bool(values.get("tools"))
+        if not places or template.trials(with_tools).writes_calls(with_tools):
             return
         for place, mark in zip(places, free_marks(strings_in(values)), strict=False):
             text = "" if write is None else write(messages[place]["tool_calls"])

@@ -214,12 +214,11 @@ def checked_variables(variables: Any) -> dict[str, Any]:
     if not isinstance(variables, Mapping):
         raise RequestError(f"template_variables is a {type(variables).__name__}: expected values by name, or None")
     for name in variables:
+        what = f"template_variables has the name {name!r}"
         if not isinstance(name, str) or not name.isidentifier():
-            raise RequestError(f"template_variables has the name {name!r}: expected letters, digits and _")
+            raise RequestError(f"{what}: expected letters, digits and _")
         if name in RESERVED_VARIABLES:
-            raise RequestError(
-                f"template_variables has the name {name!r}, which every request sets itself: leave it out"
-            )
+            raise RequestError(f"{what}, which every request sets itself: leave it out")
     copy = _JSONCopy("template_variables")
     return {name: copy.of(value, f"the template variable {name}") for name, value in variables.items()}
 

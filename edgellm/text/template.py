@@ -104,7 +104,7 @@ class ChatTemplate:
         template tests for it. Arguments of calls, an object or its text, become what the template writes as JSON. An
         empty system message is left out, but where the template would have a prompt of its own in its place.
         """
-        trials = self._trials(self._name(with_tools))
+        trials = self.trials(with_tools)
         found = [
             {**message, "content": _fitted_content(message, trials)}
             for message in messages
@@ -116,16 +116,6 @@ class ChatTemplate:
             if isinstance(message.get("tool_calls"), list):
                 message["tool_calls"] = [_fitted_call(call, trials) for call in message["tool_calls"]]
         return found
-
-    def shown_calls(self) -> tuple[str, ...]:
-        """Conversations as the template (the one for tools) writes them, in which the assistant has called
-        look(at="cup"): with arguments as an object and as text, where it takes them so."""
-        return tuple(text for text in self._trials(self._name(True)).calls if text is not None)
-
-    def writes_calls(self, with_tools: bool = False) -> bool:
-        """Whether the template (the one for tools, where there are some) writes the calls of earlier answers: some tell
-        of tools, and leave calls to the text of the messages."""
-        return self._trials(self._name(with_tools)).writes_calls(with_tools)
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -142,12 +132,6 @@ class ChatTemplate:
             found |= run_with_budget(self.limits, partial(jinja2.meta.find_undeclared_variables, tree))
         return frozenset(found - set(self._environment.globals))
 
-    @property
-    def wants_parts(self) -> bool:
-        """Whether a message must be a list of parts for its text to be written, as some templates of models that take
-        images have it."""
-        return self._trials(self._name(False)).wants_parts
-
     @cached_property
     def _environment(self) -> Any:
         from edgellm.text.template_sandbox import TemplateEnvironment
@@ -162,9 +146,11 @@ class ChatTemplate:
             )
         return name
 
-    def _trials(self, name: str) -> TemplateTrials:
+    def trials(self, with_tools: bool = False) -> TemplateTrials:
+        """What the template (the one for tools, where there are some) does with forms of messages."""
+        name = self._name(with_tools)
         if name not in self._known:
-            self._known[name] = TemplateTrials(lambda messages, tools: self._tried(name, messages, tools))
+            self._known[name] = TemplateTrials(partial(self._tried, name))
         return self._known[name]
 
     def _tried(self, name: str, messages: list[dict[str, Any]], tools: bool) -> str | None:

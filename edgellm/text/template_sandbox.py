@@ -80,22 +80,19 @@ class _Namespace(Namespace):
         return "namespace"
 
 
-class GenerationExtension(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here it changes nothing."""
+class _Language(Extension):
+    """Bounds how many words and signs a template has, and takes `{% generation %}`, which marks what the model wrote
+    for training and changes nothing here."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own protocol)
 
     def parse(self, parser: Any) -> list[nodes.Node]:
-        """Replace the block by its content."""
+        """The content of a block of `generation`, in its place."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-
-class _CountingExtension(Extension):
-    """Counts the words and signs of a template as they are read."""
-
     def filter_stream(self, stream: Any) -> Iterator[Any]:
-        """The same tokens; the number of them is limited."""
+        """The same tokens, counted."""
         budget = current_budget.get()
         for number, token in enumerate(stream):
             budget.spend(64)
@@ -122,7 +119,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[loopcontrols, GenerationExtension, _CountingExtension],
+            extensions=[loopcontrols, _Language],
             finalize=_finalize,
             cache_size=0,
         )
@@ -188,7 +185,13 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return lambda values: format_text(self, obj, (), values)
         if kind is str:
             return lambda *args, **values: call_method(obj, name, *args, **values)
-        return _measuring(getattr(obj, name), obj if name in ("count", "index") else None)
+
+        def measured(*args: Any) -> Any:  # it hashes its argument, or compares it with what the object holds
+            for value in (*args[:1], *([obj] if name in ("count", "index") else ())):
+                current_budget.get().measure(value)
+            return getattr(obj, name)(*args)
+
+        return measured
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """An operator whose result is checked, before it is made where it could be large."""
@@ -257,18 +260,6 @@ def _operation(node: nodes.Node, name: str, value: nodes.Expr, *args: nodes.Expr
 def _finalize(context: Any, value: Any) -> str:
     """What `{{ }}` prints. It asks for the context so that nothing is printed while a template is compiled."""
     return printed(value)
-
-
-def _measuring(method: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
-    """A method that hashes or compares its arguments."""
-
-    def measured(*args: Any) -> Any:
-        budget = current_budget.get()
-        for value in (of, *args[:1]):
-            budget.measure(value)
-        return method(*args)
-
-    return measured
 
 
 def _raise_exception(message: Any) -> None:

@@ -77,12 +77,12 @@ class TemplateTrials:
 
     @cached_property
     def calls(self) -> tuple[str | None, ...]:
-        """A conversation with a call of a tool: with its arguments as an object, and as text."""
+        """A conversation in which the assistant has called look(at="cup"): with arguments as an object, and as text."""
         return tuple(self._render(messages, True) for messages in _CALLS)
 
     def writes_calls(self, with_tools: bool) -> bool:
         """Whether a call of an earlier answer makes a difference to what is written beside tools, or without any; so it
-        does where it cannot be."""
+        does where it cannot be. Some templates tell of tools, and leave calls to the text of the messages."""
         found = []
         for messages in _CALLS:
             without = [{key: kept for key, kept in message.items() if key != "tool_calls"} for message in messages]
