@@ -116,15 +116,19 @@ class Structure:
         return validate(value) if callable(validate) else value
 
     def _grammar_text(self, kind: str) -> str:
+        from llguidance import LLMatcher
+
         if kind in ("json", "json_object"):
-            return _json_grammar({"type": "object"} if kind == "json_object" else schema_of(self.json), self.whitespace)
+            schema = json.dumps(enforced_schema({"type": "object"} if kind == "json_object" else schema_of(self.json)))
+            try:
+                return str(LLMatcher.grammar_from_json_schema(schema, overrides=json_options(self.whitespace)))
+            except ValueError as error:
+                raise RequestError(f"the JSON schema cannot be enforced ({error}): say it in another way") from error
         if kind == "choice":
             alternatives = " | ".join(json.dumps(each, ensure_ascii=False) for each in self.choice or ())
             return _lark(f"start: {alternatives}")
         text = _checked_text(kind, getattr(self, kind))
         if kind == "regex":
-            from llguidance import LLMatcher
-
             return str(LLMatcher.grammar_from_regex(text))
         bare = _LITERALS.sub('""', text)
         wrong = _NOT_ENFORCED.search(bare)
@@ -163,20 +167,19 @@ def structure_of_response_format(value: Any) -> Structure | None:
         return None
     if isinstance(value, type):  # as OpenAI's own client takes a class
         return Structure(json=value)
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    objects: list[set[str]] = [set(), {"schema"}, {"value"}]
-    known = {"text": objects[:1], "json_object": objects, "json_schema": [{"json_schema"}]}
-    if not isinstance(kind, str) or set(value) - {"type"} not in known.get(kind, []):
+    given = dict(value) if isinstance(value, Mapping) else {}
+    kind = given.pop("type", None)
+    if kind == "text" and not given:
+        return None
+    if kind == "json_object" and list(given) in ([], ["schema"], ["value"]):
+        schema = next(iter(given.values()), None)
+        return Structure(json_object=True) if schema is None else Structure(json=schema)
+    if kind != "json_schema" or list(given) != ["json_schema"]:
         raise RequestError(
             f"response_format is {shown(value)}: expected {{'type': 'text'}}, {{'type': 'json_object'}} or "
             "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': ...}}"
         )
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        schema = value.get("schema", value.get("value"))
-        return Structure(json_object=True) if schema is None else Structure(json=schema)
-    described = value.get("json_schema")
+    described = given["json_schema"]
     extra = set(described) - {"name", "description", "schema", "strict"} if isinstance(described, Mapping) else {"none"}
     if extra or "schema" not in described:
         raise RequestError(
@@ -201,7 +204,7 @@ def schema_of(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def json_options(whitespace: Whitespace = "spaced") -> dict[str, Any]:
+def json_options(whitespace: Whitespace = "spaced") -> Any:
     """How llguidance is to write the JSON of a schema that was walked (`enforced_schema`)."""
     space = " " if whitespace == "spaced" else ""
     return {
@@ -211,16 +214,6 @@ def json_options(whitespace: Whitespace = "spaced") -> dict[str, Any]:
         "coerce_one_of": True,  # the walk has found that no value fulfils two alternatives
         "json_allowed_escapes": _ESCAPES,
     }
-
-
-def _json_grammar(schema: Any, whitespace: Whitespace) -> str:
-    from llguidance import LLMatcher
-
-    options: Any = json_options(whitespace)
-    try:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(enforced_schema(schema)), overrides=options))
-    except ValueError as error:
-        raise RequestError(f"the JSON schema cannot be enforced ({error}): say it in another way") from error
 
 
 def _lark(text: str) -> str:

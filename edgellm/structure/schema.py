@@ -213,8 +213,11 @@ class _Walk:
         """The schemas that describe a value, or a part of it, along with this one."""
         if not isinstance(schema, dict):
             return []
-        inner = [each for keyword in schema for each in _subschemas(schema, keyword)]
-        return [self.targets[schema["$ref"]], *inner] if "$ref" in schema else inner
+        found = [self.targets[schema["$ref"]]] if "$ref" in schema else []
+        for keyword, value in schema.items():
+            found += [value] if keyword in SCHEMAS else value if keyword in LISTS else []
+            found += value.values() if keyword in MAPPINGS else []
+        return found
 
     def check_references(self) -> None:
         """There is an end to what each $ref describes."""
@@ -308,15 +311,6 @@ class _Walk:
                             f"is {bound}, with another bound less than 1 away, and {bound} itself would get through",
                             "a bound that is no whole number, such as 0.001 for above 0, or one that may be reached",
                         )
-
-
-def _subschemas(schema: Any, keyword: str) -> Iterable[Any]:
-    """The schemas that a keyword of a schema holds, those of definitions left out."""
-    if not isinstance(schema, dict) or keyword not in schema:
-        return ()
-    if keyword in ("properties", "patternProperties"):
-        return schema[keyword].values()
-    return schema[keyword] if keyword in LISTS else [schema[keyword]] if keyword in SCHEMAS else ()
 
 
 def _merges(schema: dict[str, Any]) -> bool:

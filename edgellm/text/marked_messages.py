@@ -41,16 +41,14 @@ class EarlierCalls:
                     "was called, or build with --tool-format"
                 )
             self._texts[mark] = text
-            messages[place] = {**messages[place], "content": _behind(messages[place]["content"], mark)}
+            content = messages[place]["content"] or ""
+            marked = [*content, {"type": "text", "text": mark}] if isinstance(content, list) else content + mark
+            messages[place] = {**messages[place], "content": marked}
         self.values = {**values, "messages": messages}
 
     def put_into(self, rendered: str) -> str:
         """What the template wrote with the calls in place of their marks."""
         return rendered.translate({ord(mark): text for mark, text in self._texts.items()})
-
-
-def _behind(content: Any, text: str) -> Any:
-    return [*content, {"type": "text", "text": text}] if isinstance(content, list) else (content or "") + text
 
 
 class FinalMessage:

@@ -108,7 +108,9 @@ class ChatTemplate:
         found = [
             {**message, "content": _fitted_content(message, trials)}
             for message in messages
-            if not _is_empty_system_message(message) or trials.has_own_prompt(with_tools)
+            if message["role"] not in SYSTEM_ROLES
+            or any(shown_texts(message["content"]))
+            or trials.has_own_prompt(with_tools)
         ]
         if not found:
             raise RequestError("there are no messages beside an empty system prompt: expected at least one")
@@ -211,10 +213,6 @@ def _written(template: Any, variables: dict[str, Any]) -> str:
         budget.spend(8)
         pieces.append(piece)
     return "".join(pieces)
-
-
-def _is_empty_system_message(message: dict[str, Any]) -> bool:
-    return message["role"] in SYSTEM_ROLES and not any(shown_texts(message["content"]))
 
 
 def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:

@@ -54,7 +54,7 @@ class Budget:
 
     def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits
-        self.calls = 0
+        self.calls = 0  # inside of one another
         self._left = limits.total_size
         self._deadline = time.thread_time() + limits.seconds
 
@@ -137,11 +137,6 @@ class Budget:
             self.spend()
             level = below
         return size
-
-    def enter(self) -> None:
-        """Count a call inside of a call; raises `LimitExceeded` where they are nested too deeply."""
-        self.calls += 1
-        check(self.calls, self.limits.depth, "is nested too deeply, or calls itself without end")
 
 
 current_budget: ContextVar[Budget] = ContextVar("template_budget")

@@ -243,7 +243,7 @@ def date_of_today(form: str) -> str:
 
 #: jinja2's filters that take an item at a time, or do nothing that grows.
 _SHALLOW = """
-    abs batch count d default first float int items last length map reject rejectattr reverse round safe select
+    abs batch count d default first items last length map reject rejectattr reverse round safe select
     selectattr slice
 """
 #: jinja2's filters that walk through all of what they are given.
@@ -255,8 +255,6 @@ _CHECKS: dict[str, Function] = {
     "batch": lambda value, linecount, fill_with=None: current_budget.get().check_items(linecount),
     "center": lambda value, width=80: current_budget.get().check_size(width),
     "indent": lambda text, width=4, first=False, blank=False: _check_indent(as_text(text), width),
-    "int": lambda value, *others, **named: _check_number(value),
-    "float": lambda value, *others, **named: _check_number(value),
     "round": lambda value, precision=0, method="common": check(
         abs(precision), _LONGEST_SEPARATOR, "rounds to more than {} digits"
     ),
@@ -268,11 +266,6 @@ def _check_indent(text: str, width: int | str) -> None:
     lines = 1 + sum(map(text.count, _LINE_ENDS))
     current_budget.get().check_items(lines)
     current_budget.get().check_size(len(text) + lines * (len(width) if isinstance(width, str) else width))
-
-
-def _check_number(value: Any) -> None:
-    if isinstance(value, str):
-        check(len(value), _LONGEST_NUMBER, "reads a number of more than {} characters")
 
 
 def _guarded(name: str) -> Function:
@@ -296,6 +289,12 @@ def _guarded(name: str) -> Function:
         return budget.take(function(*args[:first], value, *others, **named))
 
     return guarded
+
+
+def _number(name: str, value: Any, default: Any, *base: int) -> Any:
+    if isinstance(value, str) and len(value) > _LONGEST_NUMBER:  # which is no number
+        return default
+    return current_budget.get().take(JINJA_FILTERS[name](value, default, *base))
 
 
 @pass_environment
@@ -335,6 +334,8 @@ def _tojson(
 #: All filters that templates may use, by name.
 FILTERS: dict[str, Function] = {name: _guarded(name) for name in f"{_SHALLOW} {_DEEP}".split()} | {
     "format": lambda text, *args, **values: current_budget.get().take(percent(as_text(text), values or args)),
+    "float": lambda value, default=0.0: _number("float", value, default),
+    "int": lambda value, default=0, base=10: _number("int", value, default, base),
     "join": _join,
     "list": lambda value: current_budget.get().take(iter(value)),
     "replace": _replace,

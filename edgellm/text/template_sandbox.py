@@ -1,11 +1,9 @@
 """A jinja2 environment in which a hostile template can neither reach anything nor use more than it is given.
 
 jinja2's immutable sandbox keeps private attributes and mutating methods away, but lets a template run for ever or make
-a value of any size in a single step, where Python looks neither at the clock nor at Ctrl-C. So nothing of Python or
-jinja2 that takes a template's values runs unchecked here. Operators, comparisons, slices, `~`, containers and what is
-printed are compiled into calls of `template_operations`; methods, filters, tests and functions are those on lists, each
-bounded before it runs; loops, calls and compiling look at the clock. A single step so takes a fraction of a second at
-most, and the sum of all values that were made bounds the memory.
+a value of any size in a single step, where Python looks neither at the clock nor at Ctrl-C. So operators, comparisons,
+slices, `~`, containers and what is printed are compiled into calls of `template_operations`; methods, filters, tests
+and functions are those on lists; loops, calls and compiling look at the clock.
 """
 
 from __future__ import annotations
@@ -203,8 +201,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         budget.spend(64 + 8 * (len(args) + len(kwargs)))
         if isinstance(getattr(function, "__self__", None), LoopContext):
             budget.measure(args)  # `loop.changed` compares
-        budget.enter()
+        budget.calls += 1
         try:
+            check(budget.calls, budget.limits.depth, "is nested too deeply, or calls itself without end")
             return budget.take(super().call(context, function, *args, **kwargs))
         finally:
             budget.calls -= 1

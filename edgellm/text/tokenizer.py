@@ -59,7 +59,12 @@ class Tokenizer:
         self.write_images: Callable[[str], str] = str
         #: Writes calls of earlier answers where the chat template does not; None leaves them out.
         self.write_calls: WriteCalls | None = None
-        self._declare_special([*self.special_tokens.values(), *additional_special_tokens])
+        # What the model's files name as special, and tokenizer.json does not: no token is added.
+        named = dict.fromkeys([*self.special_tokens.values(), *additional_special_tokens])
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        missing = [text for text in named if text not in special and tokenizer.token_to_id(text) is not None]
+        if missing:
+            tokenizer.add_special_tokens(missing)
         self._special = {
             token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
@@ -88,7 +93,7 @@ class Tokenizer:
         config |= read_json_object(directory / "tokenizer_config.json")
         return cls(
             parsed,
-            _named_tokens(config),
+            {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None},
             _additional_special_tokens(config, directory),
             ChatTemplate.from_directory(directory, config),
         )
@@ -127,7 +132,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes that a token stands for; None where it is a piece of text."""
-        return (self._token_text.known.get(token_id) or self._token_text.look_up(token_id)).data
+        return self._token_text[token_id].data
 
     def encode(self, text: str, add_special_tokens: bool = True, capacity: int | None = None) -> list[int]:
         """The ids of raw text; special tokens written in it are recognized.
@@ -241,17 +246,6 @@ class Tokenizer:
             )
         return self.chat_template
 
-    def _declare_special(self, contents: list[str]) -> None:
-        """Mark tokens that the model's files name as special, where tokenizer.json does not; never adds a token."""
-        known = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
-        missing = [
-            content
-            for content in dict.fromkeys(contents)
-            if self._tokenizer.token_to_id(content) is not None and not (content in known and known[content].special)
-        ]
-        if missing:
-            self._tokenizer.add_special_tokens(missing)
-
 
 def _checked_ids(token_ids: Iterable[int]) -> list[int]:
     """Token ids without those that no tokenizer has; RequestError for what are no whole numbers."""
@@ -286,11 +280,6 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _token_text(value: Any) -> str | None:
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and text else None
-
-
-def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    texts = {name: _token_text(config.get(name)) for name in NAMED_TOKENS}
-    return {name: text for name, text in texts.items() if text is not None}
 
 
 def _additional_special_tokens(config: dict[str, Any], directory: Path) -> list[str]:
