@@ -193,7 +193,7 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     service.connections, service.closed_connections = lambda: len(http.server_state.connections), http.closed
     watching = asyncio.ensure_future(_watch(service, http))
     trials = TrialProcess()
-    try_apart(trials)
+    try_apart(trials.check)
     try:
         await http.serve()
     finally:

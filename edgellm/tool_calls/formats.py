@@ -155,10 +155,11 @@ def taught_format(template: ChatTemplate, has_token: Callable[[str], bool] = lam
     """The format in which a chat template writes the calls of earlier answers, which is what its model was taught; None
     where it writes them in a form that is not known. Of a template that tells of tools and writes no calls, the
     vocabulary decides: `has_token` says whether a token is there."""
-    texts = template.shown_calls()
+    trials = template.trials(with_tools=True)
+    texts = [text for text in trials.calls if text is not None]
     for each in FORMATS.values():
         if any(re.search(each.seen, text) for text in texts):
             return each
-    if not any(TOOL["function"]["description"] in text for text in texts) or template.writes_calls(with_tools=True):
+    if not any(TOOL["function"]["description"] in text for text in texts) or trials.writes_calls(with_tools=True):
         return None
     return next((each for each in FORMATS.values() if each.token and has_token(each.token)), None)
