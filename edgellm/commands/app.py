@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,6 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-@dataclass(frozen=True)
 class _TopLevelOptions(LogOptions):
     version: bool = option("Print the version.", default=False, callback=_print_version, is_eager=True)
 
@@ -147,23 +145,20 @@ def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
             status_line.show("")
             sys.stdout.flush()
             return result
-        except EdgeLLMError as error:
-            write_error(error)
-            raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
             _end_output()
             raise typer.Exit(BROKEN_PIPE) from None
-        except MemoryError as error:
-            failure = EdgeLLMError("there is not enough memory for this on the machine")
-            failure.__cause__ = error
-            write_error(failure)
-            raise typer.Exit(FAILED) from None
-        except OSError as error:
-            _end_output()
-            failure = EdgeLLMError(f"{error.filename or 'the output'} cannot be read or written: {error.strerror}")
-            failure.__cause__ = error
+        except (EdgeLLMError, MemoryError, OSError) as error:
+            failure = error
+            if isinstance(error, MemoryError):
+                failure = EdgeLLMError("there is not enough memory for this on the machine")
+            elif isinstance(error, OSError):
+                _end_output()
+                failure = EdgeLLMError(f"{error.filename or 'the output'} cannot be read or written: {error.strerror}")
+            if failure is not error:
+                failure.__cause__ = error
             write_error(failure)
             raise typer.Exit(FAILED) from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -37,7 +37,6 @@ MAX_TOKENS = 64
 _Asking = TypeVar("_Asking", "BenchPrompt", "Example")
 
 
-@dataclass(frozen=True)
 class BenchOptions(
     options.ModelOptions,
     options.PromptOptions,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from edgellm.commands.descriptions import (
     vision_in_words,
     vision_limits_in_words,
 )
-from edgellm.commands.options import one_engine_directory
+from edgellm.commands.options import ModelOption
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits
@@ -37,116 +37,92 @@ from edgellm.errors import MissingDependencyError
 from edgellm.tool_calls.formats import FORMATS, checkpoint_format
 from edgellm.trial import compute_token, fits_easily, read_built
 
-_DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+_plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
+    partial(option, rich_help_panel=panel)
+    for panel in ("Plans", "Limits", "Weights", "Draft", "LoRA adapters", "Images")
+)
 
 
-@dataclass(frozen=True)
-class BuildOptions:
+class BuildOptions(ModelOption):
     """All options of the command."""
 
     checkpoint: Path | None = argument("Hugging Face directory with config.json, tokenizer.json and safetensors.")
-    engine_dir: Path | None = argument("The engine directory to make.")
+    engine_directory: Path | None = argument("The engine directory to make.", metavar="engine_dir")
     model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
-    target: list[str] | None = option(
-        "Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU].",
-        rich_help_panel="Plans",
+    target: list[str] | None = _plan_option(
+        "Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU]."
     )
-    max_batch: int | None = option("Sequences at once, 1 to 8 [default: 1].", rich_help_panel="Limits")
-    prefill_chunk: int | None = option(
+    max_batch: int | None = _limit("Sequences at once, 1 to 8 [default: 1].")
+    prefill_chunk: int | None = _limit(
         "Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 2048; 512 for packed models with "
-        "MLPs wider than 8192].",
-        rich_help_panel="Limits",
+        "MLPs wider than 8192]."
     )
-    kv_capacity: int | None = option(
-        "Tokens of context, prompt and answer together [default: up to 4096].", rich_help_panel="Limits"
-    )
-    kv_cache: str = option(
+    kv_capacity: int | None = _limit("Tokens of context, prompt and answer together [default: up to 4096].")
+    kv_cache: str = _limit(
         "compute: keep the KV cache in the dtype that engines compute in; int8: in 8 bits, half the memory.",
         default="compute",
-        rich_help_panel="Limits",
     )
-    dtype: str | None = option(
-        f"{_DTYPES}: what engines compute in [default: the checkpoint's; float16 where that is float32].",
-        rich_help_panel="Weights",
+    dtype: str | None = _weight_option(
+        f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}: what engines compute in [default: the checkpoint's; float16 where "
+        "that is float32]."
     )
-    attention: str = option("auto, native (IAttention) or composed.", default="auto", rich_help_panel="Plans")
-    weights: str = option(
-        "copy the weights, or link to those of the checkpoint.", default="copy", rich_help_panel="Weights"
-    )
-    head: str = option(
+    attention: str = _plan_option("auto, native (IAttention) or composed.", default="auto")
+    weights: str = _weight_option("copy the weights, or link to those of the checkpoint.", default="copy")
+    head: str = _weight_option(
         "Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
         default=HEADS[0],
         choices=HEADS,
-        rich_help_panel="Weights",
     )
-    embedding: str = option(
+    embedding: str = _weight_option(
         "Where tokens are looked up whose table was the head: in the published one, or in the packed head.",
         default=EMBEDDINGS[0],
         choices=EMBEDDINGS,
-        rich_help_panel="Weights",
     )
     force: bool = option("Replace an existing engine directory.", default=False)
-    beyond_trained_context: bool = option(
-        "Allow more context than the model was made for.", default=False, rich_help_panel="Limits"
-    )
-    draft: str | None = option(
+    beyond_trained_context: bool = _limit("Allow more context than the model was made for.", default=False)
+    draft: str | None = _draft_option(
         "EAGLE head of this very model, to build engines for too, or mtp: the head for multi-token prediction that "
         "ships inside CHECKPOINT [default: mtp where there is one].",
         metavar="DRAFT_CHECKPOINT|mtp",
-        rich_help_panel="Draft",
     )
-    no_mtp: bool = option(
-        "Leave out the head that ships inside CHECKPOINT: do not draft.", default=False, rich_help_panel="Draft"
-    )
-    draft_vocabulary: Path | None = option(
+    no_mtp: bool = _draft_option("Leave out the head that ships inside CHECKPOINT: do not draft.", default=False)
+    draft_vocabulary: Path | None = _draft_option(
         "The ids that the head inside CHECKPOINT proposes, a JSON list or one a line [default: 32,768 of frequent "
         "tokens].",
         metavar="FILE",
-        rich_help_panel="Draft",
     )
-    draft_top_k: int | None = option("Widest draft tree, 1 to 64 [default: 10; mtp: 4].", rich_help_panel="Draft")
-    draft_steps: int | None = option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3].", rich_help_panel="Draft")
-    verify_tree_size: int | None = option(
-        "Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp: 16].", rich_help_panel="Draft"
+    draft_top_k: int | None = _draft_option("Widest draft tree, 1 to 64 [default: 10; mtp: 4].")
+    draft_steps: int | None = _draft_option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3].")
+    verify_tree_size: int | None = _draft_option(
+        "Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp: 16]."
     )
-    lora: list[str] | None = option(
-        "LoRA adapter of this very model, as PEFT saves it; may be repeated.",
-        metavar="NAME=DIR",
-        rich_help_panel="LoRA adapters",
+    lora: list[str] | None = _adapter_option(
+        "LoRA adapter of this very model, as PEFT saves it; may be repeated.", metavar="NAME=DIR"
     )
-    max_lora_rank: int | None = option(
-        "Largest rank that engines take [default: that of the adapters given].", rich_help_panel="LoRA adapters"
+    max_lora_rank: int | None = _adapter_option("Largest rank that engines take [default: that of the adapters given].")
+    lora_slots: int | None = _adapter_option(
+        "Adapters in use at once [default: as many as given, at least one a sequence]."
     )
-    lora_slots: int | None = option(
-        "Adapters in use at once [default: as many as given, at least one a sequence].",
-        rich_help_panel="LoRA adapters",
+    vision: Path | None = _image_option(
+        "Vision encoder of this very model that was published apart.", metavar="VISION_DIR"
     )
-    vision: Path | None = option(
-        "Vision encoder of this very model that was published apart.", metavar="VISION_DIR", rich_help_panel="Images"
-    )
-    max_image_patches: int | None = option(
-        "Patches of the largest image, where images are of any size; 0: no images at all [default: 4096].",
-        rich_help_panel="Images",
+    max_image_patches: int | None = _image_option(
+        "Patches of the largest image, where images are of any size; 0: no images at all [default: 4096]."
     )
     tool_format: str | None = option(
         f"How the model calls tools: {', '.join(FORMATS)} [default: as its chat template shows calls].",
         metavar="FORMAT",
     )
-    all_plans: bool = option(
-        "Build the plans of shapes, too, that the hand-written kernels run on the target.",
-        default=False,
-        rich_help_panel="Plans",
+    all_plans: bool = _plan_option(
+        "Build the plans of shapes, too, that the hand-written kernels run on the target.", default=False
     )
     try_token: bool | None = option(
         "Compute a token of what was built, or none [default: where the weights take at most a quarter of the free "
         "memory].",
         "--try/--no-try",
     )
-    refresh: Path | None = option(
-        "Only build the plans that an engine directory lacks.",
-        "--refresh-plans",
-        metavar="ENGINE_DIR",
-        rich_help_panel="Plans",
+    refresh: Path | None = _plan_option(
+        "Only build the plans that an engine directory lacks.", "--refresh-plans", metavar="ENGINE_DIR"
     )
 
 
@@ -156,7 +132,7 @@ def build(given: BuildOptions) -> None:
 
     Example: edgellm build Qwen3-0.6B robot --kv-capacity 2048
     """
-    checkpoint, engine_dir, draft = given.checkpoint, one_engine_directory(given.engine_dir, given.model), given.draft
+    checkpoint, engine_dir, draft = given.checkpoint, given.chosen_model(), given.draft
     display = ProgressDisplay()
     drafts = draft is not None or given.no_mtp or given.draft_vocabulary is not None
     if given.refresh is not None:

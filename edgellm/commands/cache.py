@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
@@ -34,14 +34,12 @@ cache = typer.Typer(
 _NAMES = "Snapshots: the prompt's name, or what the file's name begins with, or a path."
 
 
-@dataclass(frozen=True)
 class FolderOptions(options.DebugOption):
     """Where snapshots are."""
 
     folder: Path | None = option("Where snapshots lie [default: in the user's cache directory].")
 
 
-@dataclass(frozen=True)
 class BuildOptions(
     options.ModelOption,
     options.ChatTemplateOption,
@@ -69,21 +67,18 @@ class BuildOptions(
     disk_budget: str | None = option("Most that the folder may take; the least recently used go first [default: 8GiB].")
 
 
-@dataclass(frozen=True)
 class ListOptions(FolderOptions):
     """All options of `edgellm cache list`."""
 
     as_json: bool = option("Print JSON instead of text.", "--json", default=False)
 
 
-@dataclass(frozen=True)
 class ShowOptions(ListOptions):
     """All options of `edgellm cache show`."""
 
     name: list[str] | None = argument(_NAMES)
 
 
-@dataclass(frozen=True)
 class RemoveOptions(FolderOptions):
     """All options of `edgellm cache remove`."""
 
@@ -91,7 +86,6 @@ class RemoveOptions(FolderOptions):
     everything: bool = option("Every snapshot in the folder.", "--all", default=False)
 
 
-@dataclass(frozen=True)
 class VerifyOptions(RemoveOptions):
     """All options of `edgellm cache verify`."""
 

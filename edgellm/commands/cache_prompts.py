@@ -76,7 +76,7 @@ def read_cache_prompts(
     if file is not None:
         text, place = options.read_text_file(file, "--file"), f"the file {file}"
     elif prompt is not None:
-        text, place = options.checked_argument(prompt, "--prompt"), "--prompt"
+        text, place = prompt, "--prompt"
     elif sys.stdin is None or sys.stdin.isatty():
         raise typer.BadParameter(
             "missing: give it with --prompt, --file or --prompts, or on standard input", param_hint="--prompt"

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -36,7 +35,7 @@ from edgellm.commands.models import (
     with_cached_prompt,
 )
 from edgellm.commands.settings import chosen_settings
-from edgellm.commands.table import option, takes_options
+from edgellm.commands.table import Options, option, takes_options
 from edgellm.errors import EdgeLLMError
 from edgellm.text.messages import require_tools_shown
 
@@ -48,11 +47,8 @@ if TYPE_CHECKING:
     from edgellm.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class ObservingOptions:
+class ObservingOptions(Options, panel="Logs and errors"):
     """What to take note of; by default nothing, which costs nothing."""
-
-    PANEL: ClassVar[str] = "Logs and errors"
 
     trace: Path | None = option(
         "Write what the draft, verification, acceptance and the host took of each round, in Chrome's trace format "
@@ -62,7 +58,6 @@ class ObservingOptions:
     nvtx: bool = option("Mark the same parts as NVTX ranges, for NVIDIA's profilers.", default=False)
 
 
-@dataclass(frozen=True)
 class ChatOptions(
     options.ModelOptions,
     options.PromptOptions,

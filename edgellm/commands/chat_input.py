@@ -12,8 +12,8 @@ from typing import BinaryIO, Protocol
 
 from edgellm.commands.chat_commands import COMMANDS, ChatState
 from edgellm.commands.images import PATH_STARTS, SUFFIXES
-from edgellm.commands.options import invalid_utf8
 from edgellm.commands.settings import SAMPLING_KEYS
+from edgellm.engines.formats.small_files import decoded
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_folder, user_path
 
@@ -44,7 +44,8 @@ class PipedLines:
         try:
             return data.decode("utf-8").rstrip("\r\n").removeprefix("" if start else "\ufeff")
         except UnicodeDecodeError as error:
-            raise invalid_utf8("standard input", data[error.start], start + error.start) from error
+            place = f"byte 0x{data[error.start]:02x} at byte offset {start + error.start}"
+            raise RequestError(f"standard input is not UTF-8 text: invalid {place}") from error
 
 
 class TerminalLines:
@@ -86,14 +87,12 @@ class TerminalLines:
     def read_line(self, prompt: str) -> str:
         """The next line; KeyboardInterrupt where Ctrl-C was pressed."""
         try:
-            line = input(prompt)
-            data = line.encode("utf-8", "surrogateescape")
-            data.decode("utf-8")
+            data = input(prompt).encode("utf-8", "surrogateescape")
         except UnicodeDecodeError as error:
-            raise invalid_utf8("the line", error.object[error.start], error.start) from error
+            data = error.object
         except UnicodeEncodeError as error:
             raise RequestError(f"the line has half of a surrogate pair at position {error.start}") from error
-        return line
+        return decoded(data, "the line", RequestError)
 
     def close(self) -> None:
         """Keep the history, where it can be kept; only its owner can read it."""

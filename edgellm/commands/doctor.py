@@ -35,7 +35,6 @@ _STEPS = 8
 _DRAFTED_TOKENS = 32
 
 
-@dataclass(frozen=True)
 class DoctorOptions(ModelOptions):
     """All options of the command."""
 

@@ -6,11 +6,11 @@ import json
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -26,7 +26,7 @@ from edgellm.commands.models import (
     sampling_params,
 )
 from edgellm.commands.settings import Settings, chosen_settings
-from edgellm.commands.table import option, takes_options
+from edgellm.commands.table import Options, option, takes_options
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.errors import RequestError
 
@@ -44,11 +44,8 @@ _WINDOW = 2048
 REFERENCE, PLAIN, DRAFTED = "reference", "plain", "drafted"
 
 
-@dataclass(frozen=True)
-class MeasureOptions:
+class MeasureOptions(Options, panel="Measures"):
     """What is to be measured, and of what."""
-
-    PANEL: ClassVar[str] = "Measures"
 
     text: Path | None = option("Perplexity of a text (UTF-8), in windows.", metavar="FILE")
     exact_match: Path | None = option(
@@ -82,7 +79,6 @@ class MeasureOptions:
         return {measure: path for measure, path in given.items() if path is not None}
 
 
-@dataclass(frozen=True)
 class EvalOptions(
     options.ModelOptions,
     MeasureOptions,

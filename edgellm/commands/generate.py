@@ -7,10 +7,10 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -39,7 +39,6 @@ _WAIT_SECONDS = 2.0
 _WAITING = "Waiting for the end of standard input, which is appended to the prompt (< /dev/null: nothing is)."
 
 
-@dataclass(frozen=True)
 class GenerateOptions(
     options.PromptOptions,
     options.SystemCacheOptions,
@@ -52,10 +51,9 @@ class GenerateOptions(
     options.ModelOption,
     options.ComputingOptions,
     options.LogOptions,
+    panel="Prompt",
 ):
     """All options of the command."""
-
-    PANEL: ClassVar[str] = "Prompt"
 
     prompt: str | None = argument(
         "What to say to the model; '-' reads standard input.", rich_help_panel="Arguments", is_free=True
@@ -127,7 +125,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             raise typer.BadParameter("give a prompt or --file, not both", param_hint="--file")
         text, where = options.read_text_file(file, "--file"), f"the file {file}"
     elif prompt is not None and prompt != "-":
-        text, where = with_piped_text(options.checked_argument(prompt, "the prompt")), "the prompt"
+        text, where = with_piped_text(prompt), "the prompt"
     elif prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise typer.BadParameter(
             "missing: give it as an argument, with --file, or on standard input", param_hint="PROMPT"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,6 @@ from edgellm.snapshots.state_cache import KEPT_STATES, STATE_BUDGET
 from edgellm.tool_calls.formats import checkpoint_format
 
 
-@dataclass(frozen=True)
 class InfoOptions(ModelOptions):
     """All options of the command."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import typer
 import yaml
 
 from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals, write_note
-from edgellm.commands.table import argument, option, takes_options
+from edgellm.commands.table import Options, argument, option, takes_options
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
@@ -41,12 +40,11 @@ DEFAULT_TEXTS = "calibration.yaml"
 _MOST_TOKENS = 16_384
 
 
-@dataclass(frozen=True)
-class QuantizeOptions:
+class QuantizeOptions(Options):
     """All options of the command."""
 
-    checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", required=True)
-    target: Path = argument("The checkpoint directory to make.", required=True)
+    checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", default=...)
+    target: Path = argument("The checkpoint directory to make.", default=...)
     bits: int = option("Bits of a weight: 4, or 8 with a scale for each row.", default=4)
     group_size: int | None = option(
         "Columns that share a scale: 32, 64 or 128, with 4 bits alone [default: the largest that divides all rows].",

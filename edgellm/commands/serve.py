@@ -9,9 +9,9 @@ import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -30,7 +30,7 @@ from edgellm.commands.settings import (
     Settings,
     chosen_settings,
 )
-from edgellm.commands.table import option, takes_options
+from edgellm.commands.table import Options, option, takes_options
 from edgellm.errors import EdgeLLMError, EngineError, RequestError
 
 if TYPE_CHECKING:
@@ -44,11 +44,8 @@ _SWITCH_SECONDS = 0.001
 _OTHER_FILES = 1024
 
 
-@dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Options, panel="Server"):
     """Where the server listens, and who may ask it."""
-
-    PANEL: ClassVar[str] = "Server"
 
     host: str = option("Address to listen on; 0.0.0.0 is every one.", default="127.0.0.1", metavar="ADDRESS")
     port: int = option("Port to listen on; 0 is any free one.", default=8000, least=0, most=65535)
@@ -86,11 +83,8 @@ class ServerOptions:
         return found
 
 
-@dataclass(frozen=True)
-class LimitOptions:
+class LimitOptions(Options, panel="Limits"):
     """What the server takes at most."""
-
-    PANEL: ClassVar[str] = "Limits"
 
     queue_limit: int = option("Requests that may wait; one more is answered with 429.", default=64, least=1)
     max_connections: int = option("Connections at a time; more are closed.", default=256, least=1)
@@ -103,7 +97,6 @@ class LimitOptions:
     shutdown_seconds: float = option("How long answers may go on after SIGTERM.", default=30.0, least=0.0)
 
 
-@dataclass(frozen=True)
 class ServeOptions(
     options.ModelOptions,
     ServerOptions,

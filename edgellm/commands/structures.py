@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.commands.options import checked_argument, read_text_file, sampled
-from edgellm.commands.table import option
+from edgellm.commands.options import read_text_file, sampled
+from edgellm.commands.table import Options, option
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError
 
@@ -17,11 +16,8 @@ if TYPE_CHECKING:
     from edgellm.structure.description import Structure
 
 
-@dataclass(frozen=True)
-class StructureOptions:
+class StructureOptions(Options, panel="Sampling"):
     """What is noted of each token, and the form that the answer must have."""
-
-    PANEL: ClassVar[str] = "Sampling"
 
     logprobs: int | None = sampled("Show each token's log-probability, and the N likeliest there.", metavar="N")
     json_schema: Path | None = option("The answer is JSON of the schema in this file.", metavar="FILE")
@@ -41,8 +37,8 @@ class StructureOptions:
         from edgellm.structure.description import Structure  # what plain answers need not load
 
         if self.regex is not None:
-            return Structure(regex=checked_argument(self.regex, "--regex"))
-        return Structure(choice=[checked_argument(each, "--choice") for each in self.choice]) if self.choice else None
+            return Structure(regex=self.regex)
+        return Structure(choice=self.choice) if self.choice else None
 
 
 def read_schema(path: Path) -> Structure:
