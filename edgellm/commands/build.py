@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals
+from edgellm.commands.console import MEBIBYTE, ProgressDisplay, progress_display
 from edgellm.commands.descriptions import (
     draft_in_words,
     draft_limits_in_words,
@@ -133,14 +133,13 @@ def build(given: BuildOptions) -> None:
     Example: edgellm build Qwen3-0.6B robot --kv-capacity 2048
     """
     checkpoint, engine_dir, draft = given.checkpoint, given.chosen_model(), given.draft
-    display = ProgressDisplay()
-    drafts = draft is not None or given.no_mtp or given.draft_vocabulary is not None
     if given.refresh is not None:
-        if checkpoint is not None or given.model is not None or drafts or given.lora or given.vision is not None:
+        others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision)
+        if given.no_mtp or given.lora or any(each is not None for each in others):
             raise typer.BadParameter(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
             )
-        with ended_by_signals(), display:
+        with progress_display() as display:
             report = refresh_plans(given.refresh, given.target, display, given.all_plans)
     else:
         if checkpoint is None or engine_dir is None:
@@ -148,50 +147,33 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
-        found_format = checkpoint_format(checkpoint, given.tool_format)
         config, adapters = read_decoder_config(checkpoint), named_directories(given.lora or [])
-        ranks = [adapter.rank for adapter in read_adapters(adapters, config).values()]
         drafted = None if given.no_mtp and draft is None else choose_draft(checkpoint, config, draft)
         limits = choose_limits(
-            config,
-            given.max_batch,
-            given.prefill_chunk,
-            given.kv_capacity,
-            given.beyond_trained_context,
-            drafted is not None,
-            given.draft_top_k,
-            given.draft_steps,
-            given.verify_tree_size,
-            ranks,
-            given.max_lora_rank,
-            given.lora_slots,
-            None if given.max_image_patches == 0 else read_vision_config(checkpoint, given.vision, config),
-            given.max_image_patches,
-            given.kv_cache,
-            folder_quantization(checkpoint) is not None,
-            drafted == MTP,
+            **given.arguments_of(
+                choose_limits,
+                config=config,
+                has_draft=drafted is not None,
+                adapter_ranks=[adapter.rank for adapter in read_adapters(adapters, config).values()],
+                vision=None if given.max_image_patches == 0 else read_vision_config(checkpoint, given.vision, config),
+                is_packed=folder_quantization(checkpoint) is not None,
+                is_mtp=drafted == MTP,
+            )
         )
-        with ended_by_signals(), display:
+        with progress_display() as display:
             report = build_engine_directory(
                 checkpoint,
                 engine_dir,
-                limits,
-                given.target,
-                given.dtype,
-                given.attention,
-                given.weights,
-                given.force,
-                given.beyond_trained_context,
-                display,
-                drafted,
-                adapters,
-                given.vision,
-                given.all_plans,
-                given.head,
-                given.embedding,
-                found_format,
-                given.draft_vocabulary,
-                partial(_try, given.try_token, display),
+                **given.arguments_of(
+                    build_engine_directory,
+                    limits=limits,
+                    targets=given.target,
+                    progress=display,
+                    draft=drafted,
+                    adapters=adapters,
+                    tool_format=checkpoint_format(checkpoint, given.tool_format),
+                    check=partial(_try, given.try_token, display),
+                ),
             )
     for line in report_lines(report):
         typer.echo(line)
@@ -232,9 +214,9 @@ def report_lines(report: BuildReport) -> Iterator[str]:
         yield f"  draft             {draft_in_words(asdict(report.draft))}"
         yield f"  draft limits      {draft_limits_in_words(asdict(limits))}"
     if report.vision is not None:
-        rows = limits.image_rows
+        patches = report.vision.patches_within(limits.image_rows[-1])
         yield f"  vision            {vision_in_words(asdict(report.vision))}"
-        yield f"  vision limits     {vision_limits_in_words(report.vision.patches_within(rows[-1]), rows)}"
+        yield f"  vision limits     {vision_limits_in_words(patches, limits.image_rows)}"
     for name, rank in report.adapters.items():
         yield f"  adapter           {name}, rank {rank}"
     if limits.has_lora:

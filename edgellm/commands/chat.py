@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_command, turns_in_words
-from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, chat_completion, open_lines, read_message
+from edgellm.commands.chat_commands import COMMANDS, ChatState, Leave, is_command, run_command, turns_in_words
+from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, candidates, open_lines, read_message
 from edgellm.commands.console import (
     CancelOnInterrupt,
     call_lines,
@@ -129,7 +129,11 @@ def chat(given: ChatOptions) -> None:
         try:
             if isinstance(lines, TerminalLines):
                 state.say = say
-                lines.complete_with(chat_completion(state).candidates)
+                possible = {
+                    name: partial(each.completion, state) if callable(each.completion) else each.completion
+                    for name, each in COMMANDS.items()
+                }
+                lines.complete_with(partial(candidates, possible))
                 write_note(_greeting(llm, settings.adapter))
                 converse_at_terminal(state, lines, settings.stats is not False)
             else:

@@ -10,9 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from edgellm.commands.chat_commands import COMMANDS, ChatState
+from edgellm.commands.chat_commands import FILE, is_command
 from edgellm.commands.images import PATH_STARTS, SUFFIXES
-from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.engines.formats.small_files import decoded
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_folder, user_path
@@ -151,53 +150,25 @@ def _fenced(line: str, lines: LineSource) -> Iterator[str]:
 #: A word up to the cursor as terminals write paths: with backslashes before what shells would read.
 _WORD = re.compile(r"(?:\\.|[^\s\\])*\Z", re.DOTALL)
 _ESCAPED = re.compile(r"([\s\\'\"()&;|<>$`*?\[\]{}!#])")
-#: The argument of a command that is a path; None there means any file.
-FILE = "file"
-#: What completes an argument: FILE, or the words that are possible now.
-Argument = str | Callable[[], Iterable[str]]
+#: What completes an argument: FILE, or the words that are possible now; None: nothing.
+Argument = str | Callable[[], Iterable[str]] | None
 
 
-def chat_completion(state: ChatState) -> ChatCompletion:
-    """What completes the lines of this chat."""
-    kinds: dict[str, Argument] = {
-        "adapter": lambda: state.llm.adapters,
-        "set": lambda: SAMPLING_KEYS,
-        **dict.fromkeys(("image", "save", "load", "schema"), FILE),
-    }
-    return ChatCompletion({name: kinds.get(name.rstrip("!")) for name in COMMANDS})
+def candidates(arguments: Mapping[str, Argument], line: str) -> list[str]:
+    """Every way to go on with `line`, which ends at the cursor: whole lines that begin with it.
 
-
-class ChatCompletion:
-    """Completes the line of a chat.
-
-    `arguments` has all commands (without slash) that are offered, with what their argument may be, or None.
+    `arguments` has all commands (without slash) that are offered, with what their argument may be. What is finished
+    ends in a space; a folder ends in its slash.
     """
-
-    def __init__(self, arguments: Mapping[str, Argument | None]) -> None:
-        self._arguments = arguments
-
-    def candidates(self, line: str) -> list[str]:
-        """Every way to go on with `line`, which ends at the cursor: whole lines that begin with it.
-
-        What is finished ends in a space; a folder ends in its slash.
-        """
-        head, space, argument = line.partition(" ")
-        if line.startswith("/") and not line.startswith("//"):
-            if not space and (commands := [f"/{name} " for name in self._arguments if f"/{name}".startswith(line)]):
-                return sorted(commands)
-            if space and head[1:] in self._arguments:
-                given = argument.lstrip()
-                before = line[: len(line) - len(given)]
-                return [before + found for found in self._of_argument(self._arguments[head[1:]], given)]
-        return _of_message(line)
-
-    def _of_argument(self, kind: Argument | None, argument: str) -> list[str]:
-        if kind is None:
-            return []
-        if kind == FILE:
-            return list(_paths(argument))
-        assert callable(kind)
-        return [f"{word} " for word in kind() if word.startswith(argument)]
+    head, space, argument = line.partition(" ")
+    if is_command(line):
+        if not space and (commands := [f"/{name} " for name in arguments if f"/{name}".startswith(line)]):
+            return sorted(commands)
+        if space and head[1:] in arguments:
+            given, kind = argument.lstrip(), arguments[head[1:]]
+            words = [f"{word} " for word in kind() if word.startswith(given)] if callable(kind) else []
+            return [line[: len(line) - len(given)] + found for found in (_paths(given) if kind == FILE else words)]
+    return _of_message(line)
 
 
 def _of_message(line: str) -> list[str]:

@@ -63,12 +63,6 @@ class ProgressDisplay:
     def __init__(self) -> None:
         self._stages: dict[str, tuple[int, int]] = {}
 
-    def __enter__(self) -> ProgressDisplay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        status_line.show("")
-
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` of a stage is done."""
         is_new = stage not in self._stages
@@ -170,6 +164,16 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def progress_display() -> Iterator[ProgressDisplay]:
+    """Shows stages while inside, where signals end the command as `ended_by_signals` does."""
+    with ended_by_signals():
+        try:
+            yield ProgressDisplay()
+        finally:
+            status_line.show("")
 
 
 class CancelOnInterrupt:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals
+from edgellm.commands.console import MEBIBYTE, progress_display
 from edgellm.commands.table import Options, argument, option, takes_options
 from edgellm.engines.building.conversion import ConversionReport, convert_checkpoint
 
@@ -33,8 +33,7 @@ def convert(given: ConvertOptions) -> None:
     Example: edgellm convert old-model new-model --max-shard-size 4GB
     """
     size = size_in_bytes(given.max_shard_size, "--max-shard-size")
-    display = ProgressDisplay()
-    with ended_by_signals(), display:
+    with progress_display() as display:
         report = convert_checkpoint(given.source, given.target, size, given.force, display)
     for line in report_lines(report):
         typer.echo(line)

@@ -16,7 +16,7 @@ import typer
 
 from edgellm.commands import options
 from edgellm.commands.bench import require_writable, with_system_prompt, write_result
-from edgellm.commands.console import ProgressDisplay, prepare_output
+from edgellm.commands.console import ProgressDisplay, prepare_output, progress_display
 from edgellm.commands.models import (
     chosen_adapters,
     chosen_drafting,
@@ -126,7 +126,7 @@ def measure(settings: Settings, asked: MeasureOptions) -> dict[str, Any]:
 
     with ExitStack() as opened:
         evaluation = _Evaluation(settings, asked)
-        evaluation.display = opened.enter_context(ProgressDisplay())
+        evaluation.display = opened.enter_context(progress_display())
         recorded = None
         if evaluation.reference is not None:
             other = evaluation.reference

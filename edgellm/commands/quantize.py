@@ -11,7 +11,7 @@ from typing import Any
 import typer
 import yaml
 
-from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals, write_note
+from edgellm.commands.console import MEBIBYTE, progress_display, write_note
 from edgellm.commands.table import Options, argument, option, takes_options
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -90,10 +90,9 @@ def quantize(given: QuantizeOptions) -> None:
         config = read_decoder_config(checkpoint)
         entries = default_texts() if calibration is None else load_texts(calibration)
         texts = token_pieces(Tokenizer.from_directory(checkpoint, config.vocab_size), entries)
-    display = ProgressDisplay()
     arithmetic = open_arithmetic(given.backend)
     try:
-        with closing(arithmetic), ended_by_signals(), display:
+        with closing(arithmetic), progress_display() as display:
             report = quantize_checkpoint(
                 checkpoint, given.target, options, texts, given.force, given.restart, display, arithmetic
             )

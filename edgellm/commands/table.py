@@ -143,6 +143,12 @@ class Options:
         for name, described in options_of(cls).items():
             setattr(self, name, given.get(name, described.default))
 
+    def arguments_of(self, function: Callable[..., Any], **others: Any) -> dict[str, Any]:
+        """Arguments of a function by name: the options that are its parameters, too, but for `others`."""
+        cls: type = type(self)
+        shared = options_of(cls).keys() & inspect.signature(function).parameters.keys()
+        return {name: getattr(self, name) for name in shared} | others
+
 
 @functools.cache
 def options_of(cls: type) -> dict[str, Option]:

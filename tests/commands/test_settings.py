@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import yaml
 
 from edgellm.commands import bench, build, cache, chat, convert, doctor, eval, generate, info, quantize, serve
 from edgellm.commands.settings import Settings, load_settings
-from edgellm.commands.table import Option, options_of
+from edgellm.commands.table import Option, Options, options_of
 from edgellm.errors import SettingsError
 
 
@@ -142,7 +142,7 @@ def every_option() -> dict[str, Option]:
     found = {}
     for module in (bench, build, cache, chat, convert, doctor, eval, generate, info, quantize, serve):
         for cls in vars(module).values():
-            if is_dataclass(cls) and cls.__module__ == module.__name__ and isinstance(cls, type):
+            if isinstance(cls, type) and issubclass(cls, Options) and cls.__module__ == module.__name__:
                 found |= {f"{cls.__name__}.{name}": each for name, each in options_of(cls).items()}
     assert len(found) > 200
     return found
