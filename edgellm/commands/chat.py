@@ -169,24 +169,20 @@ def converse_at_terminal(state: ChatState, lines: LineSource, with_stats: bool) 
 def converse_by_pipe(state: ChatState, lines: PipedLines, with_stats: bool) -> None:
     """Answer every line, going on after errors, of which the exit code tells; a line that is no text ends it."""
     failed = False
-    while True:
-        try:
+    try:
+        while True:
             message = read_message(lines)
-        except EOFError:
-            if failed:
-                raise typer.Exit(1) from None
-            raise
-        try:
-            _handle(state, message, with_stats)
-        except Leave:
-            if failed:
-                raise typer.Exit(1) from None
-            raise
-        except EdgeLLMError as error:
-            failed = True
-            write_error(error)
-        if state.last_response is not None and state.last_response.finish_reason == "cancelled":
-            raise KeyboardInterrupt
+            try:
+                _handle(state, message, with_stats)
+            except EdgeLLMError as error:
+                failed = True
+                write_error(error)
+            if state.last_response is not None and state.last_response.finish_reason == "cancelled":
+                raise KeyboardInterrupt
+    except (EOFError, Leave):
+        if failed:
+            raise typer.Exit(1) from None
+        raise
 
 
 def _handle(state: ChatState, message: str, with_stats: bool) -> None:

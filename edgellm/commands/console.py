@@ -15,12 +15,13 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
     from edgellm.drafting.acceptance import DraftingStatistics
+    from edgellm.generation import Generation
     from edgellm.requests import Response
 
 
@@ -85,12 +86,6 @@ class ProgressDisplay:
         return f" {done} of {total}" if stage in ("plans", "layers") else ""
 
 
-class Cancellable(Protocol):
-    """An answer that grows."""
-
-    def cancel(self) -> None: ...
-
-
 def prepare_output() -> None:
     """Let standard output and error take any character: one they cannot show becomes a question mark."""
     for stream in (sys.stdout, sys.stderr):
@@ -121,16 +116,10 @@ def say(text: str) -> None:
 
 def wrapped(text: str, stream: TextIO) -> str:
     """Text as it is to stand on `stream`: on a terminal its lines break between words."""
-    if not stream.isatty():
-        return text
-    width = shutil.get_terminal_size().columns
-    return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
-
-
-def _broken(line: str, width: int) -> list[str]:
-    if len(line) <= width:
-        return [line]
-    return textwrap.wrap(line, max(1, width), replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
+    width = max(1, shutil.get_terminal_size().columns)
+    wrapper = textwrap.TextWrapper(width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
+    parts = ([line] if len(line) <= width else wrapper.wrap(line) for line in text.split("\n"))
+    return "\n".join(part for found in parts for part in found) if stream.isatty() else text
 
 
 def write_error(error: BaseException) -> None:
@@ -183,11 +172,11 @@ class CancelOnInterrupt:
     """
 
     def __init__(self) -> None:
-        self._answer: Cancellable | None = None
+        self._answer: Generation | None = None
         self._pressed = False
         self._previous: Any = None
 
-    def watch(self, answer: Cancellable) -> None:
+    def watch(self, answer: Generation) -> None:
         """Let Ctrl-C cancel `answer`."""
         self._answer = answer
         if self._pressed:
@@ -328,7 +317,7 @@ _chosen = {"level": "warning", "form": "text"}
 
 
 def show_logs(level: str = "warning", form: str = "text") -> None:
-    """Show what is logged from `level` on; a later call takes the place of an earlier one."""
+    """Show what is logged from `level` on, in this form; a later call takes the place of an earlier one."""
     _chosen.update(level=level, form=form)
     is_verbose = level in ("debug", "info")
     formatter = JSONLines() if form == "json" else TextLines(is_verbose)
@@ -340,8 +329,7 @@ def show_logs(level: str = "warning", form: str = "text") -> None:
     logger.setLevel(level.upper())
 
 
-def choose_logs(**chosen: str | None) -> None:
+def choose_logs(name: str, value: str | None) -> None:
     """Change what `show_logs` was told, where something was chosen."""
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if given:
-        show_logs(**_chosen | given)
+    if value is not None:
+        show_logs(**_chosen | {name: value})

@@ -6,7 +6,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Timer
@@ -15,13 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.console import (
-    CancelOnInterrupt,
-    call_lines,
-    prepare_output,
-    write_answer,
-    write_note,
-)
+from edgellm.commands.console import CancelOnInterrupt, call_lines, prepare_output, write_answer, write_note
 from edgellm.commands.images import read_image_file, require_vision, shown_content
 from edgellm.commands.models import open_model, sampling_params, with_cached_prompt
 from edgellm.commands.settings import chosen_settings
@@ -30,11 +24,9 @@ from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgellm.generation import Generation
     from edgellm.llm import LLM
     from edgellm.requests import Response, TokenLogprobs
 
-INTERRUPTED = 130
 _WAIT_SECONDS = 2.0
 _WAITING = "Waiting for the end of standard input, which is appended to the prompt (< /dev/null: nothing is)."
 
@@ -105,17 +97,20 @@ def generate(given: GenerateOptions) -> None:
                     [*messages, question], params, settings.adapter, tools=tools, template_variables=variables
                 )
             interrupt.watch(stream)
-            response = _read_answer(stream, show=not given.json_output)
-        if not given.json_output:
-            write_answer("".join(f"{line}\n" for line in call_lines(response)))
-        if logprobs is not None and not given.json_output:
-            write_note("\n".join(logprob_lines(llm, response)))
+            with stream:
+                for chunk in stream:
+                    write_answer("" if given.json_output else chunk.text)
+            response = stream.result()
         if given.json_output:
             print(json.dumps(answer_object(llm, response, params.seed, settings.adapter)))
-        elif response.structure_complete is False:
-            write_note(f"The answer is incomplete: it ended by {response.finish_reason} before its structure did.")
+        else:
+            write_answer("\n" + "".join(f"{line}\n" for line in call_lines(response)))
+            if logprobs is not None:
+                write_note("\n".join(logprob_lines(llm, response)))
+            if response.structure_complete is False:
+                write_note(f"The answer is incomplete: it ended by {response.finish_reason} before its structure did.")
     if response.finish_reason == "cancelled":
-        raise typer.Exit(INTERRUPTED)
+        raise KeyboardInterrupt
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -131,7 +126,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             "missing: give it as an argument, with --file, or on standard input", param_hint="PROMPT"
         )
     else:
-        text, where = _standard_input(), "standard input"
+        text, where = options.read_standard_input(), "standard input"
     if not text.strip():
         raise RequestError(f"{where} is empty: expected something for the model to answer")
     return text
@@ -140,35 +135,23 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 def with_piped_text(prompt: str) -> str:
     """A prompt with what is piped in, or read from a file, after it and a blank line; alone where there is nothing.
 
-    A pipe is read to its end. Devices and sockets are left alone: a program that starts this one may keep them open.
+    A pipe is read to its end, and where nothing comes for a while, that is said. Devices and sockets are left alone: a
+    program that starts this one may keep them open.
     """
-    if not _is_piped(sys.stdin):
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # none, or no file of the system's, as in a program that calls this
         return prompt
-    piped = _standard_input(lambda: write_note(_WAITING))
-    return f"{prompt.rstrip()}\n\n{piped}" if piped.strip() else prompt
-
-
-def _is_piped(stream: Any) -> bool:
-    if stream is None:
-        return False
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return prompt
+    timer = Timer(_WAIT_SECONDS, write_note, [_WAITING])
+    timer.daemon = True
+    timer.start()
     try:
-        mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):  # no file of the system's, as in a program that calls this one
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
-
-
-def _standard_input(late: Callable[[], None] | None = None) -> str:
-    """All of standard input; calls `late` where nothing comes for a while."""
-    timer = None if late is None else Timer(_WAIT_SECONDS, late)
-    if timer is not None:
-        timer.daemon = True
-        timer.start()
-    try:
-        return options.read_standard_input()
+        piped = options.read_standard_input()
     finally:
-        if timer is not None:
-            timer.cancel()
+        timer.cancel()
+    return f"{prompt.rstrip()}\n\n{piped}" if piped.strip() else prompt
 
 
 def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str | None) -> dict[str, Any]:
@@ -223,13 +206,3 @@ def drafting_object(llm: LLM, response: Response) -> dict[str, Any] | None:
         "acceptance_by_position": drafting.acceptance_by_position,
         "controller": None if report is None else asdict(report),
     }
-
-
-def _read_answer(stream: Generation, show: bool) -> Response:
-    with stream:
-        for chunk in stream:
-            if show:
-                write_answer(chunk.text)
-    if show:
-        write_answer("\n")
-    return stream.result()

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +80,13 @@ class LogOptions(DebugOption, panel="Logs and errors"):
     log_level: str | None = option(
         "What is logged to the standard error stream [default: warning].",
         choices=LEVELS,
-        callback=lambda value: choose_logs(level=value),
+        callback=partial(choose_logs, "level"),
         is_eager=True,
     )
     log_format: str | None = option(
         "Log lines for people or, as JSON, for programs [default: text].",
         choices=FORMATS,
-        callback=lambda value: choose_logs(form=value),
+        callback=partial(choose_logs, "form"),
         is_eager=True,
     )
 

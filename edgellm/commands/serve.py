@@ -20,16 +20,14 @@ from edgellm.commands.console import prepare_output, write_note
 from edgellm.commands.models import (
     chosen_adapters,
     chosen_drafting,
+    chosen_template,
     described_directory,
     sampling_params,
     snapshot_path,
     tell_of_loss,
     with_cached_prompt,
 )
-from edgellm.commands.settings import (
-    Settings,
-    chosen_settings,
-)
+from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import Options, option, takes_options
 from edgellm.errors import EdgeLLMError, EngineError, RequestError
 
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     from edgellm.http.app import Service
     from edgellm.http.connections import Server
 
-_INTERRUPTED = 130
 #: A thread that reads a request gives way to the model's, and to the event loop, after so long.
 _SWITCH_SECONDS = 0.001
 #: Files that the model and connections which are being turned away may have open beside those that are served.
@@ -135,7 +132,7 @@ def serve(given: ServeOptions) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     ended_by = asyncio.run(_serve(replace(settings, adapter=None), given, keys))
     if ended_by == signal.SIGINT:
-        raise typer.Exit(_INTERRUPTED)
+        raise KeyboardInterrupt
 
 
 async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -> int | None:
@@ -147,7 +144,6 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     from edgellm.http.guard import Guard
     from edgellm.structure.steps import try_apart
     from edgellm.structure.trial import TrialProcess
-    from edgellm.text.template import ChatTemplate
 
     directory = described_directory(settings)
     model = ServedModel(
@@ -161,7 +157,7 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     names = {*directory.adapters, *(loras or {})}
     if model.name in names:
         raise RequestError(f"{model.name!r} is the name of a LoRA adapter, too: name the model with --model-name")
-    template = None if settings.chat_template is None else ChatTemplate.from_file(settings.chat_template)
+    template = chosen_template(settings)
     draft = chosen_drafting(settings)
     tell_of_loss(draft)
     llm = AsyncLLM(
