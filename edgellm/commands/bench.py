@@ -15,13 +15,7 @@ import typer
 from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.commands import options
 from edgellm.commands.console import prepare_output, status_line, write_note
-from edgellm.commands.models import (
-    backend_name,
-    described_directory,
-    model_name,
-    open_model_with,
-    sampling_params,
-)
+from edgellm.commands.models import backend_name, described_directory, model_name, open_model_with, sampling_params
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import option, takes_options
 from edgellm.errors import RequestError
@@ -70,8 +64,8 @@ def bench(given: BenchOptions) -> None:
         raise typer.BadParameter(f"{plot} is no SVG file: expected a name that ends in .svg", param_hint="--plot")
     settings = chosen_settings(given)
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
-    for option_name, path in (("--output", output), ("--plot", plot)):
-        require_writable(path, option_name)
+    require_writable(output, "--output")
+    require_writable(plot, "--plot")
     from edgellm.benchmark.inputs import default_prompts, load_prompts
 
     prompts = default_prompts() if given.prompts is None else load_prompts(given.prompts)

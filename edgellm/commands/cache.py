@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,13 +25,10 @@ from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import SnapshotError
 from edgellm.kernels.user_paths import printable
-from edgellm.snapshots.system_prompt import PromptRecord
 
 cache = typer.Typer(
     name="cache", help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list"
 )
-
-_NAMES = "Snapshots: the prompt's name, or what the file's name begins with, or a path."
 
 
 class FolderOptions(options.DebugOption):
@@ -73,17 +70,32 @@ class ListOptions(FolderOptions):
     as_json: bool = option("Print JSON instead of text.", "--json", default=False)
 
 
-class ShowOptions(ListOptions):
+class NameOptions(FolderOptions):
+    """Snapshots."""
+
+    name: list[str] | None = argument("Snapshots: the prompt's name, or what the file's name begins with, or a path.")
+
+    def named(self) -> list[SnapshotOnDisk]:
+        """The snapshots that are named; typer.BadParameter for none, RequestError for a name that is not one's."""
+        if not self.name:
+            raise typer.BadParameter("missing: edgellm cache list shows them", param_hint="NAMES")
+        return [find_snapshot(name, chosen_folder(self.folder)) for name in self.name]
+
+
+class ShowOptions(NameOptions, ListOptions):
     """All options of `edgellm cache show`."""
 
-    name: list[str] | None = argument(_NAMES)
 
-
-class RemoveOptions(FolderOptions):
+class RemoveOptions(NameOptions):
     """All options of `edgellm cache remove`."""
 
-    name: list[str] | None = argument(_NAMES)
     everything: bool = option("Every snapshot in the folder.", "--all", default=False)
+
+    def chosen(self) -> list[SnapshotOnDisk]:
+        """The snapshots that are named, or every one."""
+        if self.everything and self.name:
+            raise typer.BadParameter("give names or --all, not both", param_hint="--all")
+        return list(snapshot_files(chosen_folder(self.folder))) if self.everything else self.named()
 
 
 class VerifyOptions(RemoveOptions):
@@ -102,14 +114,10 @@ def build(given: BuildOptions) -> None:
     wanted = read_cache_prompts(given.prompt, given.file, given.prompts, given.name, given.output, given.lora)
     settings = chosen_settings(given)
     drafting = options.DraftingOptions(draft="" if given.draft else None, no_draft=given.draft is False)
+    drafted = drafting.applied_to(settings.drafting)
+    adapters = settings.adapters | adapter_directories(wanted)
     # What a settings file says of answers does not choose what is computed here.
-    settings = replace(
-        settings,
-        system_cache=None,
-        adapter=None,
-        adapters=settings.adapters | adapter_directories(wanted),
-        drafting=drafting.applied_to(settings.drafting),
-    )
+    settings = replace(settings, system_cache=None, adapter=None, adapters=adapters, drafting=drafted)
     from edgellm.snapshots.store import DISK_BUDGET
 
     budget = DISK_BUDGET if given.disk_budget is None else size_in_bytes(given.disk_budget, "--disk-budget")
@@ -139,7 +147,7 @@ def show(given: ShowOptions) -> None:
 
     Example: edgellm cache show robot
     """
-    found = [find_snapshot(text, chosen_folder(given.folder)) for text in _required(given.name)]
+    found = given.named()
     if given.as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
@@ -159,7 +167,7 @@ def verify(given: VerifyOptions) -> None:
     Example: edgellm cache verify --all --model robot-engines
     """
     failed = False
-    for item in _chosen(given.name, given.everything, chosen_folder(given.folder)):
+    for item in given.chosen():
         try:
             _verify(item, given.model)
             typer.echo(f"{printable(item.path)}: whole{'' if given.model is None else f', and made for {given.model}'}")
@@ -184,7 +192,7 @@ def remove(given: RemoveOptions) -> None:
 
     chosen: list[Path] = []
     refused: list[SnapshotError] = []
-    for path in dict.fromkeys(item.path for item in _chosen(given.name, given.everything, chosen_folder(given.folder))):
+    for path in dict.fromkeys(item.path for item in given.chosen()):
         try:
             require_snapshot_file(path)
             chosen.append(path)
@@ -216,26 +224,19 @@ def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
         check_binding(item.path, snapshot, replace(expected, images=found.images))
 
 
-def _chosen(names: list[str] | None, everything: bool, folder: Path) -> Iterable[SnapshotOnDisk]:
-    if everything and names:
-        raise typer.BadParameter("give names or --all, not both", param_hint="--all")
-    return list(snapshot_files(folder)) if everything else [find_snapshot(name, folder) for name in _required(names)]
-
-
-def _required(names: list[str] | None) -> list[str]:
-    if not names:
-        raise typer.BadParameter("missing: edgellm cache list shows them", param_hint="NAMES")
-    return names
-
-
 def _rows(item: SnapshotOnDisk) -> Iterator[tuple[str, str]]:
     snapshot = item.opened()
     facts = snapshot.facts
     first = ", ".join(map(str, snapshot.token_ids[:12].tolist()))
     yield "name", facts.label
     yield "tokens", f"{facts.tokens:,}: {first}{', ...' if facts.tokens > 12 else ''}"
-    if snapshot.prompt is not None:
-        yield from _prompt_rows(snapshot.prompt)
+    if (prompt := snapshot.prompt) is not None:
+        parts = [prompt.content] if isinstance(prompt.content, str) else prompt.content
+        texts = (part if isinstance(part, str) else part.get("text", f"[image {part.get('digest')}]") for part in parts)
+        yield "prompt", " ".join(texts)
+        for key, value in (("tools", prompt.tools), ("template", prompt.template_variables)):
+            if value is not None:
+                yield key, json.dumps(value, ensure_ascii=False)
     yield "size", f"{snapshot.nbytes / MEBIBYTE:,.1f} MiB in {len(snapshot.rows)} tensors of rows"
     yield "model", facts.model
     yield "created", f"{facts.created}, EdgeLLM {facts.created_with}, format {facts.format_version}"
@@ -243,18 +244,7 @@ def _rows(item: SnapshotOnDisk) -> Iterator[tuple[str, str]]:
         yield key.replace("_", " "), "any" if value is None else str(value)
 
 
-def _prompt_rows(prompt: PromptRecord) -> Iterator[tuple[str, str]]:
-    parts = [prompt.content] if isinstance(prompt.content, str) else prompt.content
-    shown = [part if isinstance(part, str) else part.get("text", f"[image {part.get('digest')}]") for part in parts]
-    yield "prompt", " ".join(shown)
-    if prompt.tools is not None:
-        yield "tools", json.dumps(prompt.tools, ensure_ascii=False)
-    if prompt.template_variables is not None:
-        yield "template", json.dumps(prompt.template_variables, ensure_ascii=False)
-
-
 def _counted(found: list[SnapshotOnDisk]) -> str:
-    usable = [item.snapshot for item in found if item.snapshot is not None]
-    size = sum(snapshot.nbytes for snapshot in usable) / MEBIBYTE
-    words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {size:,.1f} MiB"
+    usable = [item.snapshot.nbytes for item in found if item.snapshot is not None]
+    words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {sum(usable) / MEBIBYTE:,.1f} MiB"
     return words if len(usable) == len(found) else f"{words}, and {len(found) - len(usable)} that cannot be used"

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +79,13 @@ class LogOptions(DebugOption, panel="Logs and errors"):
     log_level: str | None = option(
         "What is logged to the standard error stream [default: warning].",
         choices=LEVELS,
-        callback=partial(choose_logs, "level"),
+        callback=lambda value: choose_logs("level", value),
         is_eager=True,
     )
     log_format: str | None = option(
         "Log lines for people or, as JSON, for programs [default: text].",
         choices=FORMATS,
-        callback=partial(choose_logs, "form"),
+        callback=lambda value: choose_logs("form", value),
         is_eager=True,
     )
 
