@@ -70,8 +70,7 @@ def bench(given: BenchOptions) -> None:
 
     prompts = default_prompts() if given.prompts is None else load_prompts(given.prompts)
     results = measure(settings, prompts, given.configurations, given.repeat)
-    for line in report_lines(results):
-        typer.echo(line)
+    typer.echo("\n".join(report_lines(results)))
     if output is not None:
         write_result(output, json.dumps(results, indent=2) + "\n", "--output")
     if plot is not None:

@@ -10,18 +10,8 @@ from pathlib import Path
 
 import typer
 
+from edgellm.commands import descriptions
 from edgellm.commands.console import MEBIBYTE, ProgressDisplay, progress_display
-from edgellm.commands.descriptions import (
-    draft_in_words,
-    draft_limits_in_words,
-    executor_facts,
-    executors_in_words,
-    kv_cache_in_words,
-    lora_limits_in_words,
-    named_directories,
-    vision_in_words,
-    vision_limits_in_words,
-)
 from edgellm.commands.options import ModelOption
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
@@ -147,7 +137,7 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
-        config, adapters = read_decoder_config(checkpoint), named_directories(given.lora or [])
+        config, adapters = read_decoder_config(checkpoint), descriptions.named_directories(given.lora or [])
         drafted = None if given.no_mtp and draft is None else choose_draft(checkpoint, config, draft)
         limits = choose_limits(
             **given.arguments_of(
@@ -175,8 +165,7 @@ def build(given: BuildOptions) -> None:
                     check=partial(_try, given.try_token, display),
                 ),
             )
-    for line in report_lines(report):
-        typer.echo(line)
+    typer.echo("\n".join(report_lines(report)))
 
 
 def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: BuildReport) -> None:
@@ -208,23 +197,25 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     yield f"{report.path}: {config.family}, {report.dtype}, {config.num_layers} layers of {config.hidden_size}"
     yield (
         f"  limits            batch {limits.max_batch}, prefill chunk {limits.prefill_chunk}, "
-        f"context {limits.kv_capacity}{kv_cache_in_words(limits.kv_cache)}"
+        f"context {limits.kv_capacity}{descriptions.kv_cache_in_words(limits.kv_cache)}"
     )
     if report.draft is not None:
-        yield f"  draft             {draft_in_words(asdict(report.draft))}"
-        yield f"  draft limits      {draft_limits_in_words(asdict(limits))}"
+        yield f"  draft             {descriptions.draft_in_words(asdict(report.draft))}"
+        yield f"  draft limits      {descriptions.draft_limits_in_words(asdict(limits))}"
     if report.vision is not None:
         patches = report.vision.patches_within(limits.image_rows[-1])
-        yield f"  vision            {vision_in_words(asdict(report.vision))}"
-        yield f"  vision limits     {vision_limits_in_words(patches, limits.image_rows)}"
+        yield f"  vision            {descriptions.vision_in_words(asdict(report.vision))}"
+        yield f"  vision limits     {descriptions.vision_limits_in_words(patches, limits.image_rows)}"
     for name, rank in report.adapters.items():
         yield f"  adapter           {name}, rank {rank}"
     if limits.has_lora:
-        yield f"  adapter limits    {lora_limits_in_words(asdict(limits))}"
+        yield f"  adapter limits    {descriptions.lora_limits_in_words(asdict(limits))}"
     models = {"base": config, "draft": report.draft, "vision": report.vision}
     for target in report.targets:
-        executors = executor_facts(models, limits, report.dtype, target)
-        yield from (f"  {target:<7} {line}" for line in executors_in_words(executors) if line.startswith("kernels"))
+        executors = descriptions.executor_facts(models, limits, report.dtype, target)
+        yield from (
+            f"  {target:<7} {line}" for line in descriptions.executors_in_words(executors) if line.startswith("kernels")
+        )
     for plan in report.plans:
         took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
         yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"

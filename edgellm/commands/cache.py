@@ -111,7 +111,7 @@ def build(given: BuildOptions) -> None:
 
     Example: edgellm cache build --file system.txt --name robot
     """
-    wanted = read_cache_prompts(given.prompt, given.file, given.prompts, given.name, given.output, given.lora)
+    wanted = read_cache_prompts(given)
     settings = chosen_settings(given)
     drafting = options.DraftingOptions(draft="" if given.draft else None, no_draft=given.draft is False)
     drafted = drafting.applied_to(settings.drafting)

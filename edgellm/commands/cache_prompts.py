@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,8 +31,8 @@ from edgellm.snapshots.staging import SUFFIX, is_snapshot_path, snapshot_folder
 from edgellm.snapshots.system_prompt import Tools, checked_template_inputs, prompt_label
 
 if TYPE_CHECKING:
+    from edgellm.commands.cache import BuildOptions
     from edgellm.commands.settings import Settings
-
 
 #: Of a text in an error no more characters are shown.
 _LONGEST_SHOWN = 100
@@ -53,24 +54,15 @@ class CachePrompt:
     adapter_directory: Path | None = None
 
 
-def read_cache_prompts(
-    prompt: str | None,
-    file: Path | None,
-    prompts: Path | None,
-    name: str | None,
-    output: Path | None,
-    lora: str | None = None,
-) -> list[CachePrompt]:
+def read_cache_prompts(given: BuildOptions) -> list[CachePrompt]:
     """What is to be computed; raises typer.BadParameter for options that exclude each other, RequestError."""
-    given = [
-        option
-        for option, value in (("--prompt", prompt), ("--file", file), ("--prompts", prompts))
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise typer.BadParameter(f"give one of {' and '.join(given)}", param_hint=given[-1])
+    prompt, file, prompts = given.prompt, given.file, given.prompts
+    ways = {"--prompt": prompt, "--file": file, "--prompts": prompts}
+    flags = [flag for flag, value in ways.items() if value is not None]
+    if len(flags) > 1:
+        raise typer.BadParameter(f"give one of {' and '.join(flags)}", param_hint=flags[-1])
     if prompts is not None:
-        if name is not None or output is not None or lora is not None:
+        if given.name is not None or given.output is not None or given.lora is not None:
             raise typer.BadParameter("--name, --output and --lora are for one prompt: write them into the YAML file")
         return load_cache_prompts(prompts)
     if file is not None:
@@ -83,7 +75,7 @@ def read_cache_prompts(
         )
     else:
         text, place = options.read_standard_input(), "standard input"
-    return [_cache_prompt(text, place, name, output, lora, Path())]
+    return [_cache_prompt(text, place, given.name, given.output, given.lora, Path())]
 
 
 def load_cache_prompts(path: Path) -> list[CachePrompt]:
@@ -97,10 +89,9 @@ def load_cache_prompts(path: Path) -> list[CachePrompt]:
     if not isinstance(entries, list) or not entries:
         raise RequestError(f"{path} holds a {type(entries).__name__}: expected a list of prompts, each with a name")
     found = [_from_entry(entry, f"{path}, prompt {number}", path.parent) for number, entry in enumerate(entries, 1)]
-    labels = [entry.label for entry in found]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise RequestError(f"{path} has the name {label!r} more than once")
+    label, times = Counter(entry.label for entry in found).most_common(1)[0]
+    if times > 1:
+        raise RequestError(f"{path} has the name {label!r} more than once")
     return found
 
 
@@ -114,10 +105,11 @@ def _from_entry(entry: Any, place: str, folder: Path) -> CachePrompt:
             raise RequestError(f"{place}: {key} is {value!r}: expected text without null characters")
     if "name" not in entry or ("prompt" in entry) == ("file" in entry):
         raise RequestError(f"{place} has the keys {', '.join(map(str, entry))}: expected name, and prompt or file")
-    file, output = entry.get("file"), entry.get("output")
-    # Blocks of YAML end with a line end, which is no part of the prompt.
-    text = entry["prompt"].removesuffix("\n") if file is None else options.read_text_file(folder / file, f"{place}:")
-    output = None if output is None else folder / output
+    if "file" in entry:
+        text = options.read_text_file(folder / entry["file"], f"{place}:")
+    else:
+        text = entry["prompt"].removesuffix("\n")  # with which blocks of YAML end
+    output = folder / entry["output"] if "output" in entry else None
     try:
         return _cache_prompt(text, place, entry["name"], output, entry.get("lora"), folder)
     except typer.BadParameter as error:

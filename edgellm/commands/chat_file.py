@@ -73,13 +73,17 @@ def save_conversation(path: Path, conversation: Conversation, model: str, replac
 
 
 def _check_replaced(path: Path, replaces_any: bool) -> None:
-    """Raise RequestError where a file would be lost that is not to be replaced."""
+    """Raise RequestError where a file would be lost that is not to be replaced, and for what is there and no file, such
+    as a pipe, which might never end."""
     try:
-        _require_ordinary(path)
+        mode = path.stat().st_mode
     except FileNotFoundError:
         return
     except OSError as error:
         raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "no ordinary file"
+        raise RequestError(f"{path} is {kind}: expected the name of a file for a conversation")
     try:
         content = None if replaces_any else _read_json(path)
     except RequestError:
@@ -100,14 +104,6 @@ def load_conversation(path: Path) -> tuple[Conversation, str]:
         return _checked(content), content.get("model", "")
     except EdgeLLMError as error:
         raise RequestError(f"{path}: {error}") from error
-
-
-def _require_ordinary(path: Path) -> None:
-    """Raise RequestError for what is there and no file, such as a pipe, which might never end; or OSError."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "no ordinary file"
-        raise RequestError(f"{path} is {kind}: expected the name of a file for a conversation")
 
 
 def _read_json(path: Path) -> Any:

@@ -35,8 +35,7 @@ def convert(given: ConvertOptions) -> None:
     size = size_in_bytes(given.max_shard_size, "--max-shard-size")
     with progress_display() as display:
         report = convert_checkpoint(given.source, given.target, size, given.force, display)
-    for line in report_lines(report):
-        typer.echo(line)
+    typer.echo("\n".join(report_lines(report)))
 
 
 def size_in_bytes(text: str, option: str) -> int:

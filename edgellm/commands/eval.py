@@ -13,18 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from edgellm.commands import options
+from edgellm.commands import models, options
 from edgellm.commands.bench import require_writable, with_system_prompt, write_result
 from edgellm.commands.console import ProgressDisplay, prepare_output, progress_display
-from edgellm.commands.models import (
-    chosen_adapters,
-    chosen_drafting,
-    chosen_template,
-    described_directory,
-    model_name,
-    open_model_with,
-    sampling_params,
-)
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import Options, option, takes_options
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
@@ -111,14 +102,10 @@ def eval(given: EvalOptions) -> None:
     results = measure(settings, given)
     from edgellm.evaluation.report import report_lines
 
-    written = json.dumps(results, indent=2) + "\n"
-    if given.json_output:
-        typer.echo(written, nl=False)
-    else:
-        for line in report_lines(results):
-            typer.echo(line)
+    written = json.dumps(results, indent=2)
+    typer.echo(written if given.json_output else "\n".join(report_lines(results)))
     if given.output is not None:
-        write_result(given.output, written, "--output")
+        write_result(given.output, f"{written}\n", "--output")
 
 
 def measure(settings: Settings, asked: MeasureOptions) -> dict[str, Any]:
@@ -130,18 +117,18 @@ def measure(settings: Settings, asked: MeasureOptions) -> dict[str, Any]:
         evaluation = _Evaluation(settings, asked, display)
         other, recorded = evaluation.reference, None
         if other is not None:
-            with open_model_with(other, None, chosen_adapters(other)) as llm:
+            with models.open_model_with(other, None, models.chosen_adapters(other)) as llm:
                 if evaluation.windows:
                     progress = partial(display, "scoring the reference")
                     recorded = opened.enter_context(record_logits(llm, evaluation.windows, settings.adapter, progress))
                 evaluation.answer(llm, REFERENCE)
-        drafting = chosen_drafting(settings) if evaluation.examples else None
-        with open_model_with(settings, drafting, chosen_adapters(settings)) as llm:
+        drafting = models.chosen_drafting(settings) if evaluation.examples else None
+        with models.open_model_with(settings, drafting, models.chosen_adapters(settings)) as llm:
             facts = {
                 "model": str(llm.directory.path),
-                "name": model_name(llm),
+                "name": models.model_name(llm),
                 "backend": llm.backend_name,
-                "reference": None if other is None else str(described_directory(other).path),
+                "reference": None if other is None else str(models.described_directory(other).path),
                 "adapter": settings.adapter,
                 "date": date.today().isoformat(),
                 "sampling": asdict(evaluation.params) if evaluation.examples else None,
@@ -167,10 +154,10 @@ class _Evaluation:
 
         self._settings, self._asked, self._display = settings, asked, display
         self.reference = None if asked.reference is None else replace(settings, model=asked.reference, kv_cache=None)
-        directory, tokenizer = described_directory(settings), _tokenizer(settings)
+        directory, tokenizer = models.described_directory(settings), _tokenizer(settings)
         self._tokenizer, self._context = tokenizer, directory.limits.kv_capacity
         if self.reference is not None:
-            other = described_directory(self.reference)
+            other = models.described_directory(self.reference)
             self._context = min(self._context, other.limits.kv_capacity)
             check_same_vocabulary(
                 vocabulary_of(_tokenizer(self.reference), other.config.vocab_size),
@@ -182,7 +169,7 @@ class _Evaluation:
             kind: with_system_prompt(load_examples(path, asked.examples), settings.system)
             for kind, path in asked.files.items()
         }
-        self.params = sampling_params(settings)
+        self.params = models.sampling_params(settings)
         self._text: dict[str, Any] | None = None
         self.windows: list[Window] = []
         if asked.text is not None:
@@ -301,7 +288,7 @@ def _tokenizer(settings: Settings) -> Tokenizer:
     """The tokenizer of the model of the settings, with their chat template."""
     from edgellm.text.tokenizer import Tokenizer
 
-    directory = described_directory(settings)
+    directory = models.described_directory(settings)
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
-    tokenizer.chat_template = chosen_template(settings) or tokenizer.chat_template
+    tokenizer.chat_template = models.chosen_template(settings) or tokenizer.chat_template
     return tokenizer

@@ -99,8 +99,7 @@ def quantize(given: QuantizeOptions) -> None:
     except (KeyboardInterrupt, SystemExit):
         write_note("The layers that are done are kept: the same command goes on with the next.")
         raise
-    for line in report_lines(report):
-        typer.echo(line)
+    typer.echo("\n".join(report_lines(report)))
 
 
 #: A text, or a conversation.

@@ -15,18 +15,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.commands import options
+from edgellm.commands import models, options
 from edgellm.commands.console import prepare_output, write_note
-from edgellm.commands.models import (
-    chosen_adapters,
-    chosen_drafting,
-    chosen_template,
-    described_directory,
-    sampling_params,
-    snapshot_path,
-    tell_of_loss,
-    with_cached_prompt,
-)
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import Options, option, takes_options
 from edgellm.errors import EdgeLLMError, EngineError, RequestError
@@ -120,7 +110,7 @@ def serve(given: ServeOptions) -> None:
     """
     prepare_output()
     keys = given.keys()
-    settings, tools, variables = with_cached_prompt(chosen_settings(given), given, None, {})
+    settings, tools, variables = models.with_cached_prompt(chosen_settings(given), given, None, {})
     if tools or variables:
         raise RequestError(
             f"the snapshot {settings.system_cache} is of a prompt with tools or template variables, which requests "
@@ -145,28 +135,28 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     from edgellm.structure.steps import try_apart
     from edgellm.structure.trial import TrialProcess
 
-    directory = described_directory(settings)
+    directory = models.described_directory(settings)
     model = ServedModel(
         given.model_name or directory.path.resolve().name,
-        params=sampling_params(settings),
+        params=models.sampling_params(settings),
         system=settings.system,
         most_images=given.max_images,
         image_pixels=given.max_image_pixels,
     )
-    loras = chosen_adapters(settings, every_adapter=True)
+    loras = models.chosen_adapters(settings, every_adapter=True)
     names = {*directory.adapters, *(loras or {})}
     if model.name in names:
         raise RequestError(f"{model.name!r} is the name of a LoRA adapter, too: name the model with --model-name")
-    template = chosen_template(settings)
-    draft = chosen_drafting(settings)
-    tell_of_loss(draft)
+    template = models.chosen_template(settings)
+    draft = models.chosen_drafting(settings)
+    models.tell_of_loss(draft)
     llm = AsyncLLM(
         settings.model,
         backend=settings.backend,
         kv_cache=settings.kv_cache,
         drafting=draft,
         adapters=loras,
-        snapshots=[] if settings.system_cache is None else [snapshot_path(settings.system_cache)],
+        snapshots=[] if settings.system_cache is None else [models.snapshot_path(settings.system_cache)],
         preemption_budget=settings.preemption_mib << 20,
         state_budget=settings.states_mib << 20,
         queue_limit=given.queue_limit,
