@@ -102,22 +102,22 @@ def chat(given: ChatOptions) -> None:
         own = models.system_prompt(llm, settings) or ""
         conversation = llm.create_session(own, params, settings.adapter, tools=tools, template_variables=variables)
         conversation.warn = lambda warning: console.write_note(f"Note: {warning}.")
-        state = ChatState(llm, conversation, say=console.write_note)
+        state = ChatState(llm, conversation, console.write_note, bool(settings.stats))
         state.text_system, state.image_system = own, models.system_prompt(llm, settings, with_images=True) or ""
         for image in given.images or ():
             state.show(image)
         try:
             if isinstance(lines, TerminalLines):
-                state.say = console.say
+                state.say, state.shows_statistics = console.say, settings.stats is not False
                 possible = {
                     name: partial(each.completion, state) if callable(each.completion) else each.completion
                     for name, each in COMMANDS.items()
                 }
                 lines.complete_with(partial(candidates, possible))
                 console.write_note(_greeting(llm, settings.adapter))
-                converse_at_terminal(state, lines, settings.stats is not False)
+                converse_at_terminal(state, lines)
             else:
-                converse_by_pipe(state, lines, bool(settings.stats))
+                converse_by_pipe(state, lines)
         except (Leave, EOFError):
             pass
         finally:
@@ -125,14 +125,14 @@ def chat(given: ChatOptions) -> None:
                 lines.close()
 
 
-def converse_at_terminal(state: ChatState, lines: LineSource, with_stats: bool) -> None:
+def converse_at_terminal(state: ChatState, lines: LineSource) -> None:
     """Answer until the user leaves; errors are shown and the conversation goes on. Raises Leave or EOFError."""
     interrupted = False
     while True:
         try:
             message = read_message(lines)
             interrupted = False
-            _handle(state, message, with_stats)
+            _handle(state, message)
         except EOFError:
             print()
             raise
@@ -146,14 +146,14 @@ def converse_at_terminal(state: ChatState, lines: LineSource, with_stats: bool) 
             console.write_error(error)
 
 
-def converse_by_pipe(state: ChatState, lines: PipedLines, with_stats: bool) -> None:
+def converse_by_pipe(state: ChatState, lines: PipedLines) -> None:
     """Answer every line, going on after errors, of which the exit code tells; a line that is no text ends it."""
     failed = False
     try:
         while True:
             message = read_message(lines)
             try:
-                _handle(state, message, with_stats)
+                _handle(state, message)
             except EdgeLLMError as error:
                 failed = True
                 console.write_error(error)
@@ -165,52 +165,42 @@ def converse_by_pipe(state: ChatState, lines: PipedLines, with_stats: bool) -> N
         raise
 
 
-def _handle(state: ChatState, message: str, with_stats: bool) -> None:
+def _handle(state: ChatState, message: str) -> None:
     text, files = dropped_files(message)
     if is_command(message) and text.startswith(message.split(maxsplit=1)[0]):  # no file that was dropped first
         again = run_command(state, message)
         if again is not None:
-            _answer(state, state.conversation.retry, again, with_stats)
+            _answer(state, state.conversation.retry, again)
             if not again.needs_sampling:
                 state.say("Answers are not drawn, so the same one comes again: /set temperature 0.7 draws others.")
     elif files and not state.llm.has_vision_model:
         state.say(f"This model sees no images: the path of {files[0].name} is sent as text.")
-        answer(state, message, with_stats)
+        answer(state, message)
     elif files:
         for file in files:
             state.show(file, "This question" if text else "The next question")
         if text:
-            answer(state, text, with_stats)
+            answer(state, text)
     elif message.strip():
         require_image_there(message)
-        answer(state, message[1:] if message.startswith("//") else message, with_stats)
+        answer(state, message[1:] if message.startswith("//") else message)
 
 
-def answer(state: ChatState, question: str, with_stats: bool) -> None:
+def answer(state: ChatState, question: str) -> None:
     """Stream the answer to a question; both become part of the conversation unless nothing was answered."""
     content = shown_content(state.attached_images, question)
-    response = _answer(state, partial(state.conversation.stream, content), state.params.seeded(), with_stats)
+    response = _answer(state, partial(state.conversation.stream, content), state.params.seeded())
     if response.is_answered:
         state.attached_images.clear()
 
 
-def _answer(
-    state: ChatState, ask: Callable[[SamplingParams], Generation], params: SamplingParams, with_stats: bool
-) -> Response:
+def _answer(state: ChatState, ask: Callable[[SamplingParams], Generation], params: SamplingParams) -> Response:
     """Stream the answer that `ask` gives with these parameters, and say what it did to the conversation."""
-    with console.CancelOnInterrupt() as interrupt:
-        stream = ask(params)
-        interrupt.watch(stream)
-        with stream:
-            for chunk in stream:
-                console.write_answer(chunk.text)
-    console.write_answer("\n")
-    response, context = stream.result(), state.llm.context_length
-    console.write_answer("".join(f"{line}\n" for line in console.call_lines(response)))
+    response, context = console.read_answer(partial(ask, params)), state.llm.context_length
     state.last_response, state.last_seed = response, params.seed
     state.answers += 1
     state.answer_tokens += response.usage.completion_tokens
-    if with_stats:
+    if state.shows_statistics:
         console.write_note(console.statistics_line(response, context))
     if response.dropped_turns and response.is_answered:
         turns = turns_in_words(response.dropped_turns)

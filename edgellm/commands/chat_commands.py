@@ -59,6 +59,7 @@ class ChatState:
     llm: LLM
     conversation: Session
     say: Callable[[str], None]
+    shows_statistics: bool = False
     last_response: Response | None = None
     last_seed: int | None = None
     answers: int = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from edgellm.commands.chat_commands import FILE, is_command
-from edgellm.commands.images import PATH_STARTS, SUFFIXES
+from edgellm.commands.images import SUFFIXES, is_path
 from edgellm.engines.formats.small_files import decoded
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_folder, user_path
@@ -175,7 +175,7 @@ def _of_message(line: str) -> list[str]:
     """The line with its last word completed where that begins as a path does: images and folders, as dropped ones."""
     match = _WORD.search(line)
     word = "" if match is None else match[0]
-    if not word.startswith(PATH_STARTS) or word.startswith("//"):
+    if not is_path(word):
         return []
     plain = re.sub(r"\\(.)", r"\1", word)
     return [

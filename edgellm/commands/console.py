@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -165,47 +165,42 @@ def progress_display() -> Iterator[ProgressDisplay]:
             status_line.show("")
 
 
-class CancelOnInterrupt:
-    """While inside, the first Ctrl-C cancels the answer that was given to `watch`; the next one raises.
+def read_answer(ask: Callable[[], Generation], shows: bool = True) -> Response:
+    """Write the answer that `ask` begins as it grows, then a line for each call of a tool in it, and why one is broken.
 
-    An answer that is given after Ctrl-C was pressed is cancelled at once.
+    The first Ctrl-C cancels the answer, the next one raises KeyboardInterrupt. With `shows` false nothing is written.
     """
+    stream, pressed = None, False
 
-    def __init__(self) -> None:
-        self._answer: Generation | None = None
-        self._pressed = False
-        self._previous: Any = None
-
-    def watch(self, answer: Generation) -> None:
-        """Let Ctrl-C cancel `answer`."""
-        self._answer = answer
-        if self._pressed:
-            answer.cancel()
-
-    def __enter__(self) -> CancelOnInterrupt:
-        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as for a background process: it stays so
-        if not ignored and threading.current_thread() is threading.main_thread():  # no other thread gets signals
-            self._previous = signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def _press(self, *_: Any) -> None:
-        if self._pressed:
+    def press(*_: Any) -> None:
+        nonlocal pressed
+        if pressed:
             raise KeyboardInterrupt
-        self._pressed = True
-        if self._answer is not None:
-            self._answer.cancel()
+        pressed = True
+        if stream is not None:
+            stream.cancel()
 
-
-def call_lines(response: Response) -> Iterator[str]:
-    """A line for each call of a tool that an answer makes, and why one is broken."""
-    for call in response.tool_calls:
-        yield f"{call.name}({call.arguments})" + ("" if call.complete else " (incomplete)")
-    if response.tool_call_error is not None:
-        yield f"({response.tool_call_error})"
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as for a background process: it stays so
+    handles = not ignored and threading.current_thread() is threading.main_thread()  # no other thread gets signals
+    previous = signal.signal(signal.SIGINT, press) if handles else None
+    try:
+        stream = ask()
+        if pressed:
+            stream.cancel()
+        with stream:
+            for chunk in stream:
+                write_answer(chunk.text if shows else "")
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
+    response = stream.result()
+    if shows:
+        write_answer("\n")
+        for call in response.tool_calls:
+            write_answer(f"{call.name}({call.arguments}){'' if call.complete else ' (incomplete)'}\n")
+        if response.tool_call_error is not None:
+            write_answer(f"({response.tool_call_error})\n")
+    return response
 
 
 def statistics_line(response: Response, context_length: int) -> str:

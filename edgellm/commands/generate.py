@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from threading import Timer
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.console import CancelOnInterrupt, call_lines, prepare_output, write_answer, write_note
+from edgellm.commands.console import prepare_output, read_answer, write_note
 from edgellm.commands.images import read_image_file, require_vision, shown_content
 from edgellm.commands.models import open_model, sampling_params, with_cached_prompt
 from edgellm.commands.settings import chosen_settings
@@ -87,28 +88,20 @@ def generate(given: GenerateOptions) -> None:
         if given.images:
             require_vision(llm)
         attached_images = [read_image_file(image) for image in given.images or ()]
-        messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
-        with CancelOnInterrupt() as interrupt:
-            if raw:
-                stream = llm.stream(text, params, adapter=settings.adapter)
-            else:
-                question = {"role": "user", "content": shown_content(attached_images, text)}
-                stream = llm.stream_chat(
-                    [*messages, question], params, settings.adapter, tools=tools, template_variables=variables
-                )
-            interrupt.watch(stream)
-            with stream:
-                for chunk in stream:
-                    write_answer("" if given.json_output else chunk.text)
-            response = stream.result()
+        messages: list[dict[str, Any]] = []
+        if settings.system is not None:
+            messages.append({"role": "system", "content": settings.system})
+        messages.append({"role": "user", "content": shown_content(attached_images, text)})
+        ask = partial(llm.stream_chat, messages, tools=tools, template_variables=variables)
+        if raw:
+            ask = partial(llm.stream, text)
+        response = read_answer(partial(ask, params, adapter=settings.adapter), not given.json_output)
         if given.json_output:
             print(json.dumps(answer_object(llm, response, params.seed, settings.adapter)))
-        else:
-            write_answer("\n" + "".join(f"{line}\n" for line in call_lines(response)))
-            if logprobs is not None:
-                write_note("\n".join(logprob_lines(llm, response)))
-            if response.structure_complete is False:
-                write_note(f"The answer is incomplete: it ended by {response.finish_reason} before its structure did.")
+        elif logprobs is not None:
+            write_note("\n".join(logprob_lines(llm, response)))
+        if response.structure_complete is False and not given.json_output:
+            write_note(f"The answer is incomplete: it ended by {response.finish_reason} before its structure did.")
     if response.finish_reason == "cancelled":
         raise KeyboardInterrupt
 
