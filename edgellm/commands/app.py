@@ -76,12 +76,8 @@ def create_app() -> typer.Typer:
     app.callback()(_top_level)
     for panel, commands in PANELS.items():
         for name, summary in commands.items():
-            app.command(name, help=summary, rich_help_panel=panel)(_placeholder)
+            app.command(name, help=summary, rich_help_panel=panel)(lambda: None)  # see `_TopLevel`
     return app
-
-
-def _placeholder() -> None:
-    """Stands in the list of commands; `_TopLevel` takes the command itself where it is asked for."""
 
 
 def load_command(name: str) -> TyperCommand | TyperGroup:
@@ -151,15 +147,13 @@ def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
             _end_output()
             raise typer.Exit(BROKEN_PIPE) from None
         except (EdgeLLMError, MemoryError, OSError) as error:
-            failure = error
-            if isinstance(error, MemoryError):
-                failure = EdgeLLMError("there is not enough memory for this on the machine")
-            elif isinstance(error, OSError):
+            words = (
+                "there is not enough memory for this on the machine" if isinstance(error, MemoryError) else str(error)
+            )
+            if isinstance(error, OSError):
                 _end_output()
-                failure = EdgeLLMError(f"{error.filename or 'the output'} cannot be read or written: {error.strerror}")
-            if failure is not error:
-                failure.__cause__ = error
-            write_error(failure)
+                words = f"{error.filename or 'the output'} cannot be read or written: {error.strerror}"
+            write_error(error, words)
             raise typer.Exit(FAILED) from None
 
     return command

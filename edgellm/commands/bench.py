@@ -36,7 +36,7 @@ class BenchOptions(
     options.PromptOptions,
     options.SamplingOptions,
     options.ComputingOptions,
-    options.DebugOption,
+    options.LogOptions,
 ):
     """All options of the command."""
 

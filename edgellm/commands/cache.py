@@ -25,13 +25,14 @@ from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import SnapshotError
 from edgellm.kernels.user_paths import printable
+from edgellm.snapshots.snapshot import Snapshot
 
 cache = typer.Typer(
     name="cache", help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list"
 )
 
 
-class FolderOptions(options.DebugOption):
+class FolderOptions(options.LogOptions):
     """Where snapshots are."""
 
     folder: Path | None = option("Where snapshots lie [default: in the user's cache directory].")
@@ -95,7 +96,7 @@ class RemoveOptions(NameOptions):
         """The snapshots that are named, or every one."""
         if self.everything and self.name:
             raise typer.BadParameter("give names or --all, not both", param_hint="--all")
-        return list(snapshot_files(chosen_folder(self.folder))) if self.everything else self.named()
+        return snapshot_files(chosen_folder(self.folder)) if self.everything else self.named()
 
 
 class VerifyOptions(RemoveOptions):
@@ -131,7 +132,7 @@ def list_snapshots(given: ListOptions) -> None:
 
     Example: edgellm cache list --json
     """
-    found = list(snapshot_files(chosen_folder(given.folder)))
+    found = snapshot_files(chosen_folder(given.folder))
     if given.as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
@@ -152,11 +153,8 @@ def show(given: ShowOptions) -> None:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
     for item in found:
-        if item.error is not None:
-            raise item.error
-        typer.echo(printable(item.path))
-        for key, value in _rows(item):
-            typer.echo(f"  {key:<16}{printable(value)}")
+        rows = [f"  {key:<16}{printable(value)}" for key, value in _rows(item.opened())]
+        typer.echo("\n".join([printable(item.path), *rows]))
 
 
 @cache.command("verify")
@@ -224,8 +222,7 @@ def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
         check_binding(item.path, snapshot, replace(expected, images=found.images))
 
 
-def _rows(item: SnapshotOnDisk) -> Iterator[tuple[str, str]]:
-    snapshot = item.opened()
+def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     facts = snapshot.facts
     first = ", ".join(map(str, snapshot.token_ids[:12].tolist()))
     yield "name", facts.label
@@ -245,6 +242,6 @@ def _rows(item: SnapshotOnDisk) -> Iterator[tuple[str, str]]:
 
 
 def _counted(found: list[SnapshotOnDisk]) -> str:
-    usable = [item.snapshot.nbytes for item in found if item.snapshot is not None]
+    usable = [item.found.nbytes for item in found if not isinstance(item.found, SnapshotError)]
     words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {sum(usable) / MEBIBYTE:,.1f} MiB"
     return words if len(usable) == len(found) else f"{words}, and {len(found) - len(usable)} that cannot be used"

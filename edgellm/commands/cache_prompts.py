@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.descriptions import adapter_choice
+from edgellm.commands.descriptions import named_directories
 from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_yaml
 from edgellm.engines.model.memory_plan import MEBIBYTE
@@ -121,7 +121,10 @@ def _cache_prompt(
 ) -> CachePrompt:
     if not text.strip():
         raise RequestError(f"{place} is empty: expected a system prompt")
-    adapter, directory = (None, None) if lora is None else adapter_choice(lora, folder)
+    adapter, directory = lora, None
+    if lora is not None and "=" in lora:
+        ((adapter, path),) = named_directories([lora]).items()
+        directory = folder / path
     output = None if output is None else user_path(output)
     return CachePrompt(label or prompt_label(text), text, output, adapter, directory)
 
@@ -148,44 +151,43 @@ class SnapshotOnDisk:
     """A file with its snapshot, or with the reason why it holds none that can be used."""
 
     path: Path
-    snapshot: Snapshot | None
-    error: SnapshotError | None = None
+    found: Snapshot | SnapshotError
 
     def opened(self) -> Snapshot:
         """The snapshot; raises the SnapshotError that says why it cannot be used."""
-        if self.snapshot is None:
-            raise self.error or SnapshotError(f"{self.path} holds no snapshot", "empty")
-        return self.snapshot
+        if isinstance(self.found, SnapshotError):
+            raise self.found
+        return self.found
 
     @property
     def label(self) -> str | None:
         """The prompt's name, where it can be read."""
-        return None if self.snapshot is None else self.snapshot.facts.label
+        return None if isinstance(self.found, SnapshotError) else self.found.facts.label
 
     def values(self) -> dict[str, Any]:
         """All there is to say, as JSON values; sizes in bytes."""
-        if self.snapshot is None:
-            return {"path": str(self.path), "error": str(self.error), "reason": self.error and self.error.reason}
-        prompt = None if self.snapshot.prompt is None else asdict(self.snapshot.prompt)
-        facts = asdict(self.snapshot.facts)
-        return {"path": str(self.path), "bytes": self.snapshot.nbytes, **facts, "prompt": prompt}
+        found = self.found
+        if isinstance(found, SnapshotError):
+            return {"path": str(self.path), "error": str(found), "reason": found.reason}
+        prompt = None if found.prompt is None else asdict(found.prompt)
+        return {"path": str(self.path), "bytes": found.nbytes, **asdict(found.facts), "prompt": prompt}
 
     def line(self) -> str:
         """A row of the list."""
-        if self.snapshot is None:
-            return f"cannot be used: {self.error and self.error.reason}"
-        facts = self.snapshot.facts
-        drafted = ", draft" if facts.binding.has_draft else ""
-        adapted = "" if facts.binding.adapter == NONE else f", adapter {facts.binding.adapter[:8]}"
+        if isinstance(self.found, SnapshotError):
+            return f"cannot be used: {self.found.reason}"
+        facts, binding = self.found.facts, self.found.facts.binding
+        drafted = ", draft" if binding.has_draft else ""
+        adapted = "" if binding.adapter == NONE else f", adapter {binding.adapter[:8]}"
         return (
-            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {self.snapshot.nbytes / MEBIBYTE:>9,.1f} MiB  "
-            f"{facts.binding.backend} {facts.binding.dtype}{drafted}{adapted}, {printable(facts.model)}"
+            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {self.found.nbytes / MEBIBYTE:>9,.1f} MiB  "
+            f"{binding.backend} {binding.dtype}{drafted}{adapted}, {printable(facts.model)}"
         )
 
 
-def snapshot_files(folder: Path) -> Iterator[SnapshotOnDisk]:
+def snapshot_files(folder: Path) -> list[SnapshotOnDisk]:
     """The snapshots in a folder, those that cannot be used among them."""
-    yield from (read_snapshot_file(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
+    return [read_snapshot_file(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
 
 def read_snapshot_file(path: Path) -> SnapshotOnDisk:
@@ -193,7 +195,7 @@ def read_snapshot_file(path: Path) -> SnapshotOnDisk:
     try:
         return SnapshotOnDisk(path, read_snapshot(path))
     except SnapshotError as error:
-        return SnapshotOnDisk(path, None, error)
+        return SnapshotOnDisk(path, error)
 
 
 def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
@@ -202,7 +204,7 @@ def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
     It is the prompt's name, or what the name of one file in the folder begins with; only what is neither, and is
     written as a path (with a separator, or with the ending of snapshots), is a file anywhere.
     """
-    stored = list(snapshot_files(folder)) if name else []
+    stored = snapshot_files(folder) if name else []
     found = [item for item in stored if item.label == name]
     found = found or [item for item in stored if item.path.name.startswith(name)]
     if len(found) == 1:

@@ -12,7 +12,7 @@ import typer
 
 from edgellm.commands import console, models, options
 from edgellm.commands.chat_commands import COMMANDS, ChatState, Leave, is_command, run_command, turns_in_words
-from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, candidates, open_lines, read_message
+from edgellm.commands.chat_input import PipedLines, TerminalLines, candidates, open_lines, read_message
 from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.images import dropped_files, require_image_there, shown_content
 from edgellm.commands.settings import chosen_settings
@@ -125,7 +125,7 @@ def chat(given: ChatOptions) -> None:
                 lines.close()
 
 
-def converse_at_terminal(state: ChatState, lines: LineSource) -> None:
+def converse_at_terminal(state: ChatState, lines: TerminalLines) -> None:
     """Answer until the user leaves; errors are shown and the conversation goes on. Raises Leave or EOFError."""
     interrupted = False
     while True:

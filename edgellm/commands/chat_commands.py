@@ -9,7 +9,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
+from edgellm.commands.chat_file import load_conversation, save_conversation
 from edgellm.commands.console import statistics_lines
 from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.images import (
@@ -311,9 +311,8 @@ def _path(argument: str, command: str) -> Path:
 @_command("/save FILE", "write the conversation to a new file, or over a conversation", FILE)
 def _save(state: ChatState, argument: str, replaces_any: bool = False) -> None:
     path = _path(argument, "save!" if replaces_any else "save")
-    conversation = Conversation.of(state.conversation)
-    save_conversation(path, conversation, model_name(state.llm), replaces_any)
-    state.say(f"Saved {len(conversation.messages)} messages to {path}.")
+    saved = save_conversation(path, state.conversation, model_name(state.llm), replaces_any)
+    state.say(f"Saved {saved} messages to {path}.")
 
 
 @_command("/save! FILE", "write it over any file", FILE)
@@ -324,7 +323,7 @@ def _save_over(state: ChatState, argument: str) -> None:
 @_command("/load FILE", "go on with a conversation from a file", FILE)
 def _load(state: ChatState, argument: str) -> None:
     path = _path(argument, "load")
-    loaded, model = load_conversation(path)
+    loaded, session = load_conversation(path), state.conversation
     if loaded.adapter is not None and loaded.adapter not in state.llm.adapters:
         raise RequestError(
             f"{path}: its answers were given with the LoRA adapter {loaded.adapter!r}, which is not loaded: start with "
@@ -332,10 +331,11 @@ def _load(state: ChatState, argument: str) -> None:
         )
     if any(isinstance(message["content"], list) for message in loaded.messages):
         require_vision(state.llm)
-    loaded.go_on(state.conversation)
+    session.replace(loaded.messages)
+    session.system, session.params, session.adapter = loaded.system or "", loaded.params, loaded.adapter
     state.say(f"Loaded {len(loaded.messages)} messages from {path}.")
-    if model != model_name(state.llm):
-        state.say(f"They were had with {model or 'another model'}; this is {model_name(state.llm)}.")
+    if loaded.model != model_name(state.llm):
+        state.say(f"They were had with {loaded.model or 'another model'}; this is {model_name(state.llm)}.")
 
 
 @_command("/stats", "counts and speeds of the last answer and of this session")

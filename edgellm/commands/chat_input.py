@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from edgellm.commands.chat_commands import FILE, is_command
 from edgellm.commands.images import SUFFIXES, is_path
@@ -21,12 +21,6 @@ FENCE = '"""'
 HISTORY_LENGTH = 1000
 
 
-class LineSource(Protocol):
-    """Something that lines can be read from; EOFError says that there are no more."""
-
-    def read_line(self, prompt: str) -> str: ...
-
-
 class PipedLines:
     """Lines of a pipe or file, UTF-8."""
 
@@ -35,7 +29,7 @@ class PipedLines:
         self._offset = 0
 
     def read_line(self, prompt: str) -> str:
-        """The next line without its end; `prompt` is not shown."""
+        """The next line without its end; `prompt` is not shown. EOFError says that there are no more."""
         data = self._stream.readline()
         if not data:
             raise EOFError
@@ -84,7 +78,7 @@ class TerminalLines:
         readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
 
     def read_line(self, prompt: str) -> str:
-        """The next line; KeyboardInterrupt where Ctrl-C was pressed."""
+        """The next line; KeyboardInterrupt where Ctrl-C was pressed, EOFError at the end."""
         try:
             data = input(prompt).encode("utf-8", "surrogateescape")
         except UnicodeDecodeError as error:
@@ -117,7 +111,7 @@ def open_lines(history: bool) -> PipedLines | TerminalLines:
     return PipedLines(sys.stdin.buffer)
 
 
-def read_message(lines: LineSource) -> str:
+def read_message(lines: PipedLines | TerminalLines) -> str:
     """One message: a line, several that end in a backslash, or all between two triple quotes. Raises EOFError."""
     line = lines.read_line(PROMPT)
     if line.lstrip().startswith(FENCE):
@@ -132,7 +126,7 @@ def read_message(lines: LineSource) -> str:
     return "\n".join([*parts, line])
 
 
-def _fenced(line: str, lines: LineSource) -> Iterator[str]:
+def _fenced(line: str, lines: PipedLines | TerminalLines) -> Iterator[str]:
     first = True
     while not line.rstrip().endswith(FENCE):
         if line or not first:

@@ -122,13 +122,13 @@ def wrapped(text: str, stream: TextIO) -> str:
     return "\n".join(part for found in parts for part in found) if stream.isatty() else text
 
 
-def write_error(error: BaseException) -> None:
-    """Write an error to standard error, with the way it came where EDGELLM_DEBUG is set; what it quotes of files and
-    names steers no terminal."""
+def write_error(error: BaseException, words: str = "") -> None:
+    """Write an error, or `words` for it, to standard error, with the way it came where EDGELLM_DEBUG is set; what it
+    quotes of files and names steers no terminal."""
     status_line.show("")
     if os.environ.get("EDGELLM_DEBUG"):
         traceback.print_exception(error)
-    print(wrapped(f"error: {_steering_nothing(str(error))}", sys.stderr), file=sys.stderr, flush=True)
+    print(wrapped(f"error: {_steering_nothing(words or str(error))}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def _steering_nothing(text: str) -> str:

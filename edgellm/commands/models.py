@@ -91,8 +91,7 @@ def snapshot_path(name: str) -> Path:
     from edgellm.commands.cache_prompts import chosen_folder, find_snapshot
 
     found = find_snapshot(name, chosen_folder(None))
-    if found.error is not None:
-        raise found.error
+    found.opened()
     return found.path
 
 

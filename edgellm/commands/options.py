@@ -67,14 +67,8 @@ class ComputingOptions(Options, panel="Model"):
     config: Path | None = option("YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml].")
 
 
-class DebugOption(Options, panel="Logs and errors"):
-    """What errors show."""
-
-    debug: bool = option("Show where an error comes from.", default=False, callback=_set_debug, is_eager=True)
-
-
-class LogOptions(DebugOption, panel="Logs and errors"):
-    """What is logged, and how."""
+class LogOptions(Options, panel="Logs and errors"):
+    """What is logged, and how, and what errors show."""
 
     log_level: str | None = option(
         "What is logged to the standard error stream [default: warning].",
@@ -88,6 +82,7 @@ class LogOptions(DebugOption, panel="Logs and errors"):
         callback=lambda value: choose_logs("form", value),
         is_eager=True,
     )
+    debug: bool = option("Show where an error comes from.", default=False, callback=_set_debug, is_eager=True)
 
 
 def sampled(help: str, *flags: str, **details: Any) -> Any:
