@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from edgellm.commands.console import show_logs, status_line, write_error
+from edgellm.commands.console import show_logs
 from edgellm.commands.options import LogOptions
 from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.table import option, takes_options
-from edgellm.errors import EdgeLLMError
 
 #: What the list of commands says of each, by the panel of the list that it stands in.
 PANELS = {
@@ -48,7 +46,6 @@ _ELSEWHERE = {
     "rm": "a model is a directory: delete that. Snapshots of prompts go with edgellm cache remove",
     "show": "edgellm info ENGINE_DIR says what a model is",
 }
-FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 _HELP = {"help_option_names": ["--help", "-h"]}
 
 
@@ -83,14 +80,11 @@ def create_app() -> typer.Typer:
 def load_command(name: str) -> TyperCommand | TyperGroup:
     """The command `name` with its options; imports its module."""
     command = getattr(import_module(f"edgellm.commands.{name}"), name)
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    if isinstance(command, typer.Typer):
-        app.add_typer(_explaining_group(command), name=name)
-        app.callback()(_top_level)
-        loaded = typer.main.get_group(app).commands[name]
-    else:
-        app.command(name, cls=PanelCommand)(_explaining(command))
-        loaded = typer.main.get_command(app)
+    if not isinstance(command, typer.Typer):
+        app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+        app.command(name, cls=PanelCommand)(command)
+        command = app
+    loaded = typer.main.get_command(command)
     assert isinstance(loaded, (TyperCommand, TyperGroup))
     return loaded
 
@@ -120,51 +114,6 @@ class _TopLevelOptions(LogOptions):
 @takes_options
 def _top_level(given: _TopLevelOptions) -> None:
     """Run language models on this device."""
-
-
-def _explaining_group(group: typer.Typer) -> typer.Typer:
-    """A group of commands that explain their errors."""
-    explaining = typer.Typer(cls=PanelGroup, help=group.info.help, no_args_is_help=True, rich_markup_mode=None)
-    for command in group.registered_commands:
-        if command.callback is not None:
-            explaining.command(command.name, cls=PanelCommand)(_explaining(command.callback))
-    return explaining
-
-
-def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a command end with a message and an exit code where it would end with a traceback."""
-
-    @functools.wraps(function)
-    def command(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = function(*args, **kwargs)
-            status_line.show("")
-            sys.stdout.flush()
-            return result
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            _end_output()
-            raise typer.Exit(BROKEN_PIPE) from None
-        except (EdgeLLMError, MemoryError, OSError) as error:
-            words = (
-                "there is not enough memory for this on the machine" if isinstance(error, MemoryError) else str(error)
-            )
-            if isinstance(error, OSError):
-                _end_output()
-                words = f"{error.filename or 'the output'} cannot be read or written: {error.strerror}"
-            write_error(error, words)
-            raise typer.Exit(FAILED) from None
-
-    return command
-
-
-def _end_output() -> None:
-    """Write what is still in the buffer, or drop it where that fails: it would again when Python ends."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _replace_closed_streams() -> None:

@@ -21,6 +21,7 @@ from edgellm.commands.cache_prompts import (
 )
 from edgellm.commands.console import MEBIBYTE, write_error, write_note
 from edgellm.commands.convert import size_in_bytes
+from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import SnapshotError
@@ -28,7 +29,13 @@ from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.snapshot import Snapshot
 
 cache = typer.Typer(
-    name="cache", help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list"
+    name="cache",
+    cls=PanelGroup,
+    help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -105,7 +112,7 @@ class VerifyOptions(RemoveOptions):
     model: Path | None = option("Also check that it was made for this engine directory.", "--model", "-m")
 
 
-@cache.command("build")
+@cache.command("build", cls=PanelCommand)
 @takes_options
 def build(given: BuildOptions) -> None:
     """Compute a system prompt (--prompt, --file, --prompts or standard input) and keep its KV cache on disk.
@@ -125,7 +132,7 @@ def build(given: BuildOptions) -> None:
     build_snapshots(settings, wanted, chosen_folder(given.folder), budget, given.replaces, *given.template_inputs())
 
 
-@cache.command("list")
+@cache.command("list", cls=PanelCommand)
 @takes_options
 def list_snapshots(given: ListOptions) -> None:
     """List the snapshots in the folder, and files there that cannot be used.
@@ -141,7 +148,7 @@ def list_snapshots(given: ListOptions) -> None:
         typer.echo(f"  {printable(item.path.stem[:8])}  {item.line()}")
 
 
-@cache.command("show")
+@cache.command("show", cls=PanelCommand)
 @takes_options
 def show(given: ShowOptions) -> None:
     """Say everything that a snapshot says of itself.
@@ -157,7 +164,7 @@ def show(given: ShowOptions) -> None:
         typer.echo("\n".join([printable(item.path), *rows]))
 
 
-@cache.command("verify")
+@cache.command("verify", cls=PanelCommand)
 @takes_options
 def verify(given: VerifyOptions) -> None:
     """Read snapshots whole and compare them with their SHA-256; exit with 1 where one cannot be used.
@@ -176,7 +183,7 @@ def verify(given: VerifyOptions) -> None:
         raise typer.Exit(1)
 
 
-@cache.command("remove")
+@cache.command("remove", cls=PanelCommand)
 @takes_options
 def remove(given: RemoveOptions) -> None:
     """Delete snapshots, damaged ones too; with --all, what is no snapshot stays, and is named.

@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
+import typer
+
+from edgellm.errors import EdgeLLMError
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
@@ -29,9 +32,8 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 #: Control characters that a model's text could steer a terminal with; tab and line end are none of them.
 CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
-
-
 MEBIBYTE = 1 << 20
+FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 
 class StatusLine:
@@ -100,13 +102,12 @@ def write_answer(text: str) -> None:
         sys.stdout.flush()
 
 
-def write_note(text: str, stream: TextIO | None = None) -> None:
+def write_note(text: str) -> None:
     """Write a remark beside the answers to standard error, dim where it is a terminal and NO_COLOR is not set."""
-    stream = stream or sys.stderr
     status_line.show("")
-    text = wrapped(_steering_nothing(text), stream)
-    dim = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=stream, flush=True)
+    text = wrapped(_steering_nothing(text), sys.stderr)
+    dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
@@ -129,6 +130,37 @@ def write_error(error: BaseException, words: str = "") -> None:
     if os.environ.get("EDGELLM_DEBUG"):
         traceback.print_exception(error)
     print(wrapped(f"error: {_steering_nothing(words or str(error))}", sys.stderr), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Let a command end with a message and an exit code where it would end with a traceback."""
+    try:
+        yield
+        status_line.show("")
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        _end_output()
+        raise typer.Exit(BROKEN_PIPE) from None
+    except (EdgeLLMError, MemoryError, OSError) as error:
+        words = str(error)
+        if isinstance(error, MemoryError):
+            words = "there is not enough memory for this on the machine"
+        elif isinstance(error, OSError):
+            _end_output()
+            words = f"{error.filename or 'the output'} cannot be read or written: {error.strerror}"
+        write_error(error, words)
+        raise typer.Exit(FAILED) from None
+
+
+def _end_output() -> None:
+    """Write what is still in the buffer, or drop it where that fails: it would again when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _steering_nothing(text: str) -> str:

@@ -104,11 +104,6 @@ class SamplingOptions(Options, panel="Sampling"):
     max_tokens: int | None = sampled("Most tokens of an answer [default: what fits].")
     stop: list[str] | None = sampled(f"End the answer before this text; {_REPEATED}")
 
-    def given_sampling(self) -> dict[str, Any]:
-        """What was given, under its names as settings."""
-        values = {name: getattr(self, name) for name in options_of(SamplingOptions)}
-        return {name: value for name, value in values.items() if value not in (None, [])}
-
 
 class ChatTemplateOption(Options, panel="Prompt"):
     """The chat template."""
@@ -272,8 +267,7 @@ class DraftingOptions(Options, panel="Drafting"):
         """Drafting settings with these options on top; a contradiction is a usage error that names an option."""
         if self.no_draft and self.draft is not None:
             raise typer.BadParameter("--draft is given, and so is --no-draft: expected only one of them")
-        values = {name: getattr(self, name) for name in options_of(DraftingOptions)}
-        given = {name: value for name, value in values.items() if value is not None}
+        given = self.given(DraftingOptions)
         kind = given.pop("draft", "")
         given |= {"kind": kind} if kind else {}
         if not given.pop("no_draft") and not given and self.draft is None:
@@ -285,7 +279,7 @@ class DraftingOptions(Options, panel="Drafting"):
             return merged_drafting(settings, given)
         except RequestError as error:  # in the words of the command line
             message = str(error).replace("but draft is false", "and so is --no-draft").replace("kind is", "--draft is")
-            for name in values.keys() - {"draft"}:
+            for name in options_of(DraftingOptions).keys() - {"draft"}:
                 message = re.sub(rf"\b{name} is\b", f"--{name.replace('_', '-')} is", message)
             raise typer.BadParameter(message) from error
 

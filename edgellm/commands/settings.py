@@ -147,7 +147,7 @@ def chosen_settings(given: Any) -> Settings:
     if isinstance(given, options.DraftingOptions):
         chosen["drafting"] = given.applied_to(settings.drafting)
     if isinstance(given, options.SamplingOptions):
-        chosen["sampling"] = settings.sampling | given.given_sampling()
+        chosen["sampling"] = settings.sampling | given.given(options.SamplingOptions)
     for key in ("adapter", "system_cache"):
         if getattr(given, f"no_{key}", False):
             if chosen[key] is not None:

@@ -19,6 +19,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 
 import typer
 
+from edgellm.commands.console import explaining
 from edgellm.engines.formats.small_files import decoded
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.kernels.user_paths import user_path
@@ -143,6 +144,11 @@ class Options:
         for name, described in options_of(cls).items():
             setattr(self, name, given.get(name, described.default))
 
+    def given(self, group: type) -> dict[str, Any]:
+        """What was given of the options of a group, which is one of the bases, by name."""
+        values = {name: getattr(self, name) for name in options_of(group)}
+        return {name: value for name, value in values.items() if value not in (None, [])}
+
     def arguments_of(self, function: Callable[..., Any], **others: Any) -> dict[str, Any]:
         """Arguments of a function by name: the options that are its parameters, too, but for `others`."""
         cls: type = type(self)
@@ -175,16 +181,17 @@ def _option(name: str, written: _Written, annotation: Any, panel: str | None) ->
     return Option(name, kind, annotation, written.default, written.help, flags or (), details, **own)
 
 
-def takes_options(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A command, made of a function that takes `Options`."""
+def takes_options(function: Callable[[Any], None]) -> Callable[..., Any]:
+    """A command, made of a function that takes `Options`; it explains its errors."""
     (taken,) = inspect.signature(function, eval_str=True).parameters.values()
     parameters = [each.parameter for each in options_of(taken.annotation).values()]
 
     @functools.wraps(function)
-    def command(**values: Any) -> Any:
-        for name, described in options_of(taken.annotation).items():
-            described.require_text(values[name])
-        return function(taken.annotation(**values))
+    def command(**values: Any) -> None:
+        with explaining():
+            for name, described in options_of(taken.annotation).items():
+                described.require_text(values[name])
+            function(taken.annotation(**values))
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
