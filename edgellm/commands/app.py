@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
 
     Exit codes: 0 done, 1 an error that EdgeLLM explains, 2 wrong usage, 130 interrupted, 141 nobody reads the output.
     """
-    _replace_closed_streams()
+    _prepare_streams()
     show_logs()
     create_app()(args=list(arguments), prog_name="edgellm")
 
@@ -116,8 +116,12 @@ def _top_level(given: _TopLevelOptions) -> None:
     """Run language models on this device."""
 
 
-def _replace_closed_streams() -> None:
-    """Let output that was closed before the start go nowhere: no file that is opened later takes its number."""
+def _prepare_streams() -> None:
+    """Let standard output and error take any character: one they cannot show becomes a question mark. Output that was
+    closed before the start goes nowhere: no file that is opened later takes its number."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - to the end
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

@@ -14,7 +14,7 @@ import typer
 
 from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.commands import options
-from edgellm.commands.console import prepare_output, status_line, write_note
+from edgellm.commands.console import status_line, write_note
 from edgellm.commands.models import backend_name, described_directory, model_name, open_model_with, sampling_params
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import option, takes_options
@@ -58,7 +58,6 @@ def bench(given: BenchOptions) -> None:
 
     Example: edgellm bench --configurations chain:3,adaptive --plot speed.svg
     """
-    prepare_output()
     output, plot = given.output, given.plot
     if plot is not None and plot.suffix.lower() != ".svg":
         raise typer.BadParameter(f"{plot} is no SVG file: expected a name that ends in .svg", param_hint="--plot")

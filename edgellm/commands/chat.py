@@ -86,7 +86,6 @@ def chat(given: ChatOptions) -> None:
 
     Example: edgellm chat --image cup.jpg --temperature 0.7
     """
-    console.prepare_output()
     settings, tools, variables = models.with_cached_prompt(chosen_settings(given), given, *given.template_inputs())
     lines = open_lines(settings.history)
     with (

@@ -88,13 +88,6 @@ class ProgressDisplay:
         return f" {done} of {total}" if stage in ("plans", "layers") else ""
 
 
-def prepare_output() -> None:
-    """Let standard output and error take any character: one they cannot show becomes a question mark."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
 def write_answer(text: str) -> None:
     """Write a piece of an answer at once; a terminal gets no control characters from it."""
     if text:

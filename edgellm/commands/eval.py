@@ -15,7 +15,7 @@ import typer
 
 from edgellm.commands import models, options
 from edgellm.commands.bench import require_writable, with_system_prompt, write_result
-from edgellm.commands.console import ProgressDisplay, prepare_output, progress_display
+from edgellm.commands.console import ProgressDisplay, progress_display
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import Options, option, takes_options
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
@@ -91,7 +91,6 @@ def eval(given: EvalOptions) -> None:
 
     Example: edgellm eval robot-int4 --reference robot --text book.txt
     """
-    prepare_output()
     if given.text is None and not given.files:
         raise typer.BadParameter(
             "nothing is to be measured: give --text, --exact-match or --rouge", param_hint="--text"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.console import prepare_output, read_answer, write_note
+from edgellm.commands.console import read_answer, write_note
 from edgellm.commands.images import read_image_file, require_vision, shown_content
 from edgellm.commands.models import open_model, sampling_params, with_cached_prompt
 from edgellm.commands.settings import chosen_settings
@@ -66,7 +66,6 @@ def generate(given: GenerateOptions) -> None:
 
     Example: git diff | edgellm generate "Summarize this change:"
     """
-    prepare_output()
     asked, raw = given.template_inputs(), given.raw
     if raw and given.images:
         raise typer.BadParameter("has no place for images: leave --raw out", param_hint="--raw")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import model_weights
-from edgellm.engines.families.vision_encoders import host_weights, vision_weights
+from edgellm.engines.families.vision_encoders import host_weights
+from edgellm.engines.formats.digests import FileDigest
 from edgellm.engines.formats.strict_formats import plain_values
-from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.config import ModelConfig, WeightSpec
 from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
-from edgellm.engines.model.draft_decoder import draft_weights
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
@@ -123,18 +123,10 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "differences": differences,
     }
     if draft is not None:
-        facts["draft"] = {
-            "config": asdict(draft.config),
-            "parameters": _parameters(draft_weights(draft.config)),
-            "weights": {name: file.size for name, file in draft.files.items() if is_weight_file(name)},
-        }
+        facts["draft"] = _part_facts(draft.config, draft.files)
     if vision is not None:
-        facts["vision"] = {
-            "config": asdict(vision.config),
-            "parameters": _parameters([*vision_weights(vision.config), *host_weights(vision.config)]),
-            "max_image_patches": vision.config.patches_within(limits.image_rows[-1]),
-            "weights": {name: file.size for name, file in (vision.files or {}).items() if is_weight_file(name)},
-        }
+        facts["vision"] = _part_facts(vision.config, vision.files or {}, host_weights(vision.config))
+        facts["vision"]["max_image_patches"] = vision.config.patches_within(limits.image_rows[-1])
     if limits.has_lora:
         facts["lora"] = {
             name: {"rank": adapter.rank, "digest": adapter.digest, "bytes": sum(f.size for f in adapter.files.values())}
@@ -145,6 +137,17 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
 
 def _parameters(specs: Sequence[WeightSpec]) -> int:
     return sum(math.prod(spec.shape) for spec in specs)
+
+
+def _part_facts(
+    config: ModelConfig, files: Mapping[str, FileDigest], more: Sequence[WeightSpec] = ()
+) -> dict[str, Any]:
+    """Of a draft or a vision encoder, which has `more` weights on the host."""
+    return {
+        "config": asdict(config),
+        "parameters": _parameters([*model_weights(config), *more]),
+        "weights": {name: file.size for name, file in files.items() if is_weight_file(name)},
+    }
 
 
 def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def chosen_adapters(
     Raises AdapterError for one of the settings' or `adapters` that there is none of.
     """
     directory = described_directory(settings)
-    names = [*directory.adapters, *(name for name in settings.adapters if name not in directory.adapters)]
+    names = list({**directory.adapters, **settings.adapters})
     wanted = [*adapters, *([] if settings.adapter is None else [settings.adapter])]
     for name in wanted:
         if name not in names:

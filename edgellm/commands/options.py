@@ -6,8 +6,9 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import typer
 
@@ -26,6 +27,7 @@ DRAFT_KINDS = ("tree", "chain", "choices", "suffix")
 OPTIONAL_KIND = f"[{'|'.join(DRAFT_KINDS)}]"
 #: What is taken of the host's memory for rows and states.
 _MIB: dict[str, Any] = {"least": 0, "most": 1 << 20, "expected": f"a whole number of MiB from 0 to {1 << 20}"}
+_Checked = TypeVar("_Checked")
 _REPEATED = "may be given several times."
 
 
@@ -219,11 +221,7 @@ class ToolOptions(Options, panel="Tools and template"):
             raise typer.BadParameter(str(error), param_hint="--template-variable") from error
         if self.tools is None:
             return None, variables
-        given = parse_json(read_text_file(self.tools, "--tools"), f"--tools {self.tools}", RequestError)
-        try:
-            return checked_tools(given), variables
-        except RequestError as error:
-            raise RequestError(f"--tools {self.tools}: {error}") from error
+        return read_json_file(self.tools, "--tools", checked_tools), variables
 
 
 def _json_or_text(text: str) -> Any:
@@ -288,6 +286,15 @@ def read_text_file(path: Path, what: str) -> str:
     """The text of a UTF-8 file, or of a pipe, without its last line end; RequestError names `what` and the place."""
     text = read_text(path, PROMPT_BYTES, RequestError, what, takes_pipes=True)
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_json_file(path: Path, what: str, checked: Callable[[Any], _Checked]) -> _Checked:
+    """What `checked` makes of the JSON value in a file; RequestError names `what` and the file."""
+    value = parse_json(read_text_file(path, what), f"{what} {path}", RequestError)
+    try:
+        return checked(value)
+    except RequestError as error:
+        raise RequestError(f"{what} {path}: {error}") from error
 
 
 def read_standard_input() -> str:

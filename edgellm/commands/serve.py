@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from edgellm.commands import models, options
-from edgellm.commands.console import prepare_output, write_note
+from edgellm.commands.console import write_note
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import Options, option, takes_options
 from edgellm.errors import EdgeLLMError, EngineError, RequestError
@@ -108,7 +108,6 @@ def serve(given: ServeOptions) -> None:
 
     Example: edgellm serve --port 8000
     """
-    prepare_output()
     keys = given.keys()
     settings, tools, variables = models.with_cached_prompt(chosen_settings(given), given, None, {})
     if tools or variables:

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.commands.options import read_text_file, sampled
+from edgellm.commands.options import read_json_file, sampled
 from edgellm.commands.table import Options, option
-from edgellm.engines.formats.strict_formats import parse_json
-from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
     from edgellm.structure.description import Structure
@@ -45,8 +43,4 @@ def read_schema(path: Path) -> Structure:
     """The structure of a file with a JSON schema; raises RequestError that names the file."""
     from edgellm.structure.description import Structure
 
-    schema = parse_json(read_text_file(path, "the JSON schema"), f"the JSON schema {path}", RequestError)
-    try:
-        return Structure(json=schema)
-    except RequestError as error:
-        raise RequestError(f"{path}: {error}") from error
+    return read_json_file(path, "the JSON schema", lambda schema: Structure(json=schema))
