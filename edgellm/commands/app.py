@@ -108,7 +108,7 @@ def _print_version(value: bool) -> None:
 
 
 class _TopLevelOptions(LogOptions):
-    version: bool = option("Print the version.", default=False, callback=_print_version, is_eager=True)
+    version: bool = option("Print the version.", callback=_print_version, is_eager=True)
 
 
 @takes_options

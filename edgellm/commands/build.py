@@ -68,14 +68,14 @@ class BuildOptions(ModelOption):
         default=EMBEDDINGS[0],
         choices=EMBEDDINGS,
     )
-    force: bool = option("Replace an existing engine directory.", default=False)
-    beyond_trained_context: bool = _limit("Allow more context than the model was made for.", default=False)
+    force: bool = option("Replace an existing engine directory.")
+    beyond_trained_context: bool = _limit("Allow more context than the model was made for.")
     draft: str | None = _draft_option(
         "EAGLE head of this very model, to build engines for too, or mtp: the head for multi-token prediction that "
         "ships inside CHECKPOINT [default: mtp where there is one].",
         metavar="DRAFT_CHECKPOINT|mtp",
     )
-    no_mtp: bool = _draft_option("Leave out the head that ships inside CHECKPOINT: do not draft.", default=False)
+    no_mtp: bool = _draft_option("Leave out the head that ships inside CHECKPOINT: do not draft.")
     draft_vocabulary: Path | None = _draft_option(
         "The ids that the head inside CHECKPOINT proposes, a JSON list or one a line [default: 32,768 of frequent "
         "tokens].",

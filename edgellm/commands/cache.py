@@ -75,7 +75,7 @@ class BuildOptions(
 class ListOptions(FolderOptions):
     """All options of `edgellm cache list`."""
 
-    as_json: bool = option("Print JSON instead of text.", "--json", default=False)
+    as_json: bool = option("Print JSON instead of text.", "--json")
 
 
 class NameOptions(FolderOptions):
@@ -97,7 +97,7 @@ class ShowOptions(NameOptions, ListOptions):
 class RemoveOptions(NameOptions):
     """All options of `edgellm cache remove`."""
 
-    everything: bool = option("Every snapshot in the folder.", "--all", default=False)
+    everything: bool = option("Every snapshot in the folder.", "--all")
 
     def chosen(self) -> list[SnapshotOnDisk]:
         """The snapshots that are named, or every one."""

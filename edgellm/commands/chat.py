@@ -36,7 +36,7 @@ class ObservingOptions(Options, panel="Logs and errors"):
         "(open it at ui.perfetto.dev). Rounds then run stage by stage, a little slower.",
         metavar="FILE",
     )
-    nvtx: bool = option("Mark the same parts as NVTX ranges, for NVIDIA's profilers.", default=False)
+    nvtx: bool = option("Mark the same parts as NVTX ranges, for NVIDIA's profilers.")
 
 
 class ChatOptions(

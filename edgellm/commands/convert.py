@@ -23,7 +23,7 @@ class ConvertOptions(Options):
     max_shard_size: str = option(
         "Weights beyond this size are split into files: bytes, or as in 500MB, 5GB, 4GiB.", default="5GB"
     )
-    force: bool = option("Replace an existing converted checkpoint.", default=False)
+    force: bool = option("Replace an existing converted checkpoint.")
 
 
 @takes_options

@@ -38,7 +38,7 @@ _DRAFTED_TOKENS = 32
 class DoctorOptions(ModelOptions):
     """All options of the command."""
 
-    as_json: bool = option("Print one JSON object.", "--json", default=False)
+    as_json: bool = option("Print one JSON object.", "--json")
 
 
 @takes_options
@@ -55,7 +55,10 @@ def doctor(given: DoctorOptions) -> None:
             typer.echo(line)
 
     for name, check in _CHECKS:
-        facts["machine"][name] = _said(check)
+        try:
+            facts["machine"][name] = check()
+        except EdgeLLMError as error:
+            facts["machine"][name] = f"not usable: {error}"
         say(f"{name:<12}{facts['machine'][name]}")
     gpu = find_gpu()
     facts["gpu"] = None if gpu is None else asdict(gpu)
@@ -106,13 +109,6 @@ def _self_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
     if agrees and directory.draft is not None:
         for backend in ["numpy"] + (["tensorrt"] if find_gpu() is not None else []):
             yield _drafting_check(directory, backend)
-
-
-def _said(check: Callable[[], str]) -> str:
-    try:
-        return check()
-    except EdgeLLMError as error:
-        return f"not usable: {error}"
 
 
 def _gpu() -> str:

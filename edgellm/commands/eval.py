@@ -59,9 +59,7 @@ class MeasureOptions(Options, panel="Measures"):
     tokens: int | None = option("Take the first N tokens of the text.", least=1)
     examples: int | None = option("Take the first N lines of --exact-match and --rouge.", least=1)
     output: Path | None = option("Write all figures to this JSON file.", rich_help_panel="Output")
-    json_output: bool = option(
-        "Print one JSON object instead of the table.", "--json", default=False, rich_help_panel="Output"
-    )
+    json_output: bool = option("Print one JSON object instead of the table.", "--json", rich_help_panel="Output")
 
     @property
     def files(self) -> dict[str, Path]:

@@ -52,10 +52,8 @@ class GenerateOptions(
         "What to say to the model; '-' reads standard input.", rich_help_panel="Arguments", is_free=True
     )
     file: Path | None = option("Read the prompt from a file.", "--file", "-f")
-    raw: bool = option("Complete the prompt as it is, without chat template.", default=False)
-    json_output: bool = option(
-        "Print one JSON object instead of the text.", "--json", default=False, rich_help_panel="Output"
-    )
+    raw: bool = option("Complete the prompt as it is, without chat template.")
+    json_output: bool = option("Print one JSON object instead of the text.", "--json", rich_help_panel="Output")
 
 
 @takes_options
@@ -148,6 +146,14 @@ def with_piped_text(prompt: str) -> str:
 
 def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str | None) -> dict[str, Any]:
     """What `--json` prints. Times are in seconds; `seed` is null where nothing was drawn, `adapter` without one."""
+    drafting, report = None, llm.drafting_report
+    if response.drafting is not None:
+        drafting = {
+            **asdict(response.drafting),
+            "mean_acceptance_length": response.drafting.mean_acceptance_length,
+            "acceptance_by_position": response.drafting.acceptance_by_position,
+            "controller": None if report is None else asdict(report),
+        }
     timings = asdict(response.timings)
     del timings["step_gaps"]  # one for each step
     timings["tokens_per_second"] = response.timings.tokens_per_second(response.usage.completion_tokens)
@@ -165,7 +171,7 @@ def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str |
         "parsed": response.parsed,
         "usage": asdict(response.usage),
         "timings": timings,
-        "drafting": drafting_object(llm, response),
+        "drafting": drafting,
         "logprobs": None if response.logprobs is None else [_logprobs_object(llm, each) for each in response.logprobs],
     }
 
@@ -184,17 +190,3 @@ def _logprobs_object(llm: LLM, found: TokenLogprobs) -> dict[str, Any]:
         return {"token_id": token_id, "token": text, "logprob": logprob}
 
     return entry(found.token_id, found.logprob) | {"top": [entry(*pair) for pair in found.top]}
-
-
-def drafting_object(llm: LLM, response: Response) -> dict[str, Any] | None:
-    """What drafting did for an answer, and what the controller makes of it; None where nothing is drafted."""
-    drafting = response.drafting
-    if drafting is None:
-        return None
-    report = llm.drafting_report
-    return {
-        **asdict(drafting),
-        "mean_acceptance_length": drafting.mean_acceptance_length,
-        "acceptance_by_position": drafting.acceptance_by_position,
-        "controller": None if report is None else asdict(report),
-    }

@@ -31,11 +31,11 @@ from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.errors import EngineError
-from edgellm.engines.families.programs import model_weights
+from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.families.vision_encoders import host_weights
 from edgellm.engines.formats.digests import FileDigest
 from edgellm.engines.formats.strict_formats import plain_values
-from edgellm.engines.model.config import ModelConfig, WeightSpec
+from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.decoder import as_published, decoder_weights, head_format
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
@@ -50,8 +50,8 @@ from edgellm.tool_calls.formats import checkpoint_format
 class InfoOptions(ModelOptions):
     """All options of the command."""
 
-    verify: bool = option("Hash every file; exit with 1 on any difference.", default=False)
-    as_json: bool = option("Print one JSON object.", "--json", default=False)
+    verify: bool = option("Hash every file; exit with 1 on any difference.")
+    as_json: bool = option("Print one JSON object.", "--json")
 
 
 @takes_options

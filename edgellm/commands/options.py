@@ -84,7 +84,7 @@ class LogOptions(Options, panel="Logs and errors"):
         callback=lambda value: choose_logs("form", value),
         is_eager=True,
     )
-    debug: bool = option("Show where an error comes from.", default=False, callback=_set_debug, is_eager=True)
+    debug: bool = option("Show where an error comes from.", callback=_set_debug, is_eager=True)
 
 
 def sampled(help: str, *flags: str, **details: Any) -> Any:
@@ -142,7 +142,7 @@ class SystemCacheOptions(Options, panel="Prompt"):
         metavar="FILE",
         expected="a file or the name of a snapshot",
     )
-    no_system_cache: bool = option("Begin without the snapshot that a settings file names.", default=False)
+    no_system_cache: bool = option("Begin without the snapshot that a settings file names.")
 
 
 class ImageOptions(Options, panel="Prompt"):
@@ -167,7 +167,7 @@ class AdapterOptions(LoraOption, panel="LoRA adapters"):
     adapter: str | None = option(
         "Answer with this LoRA adapter [default: none].", metavar="NAME", expected="the name of an adapter"
     )
-    no_adapter: bool = option("Answer without the adapter that a settings file names.", default=False)
+    no_adapter: bool = option("Answer without the adapter that a settings file names.")
 
 
 class ChatOutputOptions(Options, panel="Output"):
@@ -243,7 +243,7 @@ class DraftingOptions(Options, panel="Drafting"):
         metavar=OPTIONAL_KIND,
         is_free=True,
     )
-    no_draft: bool = option("Decode without a draft.", default=False)
+    no_draft: bool = option("Decode without a draft.")
     suffix_decoding: bool | None = option("Draft from what was said before, too, beside the model's EAGLE head.")
     draft_top_k: int | None = option("Width of a draft tree's levels; 1 is a chain.")
     draft_steps: int | None = option("Levels of the draft: tokens of a chain.")

@@ -49,7 +49,7 @@ class QuantizeOptions(Options):
     group_size: int | None = option(
         "Columns that share a scale: 32, 64 or 128, with 4 bits alone [default: the largest that divides all rows].",
     )
-    asymmetric: bool = option("Give each scale a zero point: better, and a little larger.", default=False)
+    asymmetric: bool = option("Give each scale a zero point: better, and a little larger.")
     method: str | None = option(
         "awq scales columns by the activations; gptq lets columns make up for the errors of others, too; rtn rounds to "
         "nearest [default: awq; an EAGLE head: rtn].",
@@ -63,8 +63,8 @@ class QuantizeOptions(Options):
     backend: str = option(
         "What computes; auto: a GPU where there is one, else NumPy.", default=ARITHMETICS[0], choices=ARITHMETICS
     )
-    force: bool = option("Replace an existing checkpoint.", default=False)
-    restart: bool = option("Begin anew where an interrupted run has left layers.", default=False)
+    force: bool = option("Replace an existing checkpoint.")
+    restart: bool = option("Begin anew where an interrupted run has left layers.")
 
 
 @takes_options

@@ -39,7 +39,7 @@ class ServerOptions(Options, panel="Server"):
     model_name: str | None = option("What requests call the model [default: its directory].", metavar="NAME")
     api_key: str | None = option("Key that requests must have; other users see it (ps).", metavar="KEY", is_free=True)
     api_key_file: Path | None = option("File with such keys, one a line.", metavar="FILE")
-    allow_anyone: bool = option("Answer other machines without a key.", default=False)
+    allow_anyone: bool = option("Answer other machines without a key.")
     allowed_host: list[str] | None = option(
         "Name under which the server is asked, too; may be repeated.", metavar="NAME"
     )

@@ -119,8 +119,8 @@ class _Written(NamedTuple):
 
 
 def option(help: str, *flags: str, default: Any = None, **details: Any) -> Any:
-    """An option, by default --NAME or, of bool | None, --NAME/--no-NAME; `details` are fields of `Option`, or what
-    typer takes."""
+    """An option, by default --NAME or, of bool | None, --NAME/--no-NAME; one of bool is false unless it is given.
+    `details` are fields of `Option`, or what typer takes."""
     return _Written(help, flags, default, details)
 
 
@@ -175,10 +175,11 @@ def _option(name: str, written: _Written, annotation: Any, panel: str | None) ->
     if flags == ():
         flag = name.replace("_", "-")
         flags = (f"--{flag}/--no-{flag}" if annotation == (bool | None) else f"--{flag}",)
+    default = False if annotation is bool and written.default is None else written.default
     own = {key: value for key, value in written.details.items() if key in Option.__dataclass_fields__}
     others = {key: value for key, value in written.details.items() if key not in own}
     details = {"rich_help_panel": panel, "show_default": kind is not bool, **others}
-    return Option(name, kind, annotation, written.default, written.help, flags or (), details, **own)
+    return Option(name, kind, annotation, default, written.help, flags or (), details, **own)
 
 
 def takes_options(function: Callable[[Any], None]) -> Callable[..., Any]:
