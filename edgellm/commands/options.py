@@ -66,7 +66,11 @@ class ComputingOptions(Options, panel="Model"):
         "the engine directory was built].",
         choices=KV_CACHES,
     )
-    config: Path | None = option("YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml].")
+    config: Path | None = option(
+        "YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml].",
+        envvar="EDGELLM_CONFIG",
+        show_envvar=False,
+    )
 
 
 class LogOptions(Options, panel="Logs and errors"):

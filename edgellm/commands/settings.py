@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -70,7 +69,6 @@ def load_settings(path: str | Path | None = None) -> Settings:
 
     Raises SettingsError that names file and key.
     """
-    path = path or os.environ.get("EDGELLM_CONFIG") or None
     found = user_folder("XDG_CONFIG_HOME", ".config") / "config.yaml" if path is None else user_path(path)
     if path is None and not found.exists():
         return Settings()
