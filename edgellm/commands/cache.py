@@ -171,10 +171,21 @@ def verify(given: VerifyOptions) -> None:
 
     Example: edgellm cache verify --all --model robot-engines
     """
+    from edgellm.engines.directories.engine_directory import EngineDirectory
+    from edgellm.snapshots.binding import snapshot_binding
+    from edgellm.snapshots.file import check_binding, verify_snapshot
+
     failed = False
     for item in given.chosen():
         try:
-            _verify(item, given.model)
+            snapshot = item.opened()
+            verify_snapshot(item.path, snapshot)
+            if given.model is not None:
+                found = snapshot.facts.binding
+                directory = EngineDirectory.open(given.model).with_kv_cache(found.kv_cache)
+                dtype = "float32" if found.backend == "numpy" else directory.dtype
+                expected = snapshot_binding(directory, found.backend, dtype, found.has_draft, found.adapter)
+                check_binding(item.path, snapshot, replace(expected, images=found.images))
             typer.echo(f"{printable(item.path)}: whole{'' if given.model is None else f', and made for {given.model}'}")
         except SnapshotError as error:
             failed = True
@@ -212,21 +223,6 @@ def remove(given: RemoveOptions) -> None:
     if refused:
         write_note("What is named was left where it is." if given.everything else "Nothing was removed.")
         raise typer.Exit(1)
-
-
-def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
-    from edgellm.engines.directories.engine_directory import EngineDirectory
-    from edgellm.snapshots.binding import snapshot_binding
-    from edgellm.snapshots.file import check_binding, verify_snapshot
-
-    snapshot = item.opened()
-    verify_snapshot(item.path, snapshot)
-    if model is not None:
-        found = snapshot.facts.binding
-        directory = EngineDirectory.open(model).with_kv_cache(found.kv_cache)
-        dtype = "float32" if found.backend == "numpy" else directory.dtype
-        expected = snapshot_binding(directory, found.backend, dtype, found.has_draft, found.adapter)
-        check_binding(item.path, snapshot, replace(expected, images=found.images))
 
 
 def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:

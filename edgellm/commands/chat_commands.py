@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
@@ -352,7 +352,13 @@ def _stats(state: ChatState, argument: str) -> None:
     else:
         lines += statistics_lines(response, llm.context_length)
         lines.append("drawn: " + ("greedy" if state.last_seed is None else f"with seed {state.last_seed}"))
-        lines += drafting_lines(llm, response)
+        drafting, report = response.drafting, llm.drafting_report
+        if drafting is not None and drafting.rounds:
+            shares = ", ".join(f"{share:.0%}" for share in drafting.acceptance_by_position)
+            plans = ", ".join(f"{name} {count}" for name, count in drafting.plans.items())
+            lines.append(f"draft: rounds {plans}; accepted at depth 1, 2, ...: {shares or 'nothing'}")
+        if report is not None:
+            lines.append(f"draft chosen: {report.reason}")
     if llm.has_vision_model:
         counts = llm.metrics()["multimodal"]
         lines.append(
@@ -361,18 +367,6 @@ def _stats(state: ChatState, argument: str) -> None:
         )
     lines.append(f"session: {state.answers} answers, {state.answer_tokens} tokens")
     state.say("\n".join(lines))
-
-
-def drafting_lines(llm: LLM, response: Response) -> Iterator[str]:
-    """What drafting did for an answer, and why the controller chose what it did."""
-    drafting = response.drafting
-    if drafting is not None and drafting.rounds:
-        shares = ", ".join(f"{share:.0%}" for share in drafting.acceptance_by_position)
-        plans = ", ".join(f"{name} {count}" for name, count in drafting.plans.items())
-        yield f"draft: rounds {plans}; accepted at depth 1, 2, ...: {shares or 'nothing'}"
-    report = llm.drafting_report
-    if report is not None:
-        yield f"draft chosen: {report.reason}"
 
 
 @_command("/exit, /bye", "leave (also Ctrl-D)")
