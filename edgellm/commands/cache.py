@@ -9,16 +9,8 @@ from pathlib import Path
 
 import typer
 
-from edgellm.commands import options
+from edgellm.commands import cache_prompts, options
 from edgellm.commands.cache_building import build_snapshots
-from edgellm.commands.cache_prompts import (
-    SnapshotOnDisk,
-    adapter_directories,
-    chosen_folder,
-    find_snapshot,
-    read_cache_prompts,
-    snapshot_files,
-)
 from edgellm.commands.console import MEBIBYTE, write_error, write_note
 from edgellm.commands.convert import size_in_bytes
 from edgellm.commands.panels import PanelCommand, PanelGroup
@@ -43,6 +35,10 @@ class FolderOptions(options.LogOptions):
     """Where snapshots are."""
 
     folder: Path | None = option("Where snapshots lie [default: in the user's cache directory].")
+
+    def files(self) -> list[cache_prompts.SnapshotOnDisk]:
+        """All snapshots there."""
+        return cache_prompts.snapshot_files(cache_prompts.chosen_folder(self.folder))
 
 
 class BuildOptions(
@@ -83,11 +79,11 @@ class NameOptions(FolderOptions):
 
     name: list[str] | None = argument("Snapshots: the prompt's name, or what the file's name begins with, or a path.")
 
-    def named(self) -> list[SnapshotOnDisk]:
+    def named(self) -> list[cache_prompts.SnapshotOnDisk]:
         """The snapshots that are named; typer.BadParameter for none, RequestError for a name that is not one's."""
         if not self.name:
             raise typer.BadParameter("missing: edgellm cache list shows them", param_hint="NAMES")
-        return [find_snapshot(name, chosen_folder(self.folder)) for name in self.name]
+        return [cache_prompts.find_snapshot(name, cache_prompts.chosen_folder(self.folder)) for name in self.name]
 
 
 class ShowOptions(NameOptions, ListOptions):
@@ -99,11 +95,11 @@ class RemoveOptions(NameOptions):
 
     everything: bool = option("Every snapshot in the folder.", "--all")
 
-    def chosen(self) -> list[SnapshotOnDisk]:
+    def chosen(self) -> list[cache_prompts.SnapshotOnDisk]:
         """The snapshots that are named, or every one."""
         if self.everything and self.name:
             raise typer.BadParameter("give names or --all, not both", param_hint="--all")
-        return snapshot_files(chosen_folder(self.folder)) if self.everything else self.named()
+        return self.files() if self.everything else self.named()
 
 
 class VerifyOptions(RemoveOptions):
@@ -119,17 +115,18 @@ def build(given: BuildOptions) -> None:
 
     Example: edgellm cache build --file system.txt --name robot
     """
-    wanted = read_cache_prompts(given)
+    wanted = cache_prompts.read_cache_prompts(given)
     settings = chosen_settings(given)
     drafting = options.DraftingOptions(draft="" if given.draft else None, no_draft=given.draft is False)
     drafted = drafting.applied_to(settings.drafting)
-    adapters = settings.adapters | adapter_directories(wanted)
+    adapters = settings.adapters | cache_prompts.adapter_directories(wanted)
     # What a settings file says of answers does not choose what is computed here.
     settings = replace(settings, system_cache=None, adapter=None, adapters=adapters, drafting=drafted)
     from edgellm.snapshots.store import DISK_BUDGET
 
     budget = DISK_BUDGET if given.disk_budget is None else size_in_bytes(given.disk_budget, "--disk-budget")
-    build_snapshots(settings, wanted, chosen_folder(given.folder), budget, given.replaces, *given.template_inputs())
+    folder = cache_prompts.chosen_folder(given.folder)
+    build_snapshots(settings, wanted, folder, budget, given.replaces, *given.template_inputs())
 
 
 @cache.command("list", cls=PanelCommand)
@@ -139,11 +136,11 @@ def list_snapshots(given: ListOptions) -> None:
 
     Example: edgellm cache list --json
     """
-    found = snapshot_files(chosen_folder(given.folder))
+    found = given.files()
     if given.as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
-    typer.echo(f"{printable(chosen_folder(given.folder))}: {_counted(found)}")
+    typer.echo(f"{printable(cache_prompts.chosen_folder(given.folder))}: {_counted(found)}")
     for item in found:
         typer.echo(f"  {printable(item.path.stem[:8])}  {item.line()}")
 
@@ -244,7 +241,7 @@ def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         yield key.replace("_", " "), "any" if value is None else str(value)
 
 
-def _counted(found: list[SnapshotOnDisk]) -> str:
+def _counted(found: list[cache_prompts.SnapshotOnDisk]) -> str:
     usable = [item.found.nbytes for item in found if not isinstance(item.found, SnapshotError)]
     words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {sum(usable) / MEBIBYTE:,.1f} MiB"
     return words if len(usable) == len(found) else f"{words}, and {len(found) - len(usable)} that cannot be used"

@@ -9,17 +9,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from edgellm.commands import images
 from edgellm.commands.chat_file import load_conversation, save_conversation
 from edgellm.commands.console import statistics_lines
 from edgellm.commands.descriptions import adapters_in_words
-from edgellm.commands.images import (
-    Part,
-    dropped_files,
-    image_in_words,
-    read_image_file,
-    require_image_there,
-    require_vision,
-)
 from edgellm.commands.models import model_name
 from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.commands.structures import read_schema
@@ -64,7 +57,7 @@ class ChatState:
     last_seed: int | None = None
     answers: int = 0
     answer_tokens: int = 0
-    attached_images: list[Part] = field(default_factory=list)
+    attached_images: list[images.Part] = field(default_factory=list)
     text_system: str | None = None
     image_system: str | None = None
 
@@ -78,10 +71,10 @@ class ChatState:
 
         RequestError or ImageError where that cannot be.
         """
-        require_vision(self.llm)
-        attached_image = read_image_file(path)
+        images.require_vision(self.llm)
+        attached_image = images.read_image_file(path)
         self.attached_images.append(attached_image)
-        self.say(f"{question} shows {image_in_words(attached_image)}.")
+        self.say(f"{question} shows {images.image_in_words(attached_image)}.")
         if self._has_image_system and self.conversation.system == self.text_system:
             self.conversation.system = self.image_system
             self.say(
@@ -139,7 +132,7 @@ def run_command(state: ChatState, line: str) -> SamplingParams | None:
     name, _, argument = line[1:].strip().partition(" ")
     name, argument = _ALIASES.get(name, name), argument.strip()
     if name not in COMMANDS:
-        require_image_there(line)
+        images.require_image_there(line)
         close = did_you_mean(name, tuple(COMMANDS))
         hint = close.replace("mean ", "mean /") if "did you mean" in close else ""
         raise RequestError(f"/{name} is no command{hint}; /help lists them")
@@ -202,13 +195,13 @@ def _image(state: ChatState, argument: str) -> None:
         returned = shows_none and state.return_to_first_system()
         state.say(f"The next question shows no image{', and the system prompt is the first one' if returned else ''}.")
     elif argument:
-        text, files = dropped_files(argument)
+        text, files = images.dropped_files(argument)
         for path in files if files and not text else [Path(argument)]:
             state.show(path)
     elif state.attached_images:
-        state.say(f"The next question shows {', '.join(map(image_in_words, state.attached_images))}.")
+        state.say(f"The next question shows {', '.join(map(images.image_in_words, state.attached_images))}.")
     else:
-        require_vision(state.llm)
+        images.require_vision(state.llm)
         state.say("No image waits for a question: /image FILE shows one.")
 
 
@@ -330,7 +323,7 @@ def _load(state: ChatState, argument: str) -> None:
             f"--lora {loaded.adapter}=DIR"
         )
     if any(isinstance(message["content"], list) for message in loaded.messages):
-        require_vision(state.llm)
+        images.require_vision(state.llm)
     session.replace(loaded.messages)
     session.system, session.params, session.adapter = loaded.system or "", loaded.params, loaded.adapter
     state.say(f"Loaded {len(loaded.messages)} messages from {path}.")

@@ -14,17 +14,9 @@ import typer
 from edgellm.commands import descriptions
 from edgellm.commands.options import ModelOptions
 from edgellm.commands.table import option, takes_options
+from edgellm.engines.backends import plan_files
 from edgellm.engines.backends.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
-from edgellm.engines.backends.plan_files import (
-    Platform,
-    cached_plans_path,
-    directory_network,
-    find_plan,
-    platforms_with_plans,
-    present_platform,
-    refresh_command,
-)
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
@@ -183,33 +175,36 @@ def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]
         return {}, str(error)
 
 
-def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[Platform]:
+def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[plan_files.Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     # Shapes are the same for all that have kernels.
     shapes = planned_shapes(directory.models, directory.limits, directory.dtype, "sm_80", True, packed)
-    places = [directory.plans_path, *(cached_plans_path(directory_network(directory, shape)) for shape in shapes)]
-    found = {platform for place in places for platform, plans in platforms_with_plans(place) if plans}
-    present = present_platform()
+    places = [
+        directory.plans_path,
+        *(plan_files.cached_plans_path(plan_files.directory_network(directory, shape)) for shape in shapes),
+    ]
+    found = {platform for place in places for platform, plans in plan_files.platforms_with_plans(place) if plans}
+    present = plan_files.present_platform()
     return sorted(found | ({present} if present else set()), key=lambda platform: platform.folder)
 
 
-def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform: Platform) -> dict[str, Any]:
+def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform: plan_files.Platform) -> dict[str, Any]:
     described = directory.models, directory.limits, directory.dtype, platform.compute_capability
     needed = planned_shapes(*described, False, packed)
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
     for shape in planned_shapes(*described, True, packed):
-        plan, refusals = find_plan(directory, shape, platform)
+        plan, refusals = plan_files.find_plan(directory, shape, platform)
         problems += refusals
         if plan is not None:
             sizes[shape] = len(plan)
-    found, present = sum(shape in sizes for shape in needed), present_platform()
+    found, present = sum(shape in sizes for shape in needed), plan_files.present_platform()
     if platform != present:
         state = f"not for this machine ({present.describe() if present else 'no GPU with TensorRT'})"
     elif found == len(needed):
         state = "usable here"
     else:
-        state = f"made on first use, or by: {refresh_command(directory, platform)}"
+        state = f"made on first use, or by: {plan_files.refresh_command(directory, platform)}"
     return {
         "platform": platform.folder,
         "usable_here": platform == present and found == len(needed),

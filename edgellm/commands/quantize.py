@@ -17,18 +17,8 @@ from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
+from edgellm.engines.quantizer import quantizer
 from edgellm.engines.quantizer.arithmetic import ARITHMETICS, open_arithmetic
-from edgellm.engines.quantizer.quantizer import (
-    GROUP_SIZES,
-    LONGEST_TEXT,
-    METHODS,
-    QuantizationOptions,
-    QuantizationReport,
-    is_eagle_head,
-    largest_group,
-    quantize_checkpoint,
-    refuse_quantized,
-)
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
@@ -53,7 +43,7 @@ class QuantizeOptions(Options):
     method: str | None = option(
         "awq scales columns by the activations; gptq lets columns make up for the errors of others, too; rtn rounds to "
         "nearest [default: awq; an EAGLE head: rtn].",
-        metavar="|".join(METHODS),
+        metavar="|".join(quantizer.METHODS),
     )
     calibration: Path | None = option(
         "Texts for the activations, like those the model will see: plain text, or a JSON object a line with "
@@ -74,16 +64,16 @@ def quantize(given: QuantizeOptions) -> None:
     Example: edgellm quantize Llama-3.2-1B llama-int4 --group-size 64
     """
     checkpoint, group_size, calibration = given.checkpoint, given.group_size, given.calibration
-    refuse_quantized(checkpoint)
+    quantizer.refuse_quantized(checkpoint)
     if group_size is None and given.bits == 4:
-        group_size = largest_group(checkpoint) or GROUP_SIZES[0]  # which is then refused, with what it does not divide
-        if group_size < GROUP_SIZES[0]:
-            largest = GROUP_SIZES[0]
+        largest = quantizer.GROUP_SIZES[0]  # which is refused where nothing divides the columns, with what it does not
+        group_size = quantizer.largest_group(checkpoint) or largest
+        if group_size < largest:
             write_note(f"Scales are shared by groups of {group_size}: {largest} does not divide every layer's columns.")
     with Checkpoint.open(checkpoint) as opened:
-        is_head = is_eagle_head(opened)
-    options = QuantizationOptions(
-        given.bits, group_size, not given.asymmetric, given.method or ("rtn" if is_head else METHODS[0])
+        is_head = quantizer.is_eagle_head(opened)
+    options = quantizer.QuantizationOptions(
+        given.bits, group_size, not given.asymmetric, given.method or ("rtn" if is_head else quantizer.METHODS[0])
     )
     texts: list[list[int]] = []
     if not is_head and (calibration is not None or options.method != "rtn"):
@@ -93,7 +83,7 @@ def quantize(given: QuantizeOptions) -> None:
     arithmetic = open_arithmetic(given.backend)
     try:
         with closing(arithmetic), progress_display() as display:
-            report = quantize_checkpoint(
+            report = quantizer.quantize_checkpoint(
                 checkpoint, given.target, options, texts, given.force, given.restart, display, arithmetic
             )
     except (KeyboardInterrupt, SystemExit):
@@ -151,7 +141,7 @@ def token_pieces(tokenizer: Tokenizer, entries: list[Text]) -> list[list[int]]:
         ids = tokenizer.encode(entry) if isinstance(entry, str) else _conversation_ids(tokenizer, entry)
         ids = ids[:left]
         left -= len(ids)
-        pieces += [ids[start : start + LONGEST_TEXT] for start in range(0, len(ids), LONGEST_TEXT)]
+        pieces += [ids[start : start + quantizer.LONGEST_TEXT] for start in range(0, len(ids), quantizer.LONGEST_TEXT)]
     return pieces
 
 
@@ -164,7 +154,7 @@ def _conversation_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> l
     return tokenizer.encode("\n".join(str(message["content"]) for message in messages))
 
 
-def report_lines(report: QuantizationReport) -> Iterator[str]:
+def report_lines(report: quantizer.QuantizationReport) -> Iterator[str]:
     """The table that ends a run."""
     options = report.options
     scales = f"groups of {options.group_size}" if options.group_size else "a scale for each row"
