@@ -31,7 +31,6 @@ from edgellm.snapshots.staging import SUFFIX, is_snapshot_path, snapshot_folder
 from edgellm.snapshots.system_prompt import Tools, checked_template_inputs, prompt_label
 
 if TYPE_CHECKING:
-    from edgellm.commands.cache import BuildOptions
     from edgellm.commands.settings import Settings
 
 #: Of a text in an error no more characters are shown.
@@ -54,8 +53,8 @@ class CachePrompt:
     adapter_directory: Path | None = None
 
 
-def read_cache_prompts(given: BuildOptions) -> list[CachePrompt]:
-    """What is to be computed; raises typer.BadParameter for options that exclude each other, RequestError."""
+def read_cache_prompts(given: Any) -> list[CachePrompt]:
+    """What the options of `edgellm cache build` ask for; raises typer.BadParameter for options that exclude each other, RequestError."""
     prompt, file, prompts = given.prompt, given.file, given.prompts
     ways = {"--prompt": prompt, "--file": file, "--prompts": prompts}
     flags = [flag for flag, value in ways.items() if value is not None]
