@@ -54,7 +54,8 @@ class CachePrompt:
 
 
 def read_cache_prompts(given: Any) -> list[CachePrompt]:
-    """What the options of `edgellm cache build` ask for; raises typer.BadParameter for options that exclude each other, RequestError."""
+    """What the options of `edgellm cache build` ask for; raises typer.BadParameter where they exclude each other, and
+    RequestError."""
     prompt, file, prompts = given.prompt, given.file, given.prompts
     ways = {"--prompt": prompt, "--file": file, "--prompts": prompts}
     flags = [flag for flag, value in ways.items() if value is not None]
