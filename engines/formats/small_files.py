@@ -86,7 +86,7 @@ def read_text(
     return decoded(read_file(path, limit, error_class, what, advice, takes_pipes), path, error_class, what)
 
 
-def decoded(data: bytes, path: Path, error_class: type[EdgeLLMError], what: str = "") -> str:
+def decoded(data: bytes, path: Path | str, error_class: type[EdgeLLMError], what: str = "") -> str:
     """The text of a file's content; `error_class` names the first byte that is not UTF-8."""
     try:
         return data.decode("utf-8-sig")

@@ -238,7 +238,7 @@ def test_the_command_writes_what_perfetto_opens(tmp_path: Path, monkeypatch: pyt
 def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    monkeypatch.setattr("edgellm.commands.chat.open_model", lambda *_, **__: pytest.fail("the model was opened"))
+    monkeypatch.setattr("edgellm.commands.models.open_model", lambda *_, **__: pytest.fail("the model was opened"))
     assert ask(["chat", "--trace", str(tmp_path / "no" / "trace.json")], monkeypatch) == 1
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
 
