@@ -282,6 +282,7 @@ MOST_EVENTS = 30_000
 _LONGEST_NUMBER = 64
 #: What YAML may take for a whole number, also to the base 60 (1:59:59), a float, a date or a time.
 _NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-FxobTtZ_:.+-]*")
+_TOO_DEEP_YAML = f"its lists and dictionaries are nested more than {DEEPEST_NESTING} deep"
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -299,7 +300,9 @@ def parse_yaml(text: str, place: str, error_class: type[EdgeLLMError]) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise error_class(f"{place} is not valid YAML: {error.problem or error.context}{where}") from error
+        problem = str(error.problem or error.context)
+        problem = _TOO_DEEP_YAML if "nesting depth" in problem else problem  # PyYAML's own bound, from 6.0.4 on
+        raise error_class(f"{place} is not valid YAML: {problem}{where}") from error
     except yaml.YAMLError as error:
         raise error_class(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
     except (ValueError, OverflowError, RecursionError) as error:  # a date that there is none of
@@ -319,7 +322,7 @@ def _check_events(text: str) -> None:
         if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
             depth += 1
             if depth > DEEPEST_NESTING:
-                raise ValueError(f"its lists and dictionaries are nested more than {DEEPEST_NESTING} deep {where}")
+                raise ValueError(f"{_TOO_DEEP_YAML} {where}")
         elif isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
             depth -= 1
         tag = getattr(event, "tag", None)
