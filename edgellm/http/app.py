@@ -30,7 +30,7 @@ from edgellm.asynchronous import AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
-from edgellm.http import asgi, fields
+from edgellm.http import asgi, completions
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
 from edgellm.http.errors import HTTPError, http_error, later, without_folders
@@ -67,8 +67,8 @@ class EndpointKind:
 
 
 ENDPOINTS = (
-    EndpointKind("/v1/chat/completions", fields.chat, ChatWriter),
-    EndpointKind("/v1/completions", fields.completion, CompletionWriter),
+    EndpointKind("/v1/chat/completions", completions.chat, ChatWriter),
+    EndpointKind("/v1/completions", completions.completion, CompletionWriter),
     EndpointKind("/v1/responses", response_request, ResponseWriter),
 )
 #: What the shipped model is, for who takes it for more.
@@ -313,7 +313,7 @@ class Service:
         async with self._bodies.reading(request) as body:
 
             def count() -> list[int]:
-                asked = fields.tokens(body, self.model)
+                asked = completions.tokens(body, self.model)
                 assert self._runtime is not None
                 with self._images.reading(asked.pixels), self._telling(asked.fields):
                     return list(self._runtime.prepare(asked.request).prompt_ids)
