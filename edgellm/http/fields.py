@@ -335,7 +335,7 @@ class Fields:
             found = Request(**request)
         except RequestError as error:
             raise http_error(error, names) from error
-        about = {"ignored": tuple(self.ignored), "fields": names, "pixels": self.pixels}
+        about: dict[str, Any] = {"ignored": tuple(self.ignored), "fields": names, "pixels": self.pixels}
         return ParsedRequest((found,), self.name, self.stream, self.include_usage, **about, **more)
 
 

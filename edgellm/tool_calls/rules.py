@@ -14,7 +14,7 @@ from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure.description import Structure, json_options
 from edgellm.structure.steps import Steps
 from edgellm.tool_calls.calls import ToolChoice
-from edgellm.tool_calls.formats import ToolFormat
+from edgellm.tool_calls.formats import ARGUMENT_END, ToolFormat
 from edgellm.tool_calls.values import all_kinds, json_text, kind_of, named_values, referred
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def call_constraint(
         return compiled
     if structure is not None:
         text = vocabulary.constraint_for(structure.grammar_text, structure.name)
-        openings = " | ".join(_mark(opening, special_ids) for opening in tool_format.openings(choice.names))
+        openings = " | ".join(_literal(opening, special_ids) for opening in tool_format.openings(choice.names))
         begun = f"%llguidance {{}}\nstart: ({openings}) /(?s:.+)/?"
         return CallsOrText(compiled, text, vocabulary.constraint_for(begun, "the tools"))
     names = "|".join(map(re.escape, choice.names))
@@ -61,42 +61,36 @@ def call_constraint(
     return FromCall(lambda: vocabulary.constraint_for(grammar, "the tools"), vocabulary, opening, mark_id)
 
 
-def _mark(text: str, special_ids: Mapping[str, int]) -> str:
-    return f"<[{special_ids[text]}]>" if text in special_ids else _text(text)
-
-
 def call_grammar(
     tool_format: ToolFormat, choice: ToolChoice, special_ids: Mapping[str, int], may_lack_mark: bool = False
 ) -> str:
     """The grammar of an answer's calls, in llguidance's form of Lark; tags may stand without the mark before them."""
     rules, alternatives, size = [], [], Steps("the grammar of the tools", _MOST_BYTES)
     for number, (name, schema) in enumerate(choice.schemas().items()):
+        head, tail = (_literal(text, special_ids) for text in tool_format.around(name))
         alternatives.append(f"call_{number}")
+        rules.append(f"call_{number}: {head} args_{number} {tail}")
         if tool_format.body in ("tags", "python"):
-            rules += (_tagged_rules if tool_format.body == "tags" else _python_rules)(number, name, schema, size)
+            rules += _argument_rules(tool_format, number, name, schema, size)
         else:
-            named = tool_format.body == "named"
-            head = f"{_text(name)} {_mark('[ARGS]', special_ids)}" if named else _text(tool_format.object_head(name))
-            rules += [f"call_{number}: {head} args_{number}{'' if named else ' ' + _text('}')}"]
-            rules += [f"args_{number}: {_json_rule(schema, {}, size)}"]
+            rules.append(f"args_{number}: {_json_rule(schema, {}, size)}")
     rules.append(f"call: {' | '.join(alternatives)}")
-    line_end = ' "\\n"' if tool_format.end and tool_format.body in ("object", "tags") else ""
-    begin = "" if tool_format.bare else f"{_mark(tool_format.begin, special_ids)}{line_end} "
-    end = f"{line_end} {_mark(tool_format.end, special_ids)}" if tool_format.end and not tool_format.bare else ""
+    before, begin, separator, end, behind = (_literal(text, special_ids) for text in tool_format.frame)
     if may_lack_mark and tool_format.body == "tags":
-        begin = f"({begin})? "
-    more = f" ({_text(tool_format.separator)} call)*" if choice.parallel else ""
-    if tool_format.body in ("list", "python"):
-        start = f'{begin}"[" call{more} "]"{end}'
-    else:
-        one = f"{begin}call{end}"
-        separator = f"{_text(tool_format.separator)} " if tool_format.separator else ""
-        start = f"{one} ({separator}{one})*" if choice.parallel else one
-    return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+        begin = f"({begin})?"
+    one = f"{begin} call {end}"
+    more = f"({separator} {one})*" if choice.parallel else ""
+    return "\n".join(["%llguidance {}", f"start: {before} {one} {more} {behind}", *rules])
 
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _literal(text: str, special_ids: Mapping[str, int]) -> str:
+    """A text as grammars have it, in which special tokens stand by their ids; "" for none."""
+    pieces = re.split(f"({'|'.join(map(re.escape, special_ids))})", text) if special_ids else [text]
+    return " ".join(f"<[{special_ids[each]}]>" if each in special_ids else _text(each) for each in pieces if each)
 
 
 def _json_rule(schema: Any, definitions: dict[str, Any], size: Steps) -> str:
@@ -148,50 +142,37 @@ def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> 
     return rules or [f'from_{number}_0: ""']
 
 
-def _python_rules(number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
-    call = f'call_{number}: {_text(name + "(")} from_{number}_0 ")"'
-    if _is_open(schema):
+def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
+    """Rules of arguments that are written one by one. Raises RequestError for what they cannot say."""
+    is_python = tool_format.body == "python"
+    if _is_open(schema) and is_python:
         some = f'any_{number}: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value_{number}'
-        rules = [
-            f'from_{number}_0: (any_{number} (", " any_{number})*)?',
-            some,
-            f"value_{number}: {_json_rule({}, {}, size)}",
-        ]
-        return [call, *rules]
-    parts, definitions = _parts(schema)
-    rules = [call, *_listed(number, parts, ", ")]
-    for place, (key, each, _) in enumerate(parts):
-        if not re.fullmatch(r"[^\W\d]\w*", key):
-            raise RequestError(
-                f"the tool {name} has the argument {key!r}, which the format of this model cannot write: expected a "
-                "name of letters, digits and _"
-            )
-        words = {"boolean": '"True" | "False"', "null": '"None"'}
-        own = words.get(each["type"]) if isinstance(each, dict) and set(each) == {"type"} else None
-        if own is None:
-            own = _json_rule(each if isinstance(each, dict) else {}, definitions, size)
-        value = f"value_{number}_{place}"
-        rules += [f"arg_{number}_{place}: {_text(key + '=')} {value}", f"{value}: {own}"]
-    return rules
-
-
-_TAG_END = "\n</parameter>\n"
-#: How templates write these as text, and JSON does.
-_WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
-
-
-def _tagged_rules(number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
-    call = f'call_{number}: {_text(f"<function={name}>" + chr(10))} from_{number}_0 "</function>"'
+        value = f"value_{number}: {_json_rule({}, {}, size)}"
+        return [f'args_{number}: (any_{number} (", " any_{number})*)?', some, value]
     if _is_open(schema):
-        some = f"from_{number}_0: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
-        return [call, some, _tagged_text(f"TEXT_{number}", {})]
+        some = f"args_{number}: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
+        return [some, _tagged_text(f"TEXT_{number}", {})]
     parts, definitions = _parts(schema)
-    rules = [call, *_listed(number, parts, "")]
+    rules = [f"args_{number}: from_{number}_0", *_listed(number, parts, ", " if is_python else "")]
     for place, (key, each, _) in enumerate(parts):
-        value = f"value_{number}_{place}"
-        rules += _tagged_value(value, f"the tool {name} has the argument {key!r}", each, schema, definitions, size)
-        rules += [f"arg_{number}_{place}: {_text(f'<parameter={key}>' + chr(10))} {value}"]
+        value, what = f"value_{number}_{place}", f"the tool {name} has the argument {key!r}"
+        rules.append(f"arg_{number}_{place}: {_text(tool_format.around_argument(key)[0])} {value}")
+        if not is_python:
+            rules += _tagged_value(value, what, each, schema, definitions, size)
+        elif re.fullmatch(r"[^\W\d]\w*", key):
+            plain = each if isinstance(each, dict) else {}
+            own = _PYTHON_WORDS.get(plain["type"]) if set(plain) == {"type"} else None
+            rules.append(f"{value}: {own or _json_rule(plain, definitions, size)}")
+        else:
+            expected = "expected a name of letters, digits and _"
+            raise RequestError(f"{what}, which the format of this model cannot write: {expected}")
     return rules
+
+
+_TAG_END = f"\n{ARGUMENT_END}\n"
+#: How Python writes values that JSON writes otherwise, and how templates write both as text.
+_PYTHON_WORDS = {"boolean": '"True" | "False"', "null": '"None"'}
+_WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 
 
 def _tagged_value(
@@ -290,14 +271,12 @@ class FromCall:
         self._ruled = 0  # tokens that the rules have consumed, without those that began the call
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         if self._rules is None:
             row.view(np.uint32)[:] = packed_mask(np.ones(self._vocabulary.size, np.bool_))
         else:
             self._rules.fill_mask(row)
 
     def try_advance(self, token: int) -> bool:
-        """See `TokenConstraint`."""
         if self._rules is not None:
             consumed = self._rules.try_advance(token)
             self._ruled += consumed
@@ -311,7 +290,6 @@ class FromCall:
         return True
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         ruled = min(count, self._ruled)
         if ruled and self._rules is not None:
             self._rules.rollback(ruled)
@@ -322,19 +300,15 @@ class FromCall:
             del self._text[self._ends[-1] if self._ends else 0 :]
 
     def forced(self, most: int) -> list[int]:
-        """See `TokenConstraint`."""
         return [] if self._rules is None else self._rules.forced(most)
 
     def is_free(self) -> bool:
-        """See `TokenConstraint`."""
         return self._rules is None
 
     def is_complete(self) -> bool:
-        """See `TokenConstraint`."""
         return self._rules is None or self._rules.is_complete()
 
     def is_stopped(self) -> bool:
-        """See `TokenConstraint`."""
         return self._rules is not None and self._rules.is_stopped()
 
     def _begun(self, token: int, begin: int) -> TokenConstraint | None:
@@ -379,7 +353,6 @@ class CallsOrText:
         return [self._rules[number] for number in (0, 1) if self._followed(number)]
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         first, *second = self._answers
         first.fill_mask(row)
         if second:
@@ -390,7 +363,6 @@ class CallsOrText:
             words |= text.view(np.uint32) & ~opening.view(np.uint32)
 
     def try_advance(self, token: int) -> bool:
-        """See `TokenConstraint`."""
         calls, text, opening = self._rules
         is_open = self._followed(0) and self._followed(1)
         took = [
@@ -410,7 +382,6 @@ class CallsOrText:
         return True
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         self._count -= count
         for number, rules in enumerate(self._rules):
             if self._taken[number] > self._count:
@@ -418,7 +389,6 @@ class CallsOrText:
                 self._taken[number] = self._count
 
     def forced(self, most: int) -> list[int]:
-        """See `TokenConstraint`."""
         answers = self._answers
         return answers[0].forced(most) if len(answers) == 1 else []
 
@@ -427,9 +397,7 @@ class CallsOrText:
         return False
 
     def is_complete(self) -> bool:
-        """See `TokenConstraint`."""
         return any(each.is_complete() for each in self._answers)
 
     def is_stopped(self) -> bool:
-        """See `TokenConstraint`."""
         return all(each.is_stopped() for each in self._answers)
