@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -15,6 +15,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from edgellm.http.errors import HTTPError, http_error, later
+
+if TYPE_CHECKING:
+    from edgellm.http.app import Service
 
 logger = logging.getLogger("edgellm.http")
 
@@ -132,33 +135,20 @@ class Endpoint:
             await response.body_iterator.aclose()  # type: ignore[attr-defined]
 
 
-class Gate(Protocol):
-    """What `Guarded` asks."""
-
-    def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise HTTPError for a request that is not to be answered, whatever it asks."""
-
-    def sharing(self, headers: Headers) -> dict[str, str]:
-        """The headers that let a page of another origin read an answer."""
-
-    def count(self, scope: Scope, status: int) -> None:
-        """A response was begun."""
-
-
 class Guarded:
     """Checks each request before anything else sees it, answers what browsers ask before they ask, and gives every
     answer the headers that it needs."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], gate: Gate) -> None:
-        self._app, self._gate = app, gate
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service) -> None:
+        self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        more = {"x-content-type-options": "nosniff", **self._gate.sharing(headers)}
+        more = {"x-content-type-options": "nosniff", **self._service.guard.sharing(headers)}
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._gate.count(scope, message["status"])
+                self._service.count(scope, message["status"])
                 pairs = [(name.encode(), value.encode("latin-1")) for name, value in more.items()]
                 message = {**message, "headers": [*message["headers"], *pairs]}
             await send(message)
@@ -170,7 +160,7 @@ class Guarded:
                 more["access-control-allow-headers"] = "authorization, content-type, x-session-id"
                 await Response(status_code=204)(scope, receive, counted)
                 return
-            self._gate.check(scope, headers)
+            self._service.check(scope, headers)
         except HTTPError as error:
             await _response(error)(scope, receive, counted)
             return
