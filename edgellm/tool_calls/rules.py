@@ -161,7 +161,7 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
             rules += _tagged_value(value, what, each, schema, definitions, size)
         elif re.fullmatch(r"[^\W\d]\w*", key):
             plain = each if isinstance(each, dict) else {}
-            own = _PYTHON_WORDS.get(plain["type"]) if set(plain) == {"type"} else None
+            own = _PYTHON_WORDS.get(str(plain["type"])) if set(plain) == {"type"} else None
             rules.append(f"{value}: {own or _json_rule(plain, definitions, size)}")
         else:
             expected = "expected a name of letters, digits and _"
