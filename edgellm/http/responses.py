@@ -17,6 +17,8 @@ from edgellm.tool_calls.values import is_object
 
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
+#: Fields of a response that are null, or are not yet known.
+_NEVER_OR_LATER = ("completed_at", "error", "incomplete_details", "max_tool_calls", "previous_response_id", "usage")
 #: Items of the output by type: what their ids begin with, what they begin as, the part that has their text, and what
 #: the events of that text are called.
 _ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
@@ -285,31 +287,24 @@ class ResponseWriter(Writer):
     def _object(self, status: str) -> dict[str, Any]:
         params = self._asked.request.params
         assert params is not None
+        sampled = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "completed_at": None,
+            **dict.fromkeys(_NEVER_OR_LATER),
             "background": False,
-            "error": None,
-            "incomplete_details": None,
             "model": self._asked.model,
             "output": list(self._output),
             "parallel_tool_calls": True,
             "tool_choice": "auto",
             "tools": [],
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
+            **{name: getattr(params, name) for name in sampled},
             "top_logprobs": params.logprobs or 0,
             "max_output_tokens": params.max_tokens,
-            "max_tool_calls": None,
-            "previous_response_id": None,
             "service_tier": "default",
             "store": False,
             "truncation": "disabled" if self._asked.conversation is None else "auto",
-            "usage": None,
             **self._asked.echoed,
         }

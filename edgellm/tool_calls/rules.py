@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,7 +59,7 @@ def call_constraint(
     }
     mark_id = None if tool_format.bare else special_ids.get(tool_format.begin)
     opening = re.compile(openings_by_bare[tool_format.bare].encode())
-    return FromCall(lambda: vocabulary.constraint_for(grammar, "the tools"), vocabulary, opening, mark_id)
+    return FromCall(vocabulary, grammar, opening, mark_id)
 
 
 def call_grammar(
@@ -129,17 +130,13 @@ def _is_open(schema: dict[str, Any]) -> bool:
 
 def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> list[str]:
     """Rules of arguments in order, of which some may be left out, with a separator between those that are there."""
-    rules = []
-    for place in range(len(parts)):  # from_N_M: arguments from M on; more_N_M: with a separator before each
-        last = place + 1 == len(parts)
-        tail = "" if last else f" more_{number}_{place + 1}"
-        first = f"arg_{number}_{place}{tail}"
-        more = f"{_text(separator)} {first}" if separator else first
-        if not parts[place][2]:
-            first += ' | ""' if last else f" | from_{number}_{place + 1}"
-            more += ' | ""' if last else f" |{tail}"
-        rules += [f"from_{number}_{place}: {first}", f"more_{number}_{place}: {more}"]
-    return rules or [f'from_{number}_0: ""']
+    rules = [f'from_{number}_{len(parts)}: ""', f'more_{number}_{len(parts)}: ""']
+    for place, (_, _, is_required) in enumerate(parts):  # from_N_M: those from M on; more_N_M: behind others
+        argument, more = f"arg_{number}_{place}", f"more_{number}_{place + 1}"
+        without, perhaps = ("", "") if is_required else (f" | from_{number}_{place + 1}", "?")
+        rules.append(f"from_{number}_{place}: {argument} {more}{without}")
+        rules.append(f"more_{number}_{place}: ({separator} {argument}){perhaps} {more}")
+    return rules
 
 
 def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
@@ -153,7 +150,7 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
         some = f"args_{number}: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
         return [some, _tagged_text(f"TEXT_{number}", {})]
     parts, definitions = _parts(schema)
-    rules = [f"args_{number}: from_{number}_0", *_listed(number, parts, ", " if is_python else "")]
+    rules = [f"args_{number}: from_{number}_0", *_listed(number, parts, '", "' if is_python else "")]
     for place, (key, each, _) in enumerate(parts):
         value, what = f"value_{number}_{place}", f"the tool {name} has the argument {key!r}"
         rules.append(f"arg_{number}_{place}: {_text(tool_format.around_argument(key)[0])} {value}")
@@ -170,9 +167,9 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
 
 
 _TAG_END = f"\n{ARGUMENT_END}\n"
-#: How Python writes values that JSON writes otherwise, and how templates write both as text.
-_PYTHON_WORDS = {"boolean": '"True" | "False"', "null": '"None"'}
-_WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
+#: The values of types that have few, and how Python writes them.
+_FEW: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
+_PYTHON_WORDS = {kind: " | ".join(_text(str(value)) for value in values) for kind, values in _FEW.items()}
 
 
 def _tagged_value(
@@ -184,7 +181,8 @@ def _tagged_value(
     all_of_them = all_kinds(alternatives, root)
     is_text = any("string" in kinds for kinds in all_of_them)
     for place, (each, kinds) in enumerate(zip(alternatives, all_of_them, strict=True)):
-        named, is_plain = named_values(each), set(each) == {"type"}
+        is_plain = set(each) == {"type"}
+        named = _FEW.get(each["type"]) if is_plain else named_values(each)
         if named is not None and set(each) <= {"type", "enum", "const"}:
             valid = [one for one in named if kind_of(one) in kinds]
             written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in _spelled(one)]
@@ -197,8 +195,6 @@ def _tagged_value(
                 f"{what} with {found} which cannot be enforced in the format of this model: leave pattern, format and "
                 "alternatives with bounds out, or use an enum"
             )
-        elif is_plain and each["type"] in _WORDS:
-            written += [f"{_text(word)} {_text(_TAG_END)}" for word in _WORDS[each["type"]]]
         else:
             rules.append(f"json_{value}_{place}: {_json_rule(each, definitions, size)}")
             written.append(f"json_{value}_{place} {_text(_TAG_END)}")
@@ -257,14 +253,10 @@ class FromCall:
     """
 
     def __init__(
-        self,
-        make_rules: Callable[[], TokenConstraint],
-        vocabulary: GrammarVocabulary,
-        opening: re.Pattern[bytes],
-        mark_id: int | None,
+        self, vocabulary: GrammarVocabulary, grammar: str, opening: re.Pattern[bytes], mark_id: int | None
     ) -> None:
-        """A call begins with the first group of `opening`, and with the token `mark_id`."""
-        self._make, self._vocabulary, self._opening, self._mark_id = make_rules, vocabulary, opening, mark_id
+        """A call begins with the first group of `opening`, and with the token `mark_id`; `grammar` is that of calls."""
+        self._vocabulary, self._grammar, self._opening, self._mark_id = vocabulary, grammar, opening, mark_id
         self._text = bytearray()
         self._ends: list[int] = []  # of the text, behind each free token
         self._rules: TokenConstraint | None = None
@@ -320,14 +312,10 @@ class FromCall:
             if start is None:
                 return None
             first = self._vocabulary.spelled(bytes(self._text[start:]))
-        return _following(self._make(), first)
-
-
-def _following(rules: TokenConstraint, tokens: Sequence[int]) -> TokenConstraint | None:
-    """Rules behind tokens; None where they do not allow them."""
-    try:
-        return rules if all(map(rules.try_advance, tokens)) else None
-    except ConstraintError:
+        rules = self._vocabulary.constraint_for(self._grammar, "the tools")
+        with suppress(ConstraintError):
+            if all(map(rules.try_advance, first)):
+                return rules
         return None
 
 
