@@ -217,22 +217,21 @@ class Service:
         if dropped := sum(state.sequence.dropped.messages for state in states):
             headers["edgellm-dropped-messages"] = str(dropped)
         self._answers.update(answers)
-        try:
-            if not asked.stream:
-                responses = [_not_cancelled(await answer.result()) for answer in answers]
-                pieces = [reader.read(_as_chunk(each)) for reader, each in zip(readers, responses, strict=True)]
-                return JSONResponse(writer.whole(pieces, responses), headers=headers)
-            chunks = _chunks(answers)
-            first = await anext(chunks)
-            events = self._events(answers, first, chunks, readers, writer)
-            headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
-            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        except BaseException as error:
-            for answer in answers:
-                answer.cancel()
-            if isinstance(error, EdgeLLMError):
-                raise self._told(error, asked.fields) from error
-            raise
+        with self._telling(asked.fields):
+            try:
+                if not asked.stream:
+                    responses = [_not_cancelled(await answer.result()) for answer in answers]
+                    pieces = [reader.read(_as_chunk(each)) for reader, each in zip(readers, responses, strict=True)]
+                    return JSONResponse(writer.whole(pieces, responses), headers=headers)
+                chunks = _chunks(answers)
+                first = await anext(chunks)
+                events = self._events(answers, first, chunks, readers, writer)
+                headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
+                return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+            except BaseException:
+                for answer in answers:
+                    answer.cancel()
+                raise
 
     async def _events(
         self,

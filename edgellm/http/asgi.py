@@ -38,12 +38,8 @@ class Bodies:
         """The body of a request, which counts as held as long as it is used. Raises HTTPError for one that is too
         large, or of another type than JSON, and where too much is held."""
         _check_content(request.headers)
-        too_large = HTTPError(
-            413,
-            f"the body has more than {self._most:,} bytes, which are the most (--max-body-mib)",
-            code="body_too_large",
-            headers={"connection": "close"},
-        )
+        message = f"the body has more than {self._most:,} bytes, which are the most (--max-body-mib)"
+        too_large = HTTPError(413, message, code="body_too_large", headers={"connection": "close"})
         length = request.headers.get("content-length", "0")
         declared = int(length) if length.isdecimal() else 0
         if declared > self._most * (1 if "expect" in request.headers else 1 + _DROPPED):

@@ -61,8 +61,8 @@ def _without_strings(text: bytes) -> bytes:
 
 
 def _has_too_many(text: bytes) -> bool:
-    is_full = text.count(b"[") + text.count(b"{") > MOST_VALUES
-    return is_full or _values(_WHOLE_NUMBERS.sub(b"[]", text)) > MOST_VALUES
+    lists = text.count(b"[") + text.count(b"{")
+    return lists > MOST_VALUES or _values(_WHOLE_NUMBERS.sub(b"[]", text)) > MOST_VALUES
 
 
 def _values(text: bytes) -> int:

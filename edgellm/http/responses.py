@@ -135,16 +135,12 @@ def _message(item: Mapping[str, Any], what: str) -> dict[str, Any]:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES or not isinstance(content, (str, list)):
         raise HTTPError(400, f"{what} has no role ({', '.join(_ROLES)}) and content", param="input")
-    if isinstance(content, str):
-        return {"role": role, "content": content}
+    if role == "assistant" or isinstance(content, str):
+        return {"role": role, "content": _texts(content, what)}
     parts = []
     for part in content:
-        if isinstance(part, dict) and part.get("type") == "input_image":
-            parts.append({**part, "type": "image_url"})
-        else:
-            parts.append({"type": "text", "text": _text(part, what)})
-    if role == "assistant":
-        return {"role": role, "content": _texts(parts, what)}
+        is_image = isinstance(part, dict) and part.get("type") == "input_image"
+        parts.append({**part, "type": "image_url"} if is_image else {"type": "text", "text": _text(part, what)})
     return {"role": role, "content": parts}
 
 
