@@ -10,7 +10,7 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -40,13 +40,11 @@ from edgellm.http.guard import Guard
 from edgellm.http.page import PATHS, page_file
 from edgellm.http.readers import LARGE_BODY, ImageMemory, Readers
 from edgellm.http.responses import ResponseWriter, response_request
+from edgellm.http.under_way import AnswersUnderWay
 from edgellm.metrics import family
-from edgellm.requests import Chunk
-from edgellm.requests import Response as RequestResponse
 from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
 from edgellm.serving.async_generation import AsyncGeneration
 from edgellm.text.template import ChatTemplate
-from edgellm.tool_calls.calls import all_deltas
 
 logger = logging.getLogger("edgellm.http")
 T = TypeVar("T")
@@ -210,63 +208,19 @@ class Service:
         tokenizer = self._runtime.tokenizer
         pairs = zip(states, asked.requests, strict=True)
         readers = [AnswerReader.of(tokenizer, state.sequence, each) for state, each in pairs]
-        writer = make_writer(asked, tokenizer, readers)
         headers = {"cache-control": "no-store"}
         if asked.ignored:
             headers["edgellm-ignored"] = _NO_HEADER.sub("?", ", ".join(asked.ignored))[:_LONGEST_HEADER]
         if dropped := sum(state.sequence.dropped.messages for state in states):
             headers["edgellm-dropped-messages"] = str(dropped)
         self._answers.update(answers)
+        under_way = AnswersUnderWay(answers, readers, make_writer(asked, tokenizer, readers))
         with self._telling(asked.fields):
-            try:
-                if not asked.stream:
-                    responses = [_not_cancelled(await answer.result()) for answer in answers]
-                    pieces = [reader.read(_as_chunk(each)) for reader, each in zip(readers, responses, strict=True)]
-                    return JSONResponse(writer.whole(pieces, responses), headers=headers)
-                chunks = _chunks(answers)
-                first = await anext(chunks)
-                events = self._events(answers, first, chunks, readers, writer)
-                headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
-                return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-            except BaseException:
-                for answer in answers:
-                    answer.cancel()
-                raise
-
-    async def _events(
-        self,
-        answers: Sequence[AsyncGeneration],
-        first: tuple[int, Chunk | None],
-        chunks: AsyncGenerator[tuple[int, Chunk | None], None],
-        readers: Sequence[AnswerReader],
-        writer: Writer,
-    ) -> AsyncIterator[bytes]:
-        """The events of answers that have begun; each time all that has come since, however slowly they are taken."""
-        try:
-            for each in writer.begin():
-                yield each
-            index, chunk = first
-            responses: dict[int, RequestResponse] = {}
-            while True:
-                if chunk is None:
-                    responses[index] = _not_cancelled(await answers[index].result())
-                    found = writer.ended(index, responses[index])
-                else:
-                    found = writer.piece(index, readers[index].read(chunk))
-                events = b"".join(found)
-                if events:
-                    yield events
-                if len(responses) == len(answers):
-                    break
-                index, chunk = await anext(chunks)
-            yield b"".join(writer.end([responses[index] for index in range(len(answers))]))
-        except Exception as error:
-            for each in writer.failure(self._told(error, {})):
-                yield each
-        finally:
-            await chunks.aclose()
-            for answer in answers:
-                answer.cancel()  # of no account where it is finished
+            if not asked.stream:
+                return JSONResponse(await under_way.whole(), headers=headers)
+            events = await under_way.begin(lambda error: self._told(error, {}))
+        headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     async def _ask(
         self, read: Callable[[bytes, ServedModel], ParsedRequest], request: Request
@@ -402,36 +356,6 @@ async def _asynchronous(generation: Generation) -> AsyncGeneration:
         return generation
 
     return await AsyncGeneration(ask)
-
-
-async def _chunks(answers: Sequence[AsyncGeneration]) -> AsyncGenerator[tuple[int, Chunk | None], None]:
-    """The chunks of several answers, by their indices, as they come; None is the end of one."""
-    waiting = {asyncio.ensure_future(anext(answer, None)): index for index, answer in enumerate(answers)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index, chunk = waiting.pop(task), task.result()
-                if chunk is not None:
-                    waiting[asyncio.ensure_future(anext(answers[index], None))] = index
-                yield index, chunk
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def _as_chunk(response: RequestResponse) -> Chunk:
-    """A whole answer as one chunk."""
-    calls = all_deltas(response.tool_calls)
-    return Chunk(response.text, response.token_ids, (), response.logprobs or (), calls)
-
-
-def _not_cancelled(response: RequestResponse) -> RequestResponse:
-    """An answer, if nothing has cut it off: HTTPError for one that the server's end has."""
-    if response.finish_reason == "cancelled":
-        raise later(503, "the server has ended before the answer was complete", "ending", 5)
-    return response
 
 
 def _resident_bytes() -> int:
