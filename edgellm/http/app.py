@@ -225,40 +225,38 @@ class Service:
     async def _ask(
         self, read: Callable[[bytes, ServedModel], ParsedRequest], request: Request
     ) -> tuple[ParsedRequest, list[AsyncGeneration], list[RequestState]]:
-        async with self._bodies.reading(request) as body:
+        def submit(body: bytes) -> tuple[ParsedRequest, list[Generation]]:
+            asked = read(body, self.model)
+            with self._images.reading(asked.pixels) as hand_over, self._telling(asked.fields):
+                generations: list[Generation] = []
+                try:
+                    for each in asked.requests:
+                        generations.append(self._llm.served._submit(each, asked.conversation))
+                        hand_over(generations[-1].request_state.sequence)
+                except BaseException:  # all are answered, or none
+                    for generation in generations:
+                        generation.cancel()
+                    raise
+                return asked, generations
 
-            def submit() -> tuple[ParsedRequest, list[Generation]]:
-                asked = read(body, self.model)
-                with self._images.reading(asked.pixels) as hand_over, self._telling(asked.fields):
-                    generations: list[Generation] = []
-                    try:
-                        for each in asked.requests:
-                            generations.append(self._llm.served._submit(each, asked.conversation))
-                            hand_over(generations[-1].request_state.sequence)
-                    except BaseException:  # all are answered, or none
-                        for generation in generations:
-                            generation.cancel()
-                        raise
-                    return asked, generations
-
-            asked, generations = await self._read(request, submit, len(body))
+        asked, generations = await self._read(request, submit)
         return asked, [await _asynchronous(each) for each in generations], [each.request_state for each in generations]
 
-    async def _read(self, request: Request, function: Callable[[], T], size: int) -> T:
-        """What a function makes of a body of that size, in a thread."""
+    async def _read(self, request: Request, function: Callable[[bytes], T]) -> T:
+        """What a function makes of the body of a request, in a thread, which joins it, too."""
         client = self.guard.client(request.client.host if request.client is not None else "", request.headers)
-        return await self._readers.run(client, function, size > LARGE_BODY)
+        async with self._bodies.reading(request) as parts:
+            is_large = sum(map(len, parts)) > LARGE_BODY
+            return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
 
     async def _tokenize(self, request: Request) -> Response:
-        async with self._bodies.reading(request) as body:
+        def prompt_ids(body: bytes) -> list[int]:
+            asked = completions.tokens(body, self.model)
+            assert self._runtime is not None
+            with self._images.reading(asked.pixels), self._telling(asked.fields):
+                return list(self._runtime.prepare(asked.request).prompt_ids)
 
-            def count() -> list[int]:
-                asked = completions.tokens(body, self.model)
-                assert self._runtime is not None
-                with self._images.reading(asked.pixels), self._telling(asked.fields):
-                    return list(self._runtime.prepare(asked.request).prompt_ids)
-
-            ids = await self._read(request, count, len(body))
+        ids = await self._read(request, prompt_ids)
         return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
 
     async def _models(self, request: Request) -> Response:

@@ -34,9 +34,9 @@ class Bodies:
         self.held = 0
 
     @asynccontextmanager
-    async def reading(self, request: Request) -> AsyncIterator[bytes]:
-        """The body of a request, which counts as held as long as it is used. Raises HTTPError for one that is too
-        large, or of another type than JSON, and where too much is held."""
+    async def reading(self, request: Request) -> AsyncIterator[list[bytes]]:
+        """The parts of a request's body, which count as held as long as they are used. Raises HTTPError for a body that
+        is too large, or of another type than JSON, and where too much is held."""
         _check_content(request.headers)
         message = f"the body has more than {self._most:,} bytes, which are the most (--max-body-mib)"
         too_large = HTTPError(413, message, code="body_too_large", headers={"connection": "close"})
@@ -57,7 +57,7 @@ class Bodies:
                     raise later(503, "the server reads as many requests as it can hold: ask again", "busy")
             if read > self._most:
                 raise too_large
-            yield b"".join(parts)
+            yield parts
         finally:
             self.held -= sum(map(len, parts))
 
