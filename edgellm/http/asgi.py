@@ -132,8 +132,7 @@ class Endpoint:
 
 
 class Guarded:
-    """Checks each request before anything else sees it, answers what browsers ask before they ask, and gives every
-    answer the headers that it needs."""
+    """Checks each request first, answers what browsers ask before they ask, and gives every answer its headers."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service) -> None:
         self._app, self._service = app, service

@@ -39,8 +39,7 @@ def check_images(body: bytes, value: dict[str, Any], most: int) -> None:
 
 
 def _without_data(body: bytes, most: int) -> bytes:
-    """A body in which data URLs are cut off behind their scheme; perhaps only its beginning, where that has more than
-    `most` bytes already."""
+    """A body in which data URLs are cut off behind their scheme, or its beginning that has more than `most` bytes."""
     parts, size, place = [], 0, 0
     while size <= most and (begin := body.find(b'"data:', place)) >= 0:
         end = begin + len(b'"data:')

@@ -223,8 +223,7 @@ class Fields:
         return checked("min_tokens", lambda given: replace(self.model.params, **given), given)
 
     def structured(self, params: SamplingParams, response_format: Any, name: str) -> SamplingParams:
-        """Parameters with the structure that the field `name` describes in the form of `response_format`, or one of the
-        fields that other servers have for that."""
+        """Parameters with the structure that the field `name` describes as `response_format` does, or another server's."""
         structure = checked(name, structure_of_response_format, response_format, "response_format")
         given = [(each, {kind: value}) for each, kind in GUIDES.items() if (value := self.take(each)) is not None]
         described = self.take("structured_outputs", dict)
@@ -255,8 +254,7 @@ class Fields:
         return checked(name, checked_variables, self.take(name), "template_variables")
 
     def thinking(self, effort: Any, name: str) -> dict[str, Any]:
-        """The chat template's variables, with what a reasoning effort, the field `name`, means to it; what it does not
-        read is reported."""
+        """The chat template's variables, and what an effort, the field `name`, means to it; unread ones are reported."""
         variables, read = self.template_variables(), self.model.template_variables
         found: dict[str, Any] = {}
         if effort is not None:

@@ -172,8 +172,7 @@ def _arguments_schema(function: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=512)
 def _enforced(parameters: str) -> tuple[str, int]:
-    """The schema of a function's arguments, as JSON text, and the steps that its walks took; one that says nothing of
-    them takes none."""
+    """The schema of a function's arguments, as JSON text, and the steps that its walks took."""
     schema = json.loads(parameters) or {"properties": {}, "additionalProperties": False}
     steps = Steps("the JSON schema")
     return json.dumps(enforced_schema({"type": "object", **schema}, steps)), steps.taken

@@ -125,8 +125,7 @@ def _described(docstring: str, parameters: Mapping[str, Any]) -> tuple[str, dict
 
 
 def _of_parameters(lines: list[str], parameters: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The words of each parameter that is described: those behind its name, and those of lines that are indented
-    deeper."""
+    """The words of each parameter that is described: behind its name, and on lines that are indented deeper."""
     described: dict[str, list[str]] = {}
     section: re.Pattern[str] | None = None
     words: list[str] | None = None

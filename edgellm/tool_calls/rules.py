@@ -204,8 +204,7 @@ def _tagged_value(
 
 
 def _tagged_text(name: str, schema: dict[str, Any]) -> str:
-    """The terminal of any text of a length, with the tag that ends it. What else readers take for the end of a text may
-    not be within it."""
+    """The terminal of any text of a length, with the tag that ends it, in which there is no other end of a text."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     length = "*" if not least and most == "" else f"{{{least},{most}}}"
     ends = r"<\/parameter>(?s:.*)<\/parameter>|<parameter=|<\/function>\s*<\/tool_call>"
