@@ -223,7 +223,7 @@ class Fields:
         return checked("min_tokens", lambda given: replace(self.model.params, **given), given)
 
     def structured(self, params: SamplingParams, response_format: Any, name: str) -> SamplingParams:
-        """Parameters with the structure that the field `name` describes as `response_format` does, or another server's."""
+        """Parameters with the structure that the field `name` describes as `response_format` does, or a server's own."""
         structure = checked(name, structure_of_response_format, response_format, "response_format")
         given = [(each, {kind: value}) for each, kind in GUIDES.items() if (value := self.take(each)) is not None]
         described = self.take("structured_outputs", dict)
@@ -254,7 +254,7 @@ class Fields:
         return checked(name, checked_variables, self.take(name), "template_variables")
 
     def thinking(self, effort: Any, name: str) -> dict[str, Any]:
-        """The chat template's variables, and what an effort, the field `name`, means to it; unread ones are reported."""
+        """The chat template's variables, and what an effort, the field `name`, means to it; unread ones are told."""
         variables, read = self.template_variables(), self.model.template_variables
         found: dict[str, Any] = {}
         if effort is not None:
