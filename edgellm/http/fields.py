@@ -223,7 +223,7 @@ class Fields:
         return checked("min_tokens", lambda given: replace(self.model.params, **given), given)
 
     def structured(self, params: SamplingParams, response_format: Any, name: str) -> SamplingParams:
-        """Parameters with the structure that the field `name` describes as `response_format` does, or a server's own."""
+        """Parameters with the structure that `response_format`, the field `name`, or another server's field has."""
         structure = checked(name, structure_of_response_format, response_format, "response_format")
         given = [(each, {kind: value}) for each, kind in GUIDES.items() if (value := self.take(each)) is not None]
         described = self.take("structured_outputs", dict)
