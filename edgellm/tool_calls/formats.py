@@ -96,56 +96,26 @@ class ToolFormat:
 
 
 _OBJECT = r'\{\s*"name":\s*"look",\s*"%s":\s*\{\s*"at":\s*"cup"\s*\}'
+_ARGUMENTS, _PARAMETERS = _OBJECT % "arguments", _OBJECT % "parameters"
+_TAGS = r"<function=look>\s*<parameter=at>\s*cup\s*</parameter>"
 #: Some templates write text without quotes (`"%s" | format`), or with another letter for them (`"%sr"`).
 _PYTHON = r"\[look\(at=([\"']cup[\"']|cupr?)\)\]"
+_LLAMA_4 = rf"<\|python_start\|>\s*{_PYTHON}"
+#: Some of its templates write no earlier calls: of these some tell of tools between marks of their own.
+_LFM2 = rf"<\|tool_call_start\|>\s*{_PYTHON}|<\|tool_list_start\|>"
+_LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
+_IN_ORDER = (
+    ToolFormat("mistral", "list", "[TOOL_CALLS]", separator=", ", seen=rf"\[TOOL_CALLS\]\s*\[{_ARGUMENTS}"),
+    ToolFormat("mistral_args", "named", "[TOOL_CALLS]", separator="", seen=r"\[TOOL_CALLS\]look(\[\w+\]\w*)*\{"),
+    ToolFormat("qwen3_coder", "tags", "<tool_call>", "</tool_call>", seen=rf"<tool_call>\s*{_TAGS}"),
+    ToolFormat("hermes", "object", "<tool_call>", "</tool_call>", seen=rf"<tool_call>\s*{_ARGUMENTS}"),
+    ToolFormat("lfm2", "python", *_LFM2_MARKS, ", ", seen=_LFM2, token=_LFM2_MARKS[0]),
+    ToolFormat("llama4_pythonic", "python", "<|python_start|>", "<|python_end|>", ", ", "[", seen=_LLAMA_4),
+    ToolFormat("pythonic", "python", "", "", ", ", "[", seen=_PYTHON),
+    ToolFormat("llama3_json", "object", "<|python_tag|>", "", "; ", "{", "parameters", seen=_PARAMETERS),
+)
 #: By name; the first whose call a template shows is its format.
-FORMATS = {
-    each.name: each
-    for each in (
-        ToolFormat(
-            "mistral", "list", "[TOOL_CALLS]", separator=", ", seen=r"\[TOOL_CALLS\]\s*\[" + _OBJECT % "arguments"
-        ),
-        ToolFormat("mistral_args", "named", "[TOOL_CALLS]", separator="", seen=r"\[TOOL_CALLS\]look(\[\w+\]\w*)*\{"),
-        ToolFormat(
-            "qwen3_coder",
-            "tags",
-            "<tool_call>",
-            "</tool_call>",
-            seen=r"<tool_call>\s*<function=look>\s*<parameter=at>\s*cup\s*</parameter>",
-        ),
-        ToolFormat("hermes", "object", "<tool_call>", "</tool_call>", seen=r"<tool_call>\s*" + _OBJECT % "arguments"),
-        ToolFormat(
-            "lfm2",
-            "python",
-            "<|tool_call_start|>",
-            "<|tool_call_end|>",
-            ", ",
-            # Some of its templates write no earlier calls: of these some tell of tools between marks of their own.
-            seen=r"<\|tool_call_start\|>\s*" + _PYTHON + r"|<\|tool_list_start\|>",
-            token="<|tool_call_start|>",
-        ),
-        ToolFormat(
-            "llama4_pythonic",
-            "python",
-            "<|python_start|>",
-            "<|python_end|>",
-            ", ",
-            "[",
-            seen=r"<\|python_start\|>\s*" + _PYTHON,
-        ),
-        ToolFormat("pythonic", "python", "", "", ", ", "[", seen=_PYTHON),
-        ToolFormat(
-            "llama3_json",
-            "object",
-            "<|python_tag|>",
-            "",
-            "; ",
-            "{",
-            "parameters",
-            seen=_OBJECT % "parameters",
-        ),
-    )
-}
+FORMATS = {each.name: each for each in _IN_ORDER}
 
 
 def tool_format(name: str) -> ToolFormat:

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from edgellm.errors import RequestError, shown
@@ -115,11 +116,8 @@ def _plain(value: Any) -> Any:
 def _described(docstring: str, parameters: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """A docstring's first paragraph, and what it says of each of the parameters."""
     lines = docstring.splitlines()
-    first: list[str] = []
-    for line in lines:
-        if not line.strip() or _SECTION.fullmatch(line.strip()) or _FIELD.match(line.strip()):
-            break
-        first.append(line.strip())
+    texts = [line.strip() for line in lines]
+    first = takewhile(lambda text: text and not _SECTION.fullmatch(text) and not _FIELD.match(text), texts)
     found = _of_parameters(lines, parameters)
     return " ".join(first), {name: " ".join(words) for name, words in found.items() if words}
 

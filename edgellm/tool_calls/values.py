@@ -85,14 +85,9 @@ def unescaped(text: str) -> str:
     return _ESCAPE.sub(character, text)
 
 
-def kinds_of(schema: Any, root: Any) -> frozenset[str]:
-    """The JSON types that a value may have, an "integer" also where it may be any "number"; those that the schema
-    leaves open are all there. `root` is the schema that has the definitions."""
-    return all_kinds([schema], root)[0]
-
-
 def all_kinds(schemas: Iterable[Any], root: Any) -> list[frozenset[str]]:
-    """The types of each of the schemas; see `kinds_of`."""
+    """The JSON types that a value of each of the schemas may have, an "integer" also where it may be any "number";
+    those that a schema leaves open are all there. `root` is the schema that has the definitions."""
     everything = frozenset(TYPES)
 
     def conditions(schema: Any) -> list[list[Any]]:
@@ -144,7 +139,7 @@ def kind_of(value: Any) -> str:
 def typed_text(text: str, schema: Any, root: Any = None) -> str:
     """A value that stands as text between tags, as JSON: of a type that the schema allows where there is one, and text
     where nothing else fits. Beside JSON itself, literals of Python count, as templates write true, false and null."""
-    kinds = kinds_of(schema, root)
+    (kinds,) = all_kinds([schema], root)
     if kinds == {"string"}:
         return json_text(text)
     is_list = text.lstrip()[:1] in ("[", "{") and "\\" not in text  # before some letters Python warns of a backslash
