@@ -29,8 +29,8 @@ def chat(body: bytes, model: ServedModel) -> ParsedRequest:
     request["params"] = fields.structured(params, fields.take("response_format", dict), "response_format")
     request |= {name: fields.take(name) for name in TOOLS}
     fields.only("modalities", ["text"], why="answers are text")
-    for each in ("audio", "functions", "function_call", "web_search_options", "moderation", "verbosity"):
-        fields.refuse(each, "there is nothing here that does it")
+    others = ("audio", "functions", "function_call", "web_search_options", "moderation", "verbosity")
+    fields.refuse(*others, why="there is nothing here that does it")
     request["template_variables"] = fields.thinking(fields.take("reasoning_effort"), "reasoning_effort")
     request["continue_final_message"] = bool(fields.take("continue_final_message", bool))
     messages, conversation = fields.take("messages"), fields.truncation()

@@ -160,11 +160,11 @@ class Fields:
             given = " or ".join(map(repr, values)) or "nothing"
             raise HTTPError(400, f"{name} is {shown(value)}: {why} (expected {given})", param=name)
 
-    def refuse(self, name: str, why: str) -> None:
-        """Refuse a field, unless it is empty."""
-        value = self.take(name)
-        if value is not None and value != [] and value != {}:
-            raise HTTPError(400, f"{name} is not served: {why}", param=name, code="unsupported_parameter")
+    def refuse(self, *names: str, why: str) -> None:
+        """Refuse fields, unless they are empty."""
+        for name in names:
+            if self.take(name) not in (None, [], {}):
+                raise HTTPError(400, f"{name} is not served: {why}", param=name, code="unsupported_parameter")
 
     def ignore(self, *names: str) -> None:
         """Take fields that change nothing, and report them."""

@@ -49,11 +49,10 @@ def response_request(body: bytes, model: ServedModel) -> ParsedRequest:
     tools = {name: fields.take(name) for name in TOOLS}
     request |= {**tools, "tool_choice": _tool_choice(tools["tool_choice"])}
     why = "answers are not stored: send all of the conversation as input"
-    for each in ("previous_response_id", "conversation", "prompt", "context_management"):
-        fields.refuse(each, why)
+    fields.refuse("previous_response_id", "conversation", "prompt", "context_management", why=why)
     fields.only("background", False, why=why)
     conversation = fields.truncation()
-    fields.refuse("max_tool_calls", "it counts calls of a server's own tools, and there are none here")
+    fields.refuse("max_tool_calls", why="it counts calls of a server's own tools, and there are none here")
     reasoning = fields.take("reasoning", dict) or {}
     fields.ignored += [f"reasoning.{each}" for each in reasoning if each != "effort" and reasoning[each] is not None]
     request["template_variables"] = fields.thinking(reasoning.get("effort"), "reasoning.effort")

@@ -95,12 +95,8 @@ def result_message(call: ToolCall, result: Any) -> dict[str, Any]:
         raise RequestError(
             f"the function {call.name} returned {shown(result)}: expected text, or a value as JSON has it ({error})"
         ) from error
-    return {
-        "role": "tool",
-        "tool_call_id": call.id,
-        "name": call.name,
-        "content": result if isinstance(result, str) else written,
-    }
+    content = result if isinstance(result, str) else written
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
 
 def _plain(value: Any) -> Any:

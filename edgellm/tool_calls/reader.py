@@ -58,7 +58,7 @@ class ToolReader(CharacterReader):
         super().__init__()
         self.shown_ids = frozenset(shown_ids)
         self._format, self._schemas, self._marks = tool_format, schemas, marks
-        self._thinks, self._may_think = reasoning == "open", reasoning == "undecided"
+        self._reasoning = reasoning
         self._deltas: list[ToolCallDelta] = []
         self._text: list[str] = []
         self._calls: list[_OpenCall] = []
@@ -85,16 +85,16 @@ class ToolReader(CharacterReader):
 
     def push(self, token_id: int, text: str) -> str:
         """Add a token's text; return the text to show."""
-        if self._marks is not None and (self._thinks or self._may_think):
-            began, self._may_think = self._may_think and token_id == self._marks.begin, False
-            if began or self._thinks:
-                self._thinks = token_id != self._marks.end
+        if self._marks is not None and self._reasoning != "closed":
+            thinks = self._reasoning == "open" or token_id == self._marks.begin
+            self._reasoning = "open" if thinks and token_id != self._marks.end else "closed"
+            if thinks:
                 return text
         return self._add(text)
 
     def finish(self) -> str:
         """The answer has ended; return the text that was held back."""
-        if not self._thinks:
+        if self._reasoning != "open":
             self._has_ended = True
             next(self._reading)
         return self._taken()
