@@ -233,28 +233,26 @@ class Metrics:
         with self._lock:
             lines = [*self._counters(), *self._histogram_lines()]
         for name, (text, value) in (gauges or {}).items():
-            lines += _family(name, "gauge", text, [("", value)])
+            lines += family(name, "gauge", text, [("", value)])
         return "\n".join(lines) + "\n"
 
     def _counters(self) -> Iterable[str]:
         requests = self._requests
-        yield from _family(
+        yield from family(
             "requests_total", "counter", "Requests accepted into the queue.", [("", requests["accepted"])]
         )
-        yield from _family("requests_refused_total", "counter", "Requests turned away.", [("", requests["refused"])])
+        yield from family("requests_refused_total", "counter", "Requests turned away.", [("", requests["refused"])])
         ends = [(f'{{outcome="{reason}"}}', count) for reason, count in sorted(self._finished.items())]
         ends.append(('{outcome="failed"}', requests["failed"]))
-        yield from _family("requests_ended_total", "counter", "Requests ended, by outcome.", ends)
-        yield from _family(
-            "rounds_total", "counter", "Rounds computed, for one or more requests.", [("", self._rounds)]
-        )
-        yield from _family("steps_total", "counter", "Times that a request got tokens.", [("", self._steps)])
-        yield from _family("tokens_total", "counter", "Tokens that requests got, as they came.", [("", self._tokens)])
+        yield from family("requests_ended_total", "counter", "Requests ended, by outcome.", ends)
+        yield from family("rounds_total", "counter", "Rounds computed, for one or more requests.", [("", self._rounds)])
+        yield from family("steps_total", "counter", "Times that a request got tokens.", [("", self._steps)])
+        yield from family("tokens_total", "counter", "Tokens that requests got, as they came.", [("", self._tokens)])
         gave_way = [(f'{{rows="{kind}"}}', count) for kind, count in self._preemptions.items()]
-        yield from _family("preemptions_total", "counter", "Times that a request gave way to another one.", gave_way)
+        yield from family("preemptions_total", "counter", "Times that a request gave way to another one.", gave_way)
         for name, count in self._kept.items():
             text = f"{name.capitalize()} of requests that gave way, kept on the host."
-            yield from _family(f"preempted_{name}_kept_total", "counter", text, [("", count)])
+            yield from family(f"preempted_{name}_kept_total", "counter", text, [("", count)])
         stages: dict[str, Any] = {
             "prefill": self.prefill,
             "vanilla": self.vanilla_generation,
@@ -264,12 +262,12 @@ class Metrics:
         for group, counts in stages.items():
             for name, value in asdict(counts).items():
                 text = f"{name.replace('_', ' ').capitalize()} of {group}, over the requests that got tokens."
-                yield from _family(f"{group}_{name}_total", "counter", text, [("", value)])
+                yield from family(f"{group}_{name}_total", "counter", text, [("", value)])
         labels = {name: f'{{adapter="{_escaped(name)}"}}' for name in sorted(self.adapters)}
         for field in fields(EagleGenerationMetrics) if labels else ():
             text = f"{field.name.replace('_', ' ').capitalize()} of generation under a LoRA adapter."
             samples = [(label, getattr(self.adapters[name], field.name)) for name, label in labels.items()]
-            yield from _family(f"adapter_{field.name}_total", "counter", text, samples)
+            yield from family(f"adapter_{field.name}_total", "counter", text, samples)
 
     def _histogram_lines(self) -> Iterable[str]:
         for name, histogram in self._histograms.items():
@@ -279,10 +277,10 @@ class Metrics:
                 total += count
                 samples.append((f'_bucket{{le="{_number(bound)}"}}', total))
             samples += [("_sum", histogram.total), ("_count", total)]
-            yield from _family(name, "histogram", _HISTOGRAMS[name], samples)
+            yield from family(name, "histogram", _HISTOGRAMS[name], samples)
 
 
-def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> list[str]:
+def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> list[str]:
     """The lines of one metric; each sample is what follows its name, and its value."""
     lines = [f"# HELP edgellm_{name} {text}", f"# TYPE edgellm_{name} {kind}"]
     return lines + [f"edgellm_{name}{rest} {_number(value)}" for rest, value in samples]

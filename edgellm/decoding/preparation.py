@@ -92,17 +92,16 @@ class Preparation:
             prompt, dropped = self._fitted(request, request.messages, prompt, params.max_tokens)
         self._check_length(prompt)
         continued = continued_text(request)
-        calling = self.tools.calling(request.choice, prompt.token_ids, continued, params.structure)
+        reader, made = self.tools.calling(request.choice, prompt.token_ids, continued, params.structure)
         answer = OutputText(
-            self._tokenizer.detokenizer(shown_ids=() if calling is None else calling.reader.shown_ids),
+            self._tokenizer.detokenizer(shown_ids=() if reader is None else reader.shown_ids),
             params.stop,
             params.stop_token_ids,
             () if params.ignore_eos else self._directory.eos_token_ids,
             params.max_tokens,
-            None if calling is None else calling.reader,
+            reader,
             params.min_tokens,
         )
-        made = None if calling is None else calling.rules
         rules = self._rules.rules(params, prompt.token_ids, continued, made)
         tally = DraftingTally(runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
@@ -121,7 +120,7 @@ class Preparation:
             structure=params.structure,
             priority=request.priority,
             rules=rules,
-            calls=None if calling is None else calling.reader,
+            calls=reader,
             system_tokens=self._system_tokens(request, prompt) if runner.base.states.is_recurrent else 0,
         )
 
