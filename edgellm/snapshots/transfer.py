@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from weakref import ReferenceType, ref
 
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.kernels.arrays import Array
-from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, SectionFindings, combined_findings
+from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, combined_findings
 from edgellm.snapshots.file import Part, SectionReader
 from edgellm.snapshots.snapshot import Snapshot
 
@@ -88,14 +89,14 @@ class Uploader:
             return
         self.forget()
         rounds = self._rounds(snapshot, wanted, whole=findings is not None)
-        examined: list[tuple[Section, SectionFindings]] = []
+        examined: list[tuple[int, Findings]] = []
         for placed in rounds:
             yield from self._upload_round(descriptor, placed, wanted, None if findings is None else examined)
         if len(rounds) == 1 and all(len(target) == 1 for _, target, _ in rounds[0]):
             self._held = ref(snapshot)
             self._held_sections = {section.offset: target for section, target, _ in rounds[0]}
         if findings is not None:
-            findings.append(combined_findings(sorted(examined, key=lambda each: each[0].offset)))
+            findings.append(combined_findings(each for _, each in sorted(examined, key=itemgetter(0))))
 
     def _rounds(self, snapshot: Snapshot, wanted: Mapping[str, RowCopy], whole: bool) -> list[list[Placed]]:
         """What the staging memory takes at a time: sections in the order of `wanted`, and others first if `whole`."""
@@ -111,7 +112,7 @@ class Uploader:
         descriptor: int,
         placed: Sequence[Placed],
         wanted: Mapping[str, RowCopy],
-        examined: list[tuple[Section, SectionFindings]] | None,
+        examined: list[tuple[int, Findings]] | None,
     ) -> Iterator[tuple[str, Transfer]]:
         """Read sections and copy each when it has arrived; `examined` gets what is found (None: nothing is hashed)."""
         if self._under_way:  # the last of them is done when all are, which read what is going to be overwritten
@@ -129,7 +130,7 @@ class Uploader:
                     yield section.name, transfer
             found = reading.findings()
             if examined is not None:
-                examined += [(part.section, each) for part, each in zip(parts, found, strict=True)]
+                examined += [(part.offset, each) for part, each in zip(parts, found, strict=True)]
         finally:
             reading.stop()
 
@@ -159,7 +160,7 @@ class Uploader:
         ]
         reading = self._threads().read(descriptor, parts, is_hashed=True)
         try:
-            return combined_findings(zip(snapshot.sections, reading.findings()[:-1], strict=True))
+            return combined_findings(reading.findings()[:-1])
         finally:
             reading.stop()
 
