@@ -85,7 +85,8 @@ class Uploader:
         self._backend.begin_beside()
         wanted = {each.name: each for each in copies if each.rows}
         if findings is None and self._held is not None and self._held() is snapshot:
-            yield from self._upload_held(snapshot, wanted)
+            held = ((each, self._held_sections[each.offset]) for each in snapshot.sections if each.name in wanted)
+            yield from self._send(held, wanted)
             return
         self.forget()
         rounds = self._rounds(snapshot, wanted, whole=findings is not None)
@@ -119,29 +120,20 @@ class Uploader:
             self._under_way.pop().wait()
         parts, numbers = _parts(placed, self._staged(0), _READ_BYTES if examined is None else 0)
         reading = self._threads().read(descriptor, parts, examined is not None)
-        try:
+
+        def arrived() -> Iterator[tuple[Section, np.ndarray]]:
             for number, (section, target, _) in zip(numbers, placed, strict=True):
-                copy = wanted.get(section.name)
-                if copy is None:
-                    continue
-                reading.wait_for(number)
-                transfer = self._send(copy, section, target)
-                if section.first + section.groups == copy.cache.shape[0]:
-                    yield section.name, transfer
+                if section.name in wanted:
+                    reading.wait_for(number)
+                    yield section, target
+
+        try:
+            yield from self._send(arrived(), wanted)
             found = reading.findings()
             if examined is not None:
                 examined += [(part.offset, each) for part, each in zip(parts, found, strict=True)]
         finally:
             reading.stop()
-
-    def _upload_held(self, snapshot: Snapshot, wanted: Mapping[str, RowCopy]) -> Iterator[tuple[str, Transfer]]:
-        """From the staging memory as it is."""
-        for section in snapshot.sections:
-            copy = wanted.get(section.name)
-            if copy is not None:
-                transfer = self._send(copy, section, self._held_sections[section.offset])
-                if section.first + section.groups == copy.cache.shape[0]:
-                    yield section.name, transfer
 
     def read(self, descriptor: int, snapshot: Snapshot) -> Findings:
         """Fill the content of a snapshot, whose places are known, from its open file; what is found in it.
@@ -150,13 +142,9 @@ class Uploader:
         """
         end = Section(snapshot.nbytes - DIGEST_BYTES, DIGEST_BYTES)
         parts = [
-            Part(
-                snapshot.content[section.offset :][: section.nbytes].reshape(1, -1),
-                section.offset,
-                section.nbytes,
-                section,
-            )
+            Part(snapshot.content[offset : offset + nbytes].reshape(1, -1), offset, nbytes, section)
             for section in (*snapshot.sections, end)
+            for offset, nbytes, *_ in (section,)
         ]
         reading = self._threads().read(descriptor, parts, is_hashed=True)
         try:
@@ -175,13 +163,18 @@ class Uploader:
         """Read what the memory still holds of a file again when it is asked for."""
         self._held, self._held_sections = None, {}
 
-    def _send(self, copy: RowCopy, section: Section, target: np.ndarray) -> Transfer:
-        """Copy a section that has arrived."""
-        cache = copy.cache[section.first : section.first + section.groups]
-        values = target.reshape(-1).view(copy.values.dtype).reshape(section.groups, -1, copy.values.shape[2])
-        transfer = self._backend.upload_rows_beside(cache, values, copy.rows, copy.first)
-        self._under_way = [transfer]
-        return transfer
+    def _send(
+        self, arrived: Iterable[tuple[Section, np.ndarray]], wanted: Mapping[str, RowCopy]
+    ) -> Iterator[tuple[str, Transfer]]:
+        """Copy sections, each with where it is in the staging memory; a tensor's last gives its name and transfer."""
+        for section, target in arrived:
+            copy = wanted[section.name]
+            cache = copy.cache[section.first : section.first + section.groups]
+            values = target.reshape(-1).view(copy.values.dtype).reshape(section.groups, -1, copy.values.shape[2])
+            transfer = self._backend.upload_rows_beside(cache, values, copy.rows, copy.first)
+            self._under_way = [transfer]
+            if section.first + section.groups == copy.cache.shape[0]:
+                yield section.name, transfer
 
     def _staged(self, nbytes: int, least: int = 0) -> np.ndarray:
         """Memory for `nbytes` at a time, or for a part of them, but never less than for `least`."""
