@@ -138,22 +138,8 @@ def _centre(pixels: np.ndarray, size: Size) -> np.ndarray:
     return pixels
 
 
-def _box(x: float) -> float:
-    return 1.0 if -0.5 < x <= 0.5 else 0.0
-
-
 def _triangle(x: float) -> float:
     return max(0.0, 1.0 - abs(x))
-
-
-def _hamming(x: float) -> float:
-    x = abs(x)
-    if x == 0.0:
-        return 1.0
-    if x >= 1.0:
-        return 0.0
-    x *= math.pi
-    return math.sin(x) / x * (0.54 + 0.46 * math.cos(x))
 
 
 def _cubic(x: float) -> float:
@@ -172,11 +158,10 @@ def _sinc(x: float) -> float:
     return math.sin(x * math.pi) / (x * math.pi) if x else 1.0
 
 
-#: Pillow's filter -> how far it reaches in pixels of the smaller image, and its value there.
+#: The filters that models are published with: how far each reaches in pixels of the smaller image, and its value
+#: there. With others of Pillow's images are resized on the host.
 FILTERS: dict[int, tuple[float, Callable[[float], float]]] = {
-    Image.Resampling.BOX: (0.5, _box),
     Image.Resampling.BILINEAR: (1.0, _triangle),
-    Image.Resampling.HAMMING: (1.0, _hamming),
     Image.Resampling.BICUBIC: (2.0, _cubic),
     Image.Resampling.LANCZOS: (3.0, _lanczos),
 }

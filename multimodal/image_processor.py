@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -59,17 +58,6 @@ class PreparedImage:
         embeddings are known by its digest need never be resized."""
         assert self.pixels is not None
         return self.layout.apply(self.pixels)
-
-
-class ImageProcessor(Protocol):
-    """How one model wants its images."""
-
-    @property
-    def max_patches(self) -> int:
-        """The most rows that an image can have."""
-
-    def prepare(self, pixels: np.ndarray) -> PreparedImage:
-        """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that the model cannot take."""
 
 
 @dataclass(frozen=True)
@@ -233,6 +221,10 @@ class FixedSizeProcessor:
             square_colour=self.square_colour,
         )
         return PreparedImage.of(pixels, layout, self.tokens)
+
+
+#: How one model wants its images.
+ImageProcessor = SmartResizeProcessor | FixedSizeProcessor
 
 
 def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int | None = None) -> ImageProcessor:

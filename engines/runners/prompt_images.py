@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -21,31 +20,30 @@ from edgellm.kernels.arrays import Array
 TokenIdentity = int | tuple[str, int]
 
 
-class EmbeddedImage(Protocol):
-    """An image as a vision engine puts it out (`edgellm.multimodal.vision_runner.ImageEmbeddings`)."""
+@dataclass(frozen=True, eq=False)
+class ImageEmbeddings:
+    """What the language model takes of one image.
+
+    `rows` [M, H] compute stand for its M tokens; `deepstack` are [M, H] compute each, added at these tokens after the
+    first layers. `digest` names the content, `grid` are (frames, height, width) in patches.
+    """
+
+    rows: Array
+    deepstack: tuple[Array, ...]
+    digest: str
+    grid: tuple[int, int, int]
 
     @property
-    def rows(self) -> Array:
-        """[M, H] compute: what stands at the image's M tokens in place of their embeddings."""
-
-    @property
-    def deepstack(self) -> tuple[Array, ...]:
-        """[M, H] compute for each of the first layers: what is added to their outputs at these tokens."""
-
-    @property
-    def digest(self) -> str:
-        """What identifies the image's content."""
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Patches in time, height and width, before they are merged to tokens."""
+    def nbytes(self) -> int:
+        """Memory of all arrays."""
+        return sum(array.nbytes for array in (self.rows, *self.deepstack))
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
     """The images of a prompt of N tokens, in order; made by `place_images`.
 
-    `spans` are (first token, tokens) of each; `rows`, `deepstack` and `digests` are those of each `EmbeddedImage`.
+    `spans` are (first token, tokens) of each; `rows`, `deepstack` and `digests` are those of each `ImageEmbeddings`.
     `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE.
     """
 
@@ -118,7 +116,7 @@ class PromptImages:
 
 
 def place_images(
-    prompt_ids: Sequence[int], images: Sequence[EmbeddedImage], image_token_id: int, config: DecoderConfig
+    prompt_ids: Sequence[int], images: Sequence[ImageEmbeddings], image_token_id: int, config: DecoderConfig
 ) -> PromptImages:
     """Give the image tokens of a prompt [N] to its images, in order.
 
@@ -162,7 +160,7 @@ def place_images(
         image_token_id,
         tuple(spans),
         tuple(image.rows for image in images),
-        tuple(tuple(image.deepstack) for image in images),
+        tuple(image.deepstack for image in images),
         tuple(image.digest for image in images),
         positions,
     )
@@ -200,7 +198,7 @@ def mrope_positions(
     return positions, int(positions.max()) + 1 - tokens
 
 
-def _check_image(image: EmbeddedImage, index: int, config: DecoderConfig) -> None:
+def _check_image(image: ImageEmbeddings, index: int, config: DecoderConfig) -> None:
     arrays = (image.rows, *image.deepstack)
     expected = [(image.rows.shape[0], config.hidden_size)] * (1 + config.deepstack_layers)
     found = [tuple(array.shape) for array in arrays]
