@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -107,14 +107,9 @@ class SmartResizeProcessor:
 
     def prepare(self, pixels: np.ndarray) -> PreparedImage:
         """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that is too long for its width."""
-        layout = ImageLayout(
-            resized=self.resized_size(pixels.shape[0], pixels.shape[1]),
-            resample=self.resample,
-            normalization=self.normalization,
-            patch_size=self.patch_size,
-            merge_size=self.merge_size,
-            temporal_patch_size=self.temporal_patch_size,
-        )
+        resized = self.resized_size(pixels.shape[0], pixels.shape[1])
+        sizes = self.patch_size, self.merge_size, self.temporal_patch_size
+        layout = ImageLayout(resized, self.resample, self.normalization, *sizes)
         return PreparedImage.of(pixels, layout, layout.patches // self.merge_size**2)
 
     def resized_size(self, height: int, width: int) -> Size:
@@ -185,16 +180,7 @@ class FixedSizeProcessor:
             config.unsupported("do_pan_and_scan", "false: an image is shown as a whole, without crops of it")
         if config.kind == "Gemma3ImageProcessor" and config.values.get("image_seq_length", tokens) != tokens:
             config.refuse("image_seq_length", f"{tokens}, as config.json has it")
-        return cls(
-            resized=resized,
-            crop=crop,
-            square_colour=colour,
-            patch_size=vision.patch_size,
-            tokens=tokens,
-            resample=config.resample(),
-            normalization=normalization,
-            image_size=side,
-        )
+        return cls(resized, crop, colour, vision.patch_size, tokens, config.resample(), normalization, side)
 
     @property
     def max_patches(self) -> int:
@@ -212,14 +198,8 @@ class FixedSizeProcessor:
             _check_aspect_ratio(height, width)
             shorter = min(height, width)
             resized = int(resized * height / shorter), int(resized * width / shorter)
-        layout = ImageLayout(
-            resized=resized,
-            resample=self.resample,
-            normalization=self.normalization,
-            patch_size=self.patch_size,
-            crop=self.crop,
-            square_colour=self.square_colour,
-        )
+        layout = ImageLayout(resized, self.resample, self.normalization, self.patch_size)
+        layout = replace(layout, crop=self.crop, square_colour=self.square_colour)
         return PreparedImage.of(pixels, layout, self.tokens)
 
 

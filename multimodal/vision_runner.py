@@ -116,11 +116,10 @@ class VisionEngineRunner:
         for image in images:
             found = known.get(image.digest) or self.cache.get(image.digest)
             self.metrics.images += 1
+            self.metrics.cache_hits += found is not None
             if found is None:
                 found = self._encode(image)
                 self.cache.put(found)
-            else:
-                self.metrics.cache_hits += 1
             known[image.digest] = found
         return [known[image.digest] for image in images]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import stat
 from collections.abc import Sequence
@@ -88,7 +87,7 @@ def read_snapshot(path: Path) -> Snapshot:
     try:
         facts, prompt = _read_metadata(path, file)
         places = _checked_places(path, facts, file.tensors)
-        whole = _size(file)
+        whole = max(info.offset + info.nbytes for info in file.tensors.values())  # which the header was checked for
         content = file.bytes_of(TensorInfo("content", "uint8", (whole,), path, 0, whole))
     finally:
         file.close()  # the view keeps the map
@@ -193,20 +192,8 @@ def _unreadable(path: Path, error: OSError) -> SnapshotError:
     return SnapshotError(f"the snapshot {path} cannot be read: {error.strerror or error}", UNREADABLE)
 
 
-def _size(file: SafetensorsFile) -> int:
-    """The file's size as its header, which was checked, says: the last tensor ends there."""
-    return max((info.offset + info.nbytes for info in file.tensors.values()), default=0)
-
-
 def _read_metadata(path: Path, file: SafetensorsFile) -> tuple[SnapshotFacts, PromptRecord | None]:
-    start = min((info.offset for info in file.tensors.values()), default=0)
-    header = file.bytes_of(TensorInfo("header", "uint8", (start,), path, 0, start)).tobytes()
-    length = int.from_bytes(header[:8], "little")
-    try:
-        metadata = json.loads(header[8 : 8 + length]).get("__metadata__") if header else None
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"its header is not valid JSON ({error})") from error
-    metadata = metadata if isinstance(metadata, dict) else {}
+    metadata = file.metadata if isinstance(file.metadata, dict) else {}
     text = metadata.get(METADATA_KEY)
     if not isinstance(text, str):
         raise SnapshotError(
@@ -222,16 +209,13 @@ def _read_metadata(path: Path, file: SafetensorsFile) -> tuple[SnapshotFacts, Pr
             f"{' and '.join(map(str, READABLE_VERSIONS))}. Make it again with this version: edgellm cache build",
             "future version" if version > FORMAT_VERSION else "old version",
         )
-    return values.dataclass(SnapshotFacts, binding=SnapshotBinding), _read_prompt(path, metadata.get(PROMPT_KEY))
-
-
-def _read_prompt(path: Path, text: object) -> PromptRecord | None:
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise damaged(path, f"{PROMPT_KEY} in its header is a {type(text).__name__}, expected text")
+    facts, prompt = values.dataclass(SnapshotFacts, binding=SnapshotBinding), metadata.get(PROMPT_KEY)
+    if prompt is None:
+        return facts, None
+    if not isinstance(prompt, str):
+        raise damaged(path, f"{PROMPT_KEY} in its header is a {type(prompt).__name__}, expected text")
     try:
-        return PromptRecord.from_json(text)
+        return facts, PromptRecord.from_json(prompt)
     except RequestError as error:
         raise damaged(path, f"{PROMPT_KEY} in its header: {error}") from error
 

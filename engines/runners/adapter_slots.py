@@ -69,22 +69,13 @@ class AdapterSlots:
         their dtype cannot hold, or that are infinite once the adapter's scale is multiplied into them.
         """
         if name in self._adapters:
-            raise AdapterError(f"there is an adapter {name!r} already: remove it first, or take another name")
+            raise AdapterError(f"there is an adapter {name!r} already: take another name")
         if adapter.rank > self._limits.max_lora_rank:
             raise AdapterError(
                 f"the adapter {name!r} has the rank {adapter.rank}, the engines take up to "
                 f"{self._limits.max_lora_rank}: build them with --max-lora-rank {adapter.rank}"
             )
         self._adapters[name] = adapter.digest, self._pack(name, adapter)
-
-    def remove(self, name: str) -> None:
-        """Forget an adapter; AdapterError where there is none of the name, or a sequence uses it."""
-        self.digest(name)
-        if name in self.assigned:
-            raise AdapterError(f"the adapter {name!r} is in use: wait until the answers that use it are finished")
-        self._backend.synchronize()  # it may still be on its way to the device
-        self._places.pop(name, None)
-        del self._adapters[name]
 
     def digest(self, name: str | None) -> str | None:
         """What is to be bound to a name's adapter is bound to this (None: no adapter); AdapterError if unknown."""
@@ -186,7 +177,7 @@ class AdapterSlots:
 
 
 class AdaptedRunner:
-    """The adapters of a runner's slots: `adapters` adds and removes them (None: the runner was opened without)."""
+    """The adapters of a runner's slots: `adapters` has them (None: the runner was opened without)."""
 
     limits: EngineLimits
     adapters: AdapterSlots | None

@@ -76,7 +76,7 @@ class BaseEngineRunner(PrefillingRunner):
     `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for an idle one).
 
     With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
-    run where a sequence has an adapter. `adapters` (None without) adds and removes them.
+    run where a sequence has an adapter. `adapters` (None without) takes further ones.
     """
 
     def __init__(

@@ -161,7 +161,7 @@ class PrefillingRunner(AdaptedRunner):
         by_layer = getattr(engine, "enqueue_by_layer", None)
         arriving = self._arriving
         if arriving is not None and by_layer is not None:
-            by_layer(lambda index: arriving.wait_for(self.states.last_of(index)))
+            by_layer(lambda index: arriving.wait_for(self.states.last_of[index]))
         else:
             self.await_rows()
             engine.enqueue()
