@@ -59,11 +59,7 @@ class VisionEngineRunner:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        vision: EngineVision,
-        image_rows: tuple[int, ...],
-        cache_bytes: int | None = None,
+        self, backend: Backend, vision: EngineVision, image_rows: tuple[int, ...], cache_bytes: int | None = None
     ) -> None:
         """Loads the engines for images of up to the largest of `image_rows`; no weights yet.
 

@@ -22,14 +22,7 @@ from edgellm.engines.formats.tensors import value_and_place
 from edgellm.engines.model.states import is_recurrent, saved_dtype
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.content_digest import (
-    DIGEST_BYTES,
-    Findings,
-    Section,
-    content_digest,
-    content_findings,
-    examine,
-)
+from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, content_digest, content_findings, examine
 from edgellm.snapshots.snapshot import (
     BEGINNING,
     DIGEST,

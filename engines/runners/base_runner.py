@@ -20,13 +20,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import (
-    EMBEDDING,
-    decoder_weights,
-    embedding_name,
-    head_weight_name,
-    looks_ahead,
-)
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name, looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
 from edgellm.engines.model.program import LAST_SEEN

@@ -50,10 +50,7 @@ def greedy_tokens(
 
 
 def teacher_forced_logits(
-    runner: BaseEngineRunner,
-    prompt_ids: Sequence[int],
-    answer_ids: Sequence[int],
-    images: PromptImages | None = None,
+    runner: BaseEngineRunner, prompt_ids: Sequence[int], answer_ids: Sequence[int], images: PromptImages | None = None
 ) -> np.ndarray:
     """Logits [len(answer_ids), V] float32 from which each of `answer_ids` was, or would have been, drawn.
 

@@ -45,12 +45,7 @@ class ImageRows:
         before = 0
         for index, row, count in images.within(*chunk):
             self._backend.image_kernels.insert_image_rows(
-                rows[index],
-                token_ids,
-                target,
-                self._inserted[slot : slot + 1],
-                images.image_token_id,
-                row - before,
+                rows[index], token_ids, target, self._inserted[slot : slot + 1], images.image_token_id, row - before
             )
             before += count
             self._expected[slot] += count
