@@ -25,7 +25,6 @@ import numpy as np
 
 from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.runners.prompt_images import TokenIdentity
-from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.preempted_rows import copies_in, padded_bytes
 
@@ -60,7 +59,7 @@ class StateKeeper:
         self._states, self._backend = runner.base.states, runner.backend
         self._has_draft = runner.draft is not None
         #: What one state takes, and how many there may be.
-        self.size = sum(map(padded_bytes, self._held(0)))
+        self.size = sum(map(padded_bytes, self._states.recurrent_of_slot(0)))
         self.most = budget // self.size
         runner.base.memory_plan.host[KEPT_STATES] = budget
         #: By use, the least recent first: how many tokens are before the place, and the state.
@@ -85,7 +84,7 @@ class StateKeeper:
         memory = self._memory()
         if memory is None:
             return
-        for copy in copies_in(self._held(slot), memory):
+        for copy in copies_in(self._states.recurrent_of_slot(slot), memory):
             self._backend.download_rows(copy.cache, copy.values, copy.rows)
         self._kept[key], self._looked_up = (place, memory), None
 
@@ -94,7 +93,7 @@ class StateKeeper:
         places = self._places(tokens, adapter)
         self._kept.move_to_end(places[min(places)])  # the beginning that most share
         self._kept.move_to_end(places[place])
-        for copy in copies_in(self._held(slot), self._kept[places[place]][1]):
+        for copy in copies_in(self._states.recurrent_of_slot(slot), self._kept[places[place]][1]):
             self._backend.upload_rows(copy.cache, copy.values, copy.rows)
 
     def chosen(
@@ -131,9 +130,6 @@ class StateKeeper:
             latest = self._looked_up = tokens, adapter, found
         return latest[2]
 
-    def _held(self, slot: int) -> list[SlotRows]:
-        return list(self._states.recurrent_of_slot(slot))
-
     def _memory(self) -> np.ndarray | None:
         """Memory for one more; None where there is no room for any."""
         if len(self._kept) < self.most:
@@ -169,17 +165,14 @@ def chosen_places(
 
 
 def _prefix_digests(tokens: Sequence[TokenIdentity], places: Iterable[int]) -> Iterator[bytes]:
-    """The SHA-256 of the tokens before each of the places, which ascend."""
+    """The SHA-256 of the tokens before each of the places, which ascend: of int64, ids as they are, tokens of images as
+    negative numbers that their contents make."""
     digest, done = hashlib.sha256(), 0
     for place in places:
-        digest.update(_numbers(tokens[done:place]).tobytes())
+        numbers = [_number(*token) if isinstance(token, tuple) else token for token in tokens[done:place]]
+        digest.update(np.asarray(numbers, np.int64).tobytes())
         yield digest.digest()
         done = place
-
-
-def _numbers(tokens: Sequence[TokenIdentity]) -> np.ndarray:
-    """Tokens as [N] int64: ids as they are, those of images as negative numbers that their contents make."""
-    return np.asarray([_number(*token) if isinstance(token, tuple) else token for token in tokens], np.int64)
 
 
 def _number(image: str, index: int) -> int:

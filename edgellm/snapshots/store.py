@@ -247,7 +247,7 @@ class SnapshotStore:
     def snapshots(self) -> list[StoredSnapshot]:
         """All that can be used."""
         with self._lock:
-            return list(dict.fromkeys([*self._memory, *self._disk, *self._outside()]))
+            return [stored for index in self._indexes.values() for stored in index]
 
     @property
     def memory_bytes(self) -> int:
@@ -289,10 +289,6 @@ class SnapshotStore:
             with suppress(SnapshotError):
                 delete_file(removed[-1])
         return removed
-
-    def _outside(self) -> list[StoredSnapshot]:
-        everything = [stored for index in self._indexes.values() for stored in index]
-        return [stored for stored in everything if stored.path is not None and stored not in self._disk]
 
     def _forget_file(self, stored: StoredSnapshot) -> None:
         with self._lock:

@@ -56,12 +56,12 @@ class Uploader:
         #: Of the file that the staging memory holds the rows of: its map, and the sections by their offsets.
         self._held: ReferenceType[Snapshot] | None = None
         self._held_sections: dict[int, np.ndarray] = {}
-        self._reader: SectionReader | None = None
+        self._reader = SectionReader()
 
     def reserve(self, nbytes: int) -> None:
         """Make what a file of that size goes through, which takes milliseconds, before a request waits for it."""
         self._staged(nbytes)
-        self._threads().reserve()
+        self._reader.reserve()
 
     def upload(self, copies: Iterable[RowCopy]) -> Iterator[tuple[str, Transfer]]:
         """Set the caches' rows beside what is enqueued later, a copy whenever the next one is asked for: gives names of
@@ -119,7 +119,7 @@ class Uploader:
         if self._under_way:  # the last of them is done when all are, which read what is going to be overwritten
             self._under_way.pop().wait()
         parts, numbers = _parts(placed, self._staged(0), _READ_BYTES if examined is None else 0)
-        reading = self._threads().read(descriptor, parts, examined is not None)
+        reading = self._reader.read(descriptor, parts, examined is not None)
 
         def arrived() -> Iterator[tuple[Section, np.ndarray]]:
             for number, (section, target, _) in zip(numbers, placed, strict=True):
@@ -146,7 +146,7 @@ class Uploader:
             for section in (*snapshot.sections, end)
             for offset, nbytes, *_ in (section,)
         ]
-        reading = self._threads().read(descriptor, parts, is_hashed=True)
+        reading = self._reader.read(descriptor, parts, is_hashed=True)
         try:
             return combined_findings(reading.findings()[:-1])
         finally:
@@ -154,9 +154,8 @@ class Uploader:
 
     def close(self) -> None:
         """End the threads and let go of the memory; nothing may be under way."""
-        if self._reader is not None:
-            self._reader.close()
-        self._reader, self._staging, self._under_way = None, None, []
+        self._reader.close()
+        self._reader, self._staging, self._under_way = SectionReader(), None, []  # what is made has no threads yet
         self.forget()
 
     def forget(self) -> None:
@@ -185,11 +184,6 @@ class Uploader:
             self.forget()
             self._staging = self._backend.host_memory(wanted)
         return self._staging
-
-    def _threads(self) -> SectionReader:
-        if self._reader is None:
-            self._reader = SectionReader()
-        return self._reader
 
 
 def _fitting(sections: Sequence[Section], nbytes: int) -> Iterator[list[Section]]:

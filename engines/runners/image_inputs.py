@@ -140,10 +140,12 @@ class ImageInputs:
         if images is None:
             return
         if self.rows is not None and images.within(*tokens):
-            self.rows.insert(slot, images, images.rows, tokens, token_ids, inputs["inputs_embeds"])
+            rows = [image.rows for image in images.images]
+            self.rows.insert(slot, images, rows, tokens, token_ids, inputs["inputs_embeds"])
             for index, buffer in enumerate(self._deepstack):
                 target = leading(buffer, (*token_ids.shape, self._config.hidden_size))
-                self.rows.insert(slot, images, [each[index] for each in images.deepstack], tokens, token_ids, target)
+                rows = [image.deepstack[index] for image in images.images]
+                self.rows.insert(slot, images, rows, tokens, token_ids, target)
             self._holds_features = bool(self._deepstack)
         if self._config.mrope_section and images.positions is not None:
             self._write_positions(images.positions[:, row : row + tokens[1] - tokens[0]], inputs["rope_rotary_cos_sin"])

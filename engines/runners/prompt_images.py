@@ -43,16 +43,19 @@ class ImageEmbeddings:
 class PromptImages:
     """The images of a prompt of N tokens, in order; made by `place_images`.
 
-    `spans` are (first token, tokens) of each; `rows`, `deepstack` and `digests` are those of each `ImageEmbeddings`.
+    `spans` are (first token, tokens) of each of the `images`.
     `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE.
     """
 
     image_token_id: int
     spans: tuple[tuple[int, int], ...]
-    rows: tuple[Array, ...]
-    deepstack: tuple[tuple[Array, ...], ...]
-    digests: tuple[str, ...]
+    images: tuple[ImageEmbeddings, ...]
     positions: np.ndarray | None
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of each image."""
+        return tuple(image.digest for image in self.images)
 
     @property
     def position_delta(self) -> int:
@@ -139,7 +142,13 @@ def place_images(
             raise EngineError(
                 f"the {count} tokens of image {index + 1} are interrupted: the prompt has another token among them"
             )
-        _check_image(image, index, config)
+        expected = [(count, config.hidden_size)] * (1 + config.deepstack_layers)
+        shapes = [tuple(array.shape) for array in (image.rows, *image.deepstack)]
+        if shapes != expected:
+            raise EngineError(
+                f"the embeddings of image {index + 1} have the shapes {shapes}, this language model takes {expected}: "
+                "the vision part must be that of the same model"
+            )
         if config.image_tokens and count != config.image_tokens:
             raise EngineError(
                 f"image {index + 1} has {count} tokens, this language model takes images of {config.image_tokens}: the "
@@ -156,14 +165,7 @@ def place_images(
     if config.mrope_section:
         grids = [image.grid for image in images]
         positions, _ = mrope_positions(len(prompt_ids), spans, grids, config.spatial_merge_size)
-    return PromptImages(
-        image_token_id,
-        tuple(spans),
-        tuple(image.rows for image in images),
-        tuple(image.deepstack for image in images),
-        tuple(image.digest for image in images),
-        positions,
-    )
+    return PromptImages(image_token_id, tuple(spans), tuple(images), positions)
 
 
 def before_image(tokens: Sequence[TokenIdentity], place: int) -> int:
@@ -196,14 +198,3 @@ def mrope_positions(
         place = start + count
     positions[:, place:] = np.arange(following, following + tokens - place)
     return positions, int(positions.max()) + 1 - tokens
-
-
-def _check_image(image: ImageEmbeddings, index: int, config: DecoderConfig) -> None:
-    arrays = (image.rows, *image.deepstack)
-    expected = [(image.rows.shape[0], config.hidden_size)] * (1 + config.deepstack_layers)
-    found = [tuple(array.shape) for array in arrays]
-    if found != expected:
-        raise EngineError(
-            f"the embeddings of image {index + 1} have the shapes {found}, this language model takes {expected}: the "
-            "vision part must be that of the same model"
-        )
