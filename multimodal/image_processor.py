@@ -158,7 +158,11 @@ class FixedSizeProcessor:
     def open(cls, config: ProcessorConfig, vision: VisionConfig) -> FixedSizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
         resized = config.pair("size", "height", "width") or config.shortest_edge("size")
-        crop = _crop(config) if config.switch("do_center_crop") else None
+        crop = None
+        if config.switch("do_center_crop"):
+            side = config.count("crop_size") if is_integer(config.values["crop_size"]) else 0
+            crop = (side, side) if side else config.pair("crop_size", "height", "width")
+            crop = crop or config.refuse("crop_size", "height and width")
         normalization = config.normalization()
         colour = None
         if config.switch("do_pad"):
@@ -234,13 +238,6 @@ def _check_aspect_ratio(height: int, width: int) -> None:
             f"an image of {width} x {height} pixels is too long for its width: at most {MAXIMUM_ASPECT_RATIO} to 1 is "
             "what this model takes. Crop it, or cut it into several images"
         )
-
-
-def _crop(config: ProcessorConfig) -> Size:
-    if is_integer(config.values["crop_size"]):
-        side = config.count("crop_size")
-        return side, side
-    return config.pair("crop_size", "height", "width") or config.refuse("crop_size", "height and width")
 
 
 def expand_image_tokens(prompt_ids: Sequence[int], image_token_id: int, images: Sequence[PreparedImage]) -> list[int]:

@@ -1,17 +1,14 @@
 """Recurrent states at chosen places of texts, kept on the host, so that texts which begin alike go on from there.
 
-KV rows can be cut to any prefix; a recurrent state is of one place alone. So where a slot's rows share a prefix with a
-prompt, the prompt goes on from the latest place of that prefix at which there is a state: where the slot itself is now,
-or a kept one. These places are chosen as a prompt is computed (`chosen_places`):
+KV rows can be cut to any prefix; a recurrent state is of one place alone. So a prompt goes on from the latest place of
+the prefix that it shares with a slot's rows at which there is a state: where the slot itself is now (the end of an
+answer, which is kept when a next turn goes on from it), or a kept one. As a prompt is computed `chosen_places` chooses:
 
 - where it parts from other texts, which is the end of a system prompt that conversations share;
 - behind its last image, of which something else may be asked;
-- a few tokens before its end: chat templates render what they ask the model with (the beginning of the answer, or of
-  its reasoning) otherwise, or not at all, once the answer is history, so the next turn departs there. The same prompt
-  asked again goes on from there, too;
+- a few tokens before its end, where the next turn departs: chat templates render what they ask the model with (the
+  beginning of the answer, or of its reasoning) otherwise, or not at all, once the answer is history;
 - every so many tokens of a long one.
-
-The end of an answer is where its slot is when it ended. It is kept when a next turn goes on from it.
 """
 
 from __future__ import annotations

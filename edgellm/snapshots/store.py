@@ -10,10 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding, binding_key
 from edgellm.snapshots.file import read_snapshot, write_snapshot
-from edgellm.snapshots.prefix_index import PrefixIndex, key_tokens, token_key
+from edgellm.snapshots.prefix_index import PrefixIndex, token_key
 from edgellm.snapshots.snapshot import Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import (
     SUFFIX,
@@ -53,7 +55,7 @@ class StoredSnapshot:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens that it holds rows of."""
-        return key_tokens(self.key)
+        return tuple(np.frombuffer(self.key, ">u4").tolist())
 
 
 @dataclass(frozen=True)
