@@ -66,7 +66,8 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """One file, memory-mapped: `tensors` by name and their bytes; `status` as it was when it was opened."""
+    """One file, memory-mapped: `tensors` by name and their bytes; `status` as it was when it was opened; `metadata` is
+    what the header has under `__metadata__`, unchecked, None for nothing."""
 
     def __init__(self, path: Path) -> None:
         """Map the file and check its whole header; raises CheckpointError that names file and cause."""
@@ -92,7 +93,7 @@ class SafetensorsFile:
                 f"{path} cannot be read: {error.strerror or error}. Make it readable for this user"
             ) from error
         try:
-            self.tensors = _parse_header(path, mapped, size)
+            self.metadata, self.tensors = _parse_header(path, mapped, size)
         except BaseException:
             mapped.close()
             raise
@@ -116,7 +117,7 @@ def _damaged(path: Path, cause: str, advice: str = _COPY_AGAIN) -> CheckpointErr
     return CheckpointError(f"{path} is not a valid safetensors file: {cause}. {advice}")
 
 
-def _parse_header(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorInfo]:
+def _parse_header(path: Path, data: mmap.mmap, size: int) -> tuple[Any, dict[str, TensorInfo]]:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > LARGEST_HEADER:
         raise _damaged(path, f"its header is said to be {length:,} bytes long, at most {LARGEST_HEADER:,} are allowed")
@@ -128,11 +129,11 @@ def _parse_header(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorInf
         raise _damaged(path, f"its header is not valid JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(path, f"its header is a JSON {type(header).__name__}, expected an object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     start = _LENGTH_BYTES + length
     tensors = {name: _parse_tensor(path, name, entry, start) for name, entry in header.items()}
     _check_places(path, list(tensors.values()), start, size)
-    return tensors
+    return metadata, tensors
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
