@@ -186,9 +186,10 @@ def check_values(value: Any, any_number: bool = False) -> None:
     level = [value]
     for _ in range(DEEPEST_NESTING + 1):
         for item in level:
-            if isinstance(item, int) and not any_number:
-                _check_integer(item)
-            elif isinstance(item, str) and not item.isascii():
+            if isinstance(item, int) and not any_number and not SMALLEST_INTEGER <= item <= LARGEST_INTEGER:
+                found = f"{item:.3e}" if item.bit_length() < 1000 else f"of {item.bit_length()} bits"
+                raise ValueError(f"the whole number {found} {_OUT_OF_RANGE}")
+            if isinstance(item, str) and not item.isascii():
                 _check_text(item)
         containers = [item for item in level if isinstance(item, (dict, list))]
         level = [inner for each in containers for inner in each]
@@ -198,12 +199,8 @@ def check_values(value: Any, any_number: bool = False) -> None:
     raise ValueError(_TOO_DEEP)
 
 
+_OUT_OF_RANGE = f"is out of range, expected one from {SMALLEST_INTEGER} to {LARGEST_INTEGER}"
 _TOO_DEEP = f"its lists and objects are nested more than {DEEPEST_NESTING} deep"
-
-
-def _check_integer(value: int) -> None:
-    if not SMALLEST_INTEGER <= value <= LARGEST_INTEGER:
-        raise _out_of_range(f"{value:.3e}" if value.bit_length() < 1000 else f"of {value.bit_length()} bits")
 
 
 def _check_text(text: str) -> None:
@@ -218,16 +215,8 @@ def _check_text(text: str) -> None:
 
 def _whole_number(text: str) -> int:
     if len(text) > _MOST_DIGITS:
-        raise _out_of_range(f"of {len(text.lstrip('-'))} digits ({text[:12]}...)")
-    value = int(text)
-    _check_integer(value)
-    return value
-
-
-def _out_of_range(found: str) -> ValueError:
-    return ValueError(
-        f"the whole number {found} is out of range, expected one from {SMALLEST_INTEGER} to {LARGEST_INTEGER}"
-    )
+        raise ValueError(f"the whole number of {len(text.lstrip('-'))} digits ({text[:12]}...) {_OUT_OF_RANGE}")
+    return int(text)
 
 
 def _finite_number(text: str) -> float:
