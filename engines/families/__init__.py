@@ -42,8 +42,8 @@ def decoder_config(
     of a wrong type or inconsistent; either lists all problems.
     """
     family = _family(config_json)
-    fields = ConfigFields(filled(config_json, family.defaults), generation_config, family.name)
-    config = family.read(fields, dtype)
+    fields = ConfigFields(filled(config_json, family.defaults), generation_config, family.name, dtype)
+    config = family.read(fields)
     fields.raise_problems()
     return config
 

@@ -14,14 +14,14 @@ from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
 class Family:
     """A family of models: its names in `config.json`, and how that becomes a `DecoderConfig`.
 
-    `name` is its `model_type`, `architecture` the class in `architectures`. `read` takes the fields and the dtype that
-    the tensors have; it notes problems in the fields, and what it gives is of use where there are none. `defaults` are
+    `name` is its `model_type`, `architecture` the class in `architectures`. `read` notes
+    problems in the fields that it takes, and what it gives is of use where there are none. `defaults` are
     what its class takes for fields that a file leaves out.
     """
 
     name: str
     architecture: str
-    read: Callable[[ConfigFields, str | None], DecoderConfig]
+    read: Callable[[ConfigFields], DecoderConfig]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -74,7 +74,6 @@ SILU: Mapping[str | None, str] = {None: "silu", "silu": "silu", "swish": "silu"}
 
 def read_decoder(
     fields: ConfigFields,
-    dtype: str | None,
     *,
     mrope: tuple[tuple[int, ...], bool] = ((), False),
     rotary_share: float = 1.0,
@@ -85,7 +84,7 @@ def read_decoder(
     """Read and check the fields that all families have; `own` are those of `DecoderConfig` that the family adds.
 
     A `num_key_value_heads` of null means as many as query heads, a `head_dim` of null hidden_size /
-    num_attention_heads. `dtype` is used where the file names none. A family with M-RoPE has `mrope`: its usual sections
+    num_attention_heads. A family with M-RoPE has `mrope`: its usual sections
     and whether they are interleaved; others may not have M-RoPE. `rotary_share` is the part of a head that is rotated;
     `activations` say what the words of `hidden_act` stand for, `windowed` which layers look back on a window
     where there is one (see `ConfigFields.windows`). Problems are noted in `fields`; the result is of use
@@ -123,7 +122,7 @@ def read_decoder(
         rms_norm_eps=fields.positive("rms_norm_eps"),
         rope_theta=rope_theta,
         rotary_dim=rotary_dim,
-        dtype=fields.dtype(dtype),
+        dtype=fields.dtype(),
         tie_word_embeddings=fields.switch("tie_word_embeddings"),
         rope_scaling=rope_scaling,
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),

@@ -76,7 +76,7 @@ class DraftReader:
         self.problems: list[str] = []
         layer, eagle = self.top.get("transformer_layer_config"), self.top.get("eagle_config")
         self.is_speculators = "speculators_model_type" in self.top or layer is not None
-        self.fields = ConfigFields(layer if isinstance(layer, dict) else self.top, None, "draft")
+        self.fields = ConfigFields(layer if isinstance(layer, dict) else self.top, None, "draft", draft.dtype)
         self.eagle: dict[str, Any] = eagle if isinstance(eagle, dict) else {}
         for key, value in (("transformer_layer_config", layer), ("eagle_config", eagle)):
             if value is not None and not isinstance(value, dict):
@@ -143,7 +143,6 @@ class DraftReader:
         base = self.base_config
         decoder = read_decoder(
             fields,
-            self.draft.dtype,
             mrope=(base.mrope_section, base.mrope_interleaved) if _has_mrope(fields) else ((), False),
             attention_bias=self._has("q_proj.bias", declared, attention),
             attention_output_bias=self._has("o_proj.bias", None, attention),

@@ -57,8 +57,11 @@ class ConfigFields:
     both at once. A field that a family has read or ignores is not among those that `refuse_unsupported` refuses.
     """
 
-    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any] | None, family: str) -> None:
+    def __init__(
+        self, config: dict[str, Any], generation_config: dict[str, Any] | None, family: str, dtype: str | None = None
+    ) -> None:
         self.values = config
+        self.tensors_dtype = dtype
         self.generation_values = generation_config or {}
         self.family = family
         self.wrong: list[str] = []
@@ -163,21 +166,12 @@ class ConfigFields:
             self.wrong.append(f"layer_types has {len(types)} layers, but num_hidden_layers is {count}")
         return tuple(kinds.get(each, "") for each in types)
 
-    def layers(self, key: str, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
-        """A list of some of the layers, which are numbered from 0; `default` stands for absence and null."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if isinstance(value, list) and all(is_integer(each) and 0 <= each < count for each in value):
-            return tuple(value)
-        self._note(key, f"a list of layers from 0 to {count - 1}")
-        return ()
-
-    def dtype(self, fallback: str | None) -> str:
-        """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `fallback`."""
+    def dtype(self, usual: str | None = None) -> str:
+        """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `usual` or that of the tensors."""
         key = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
         value = self.values.get(key)
         if value is None:
+            fallback = usual or self.tensors_dtype
             if fallback in _DTYPES:
                 return fallback
             self.wrong.append(f"dtype (torch_dtype) is missing, expected one of {', '.join(_DTYPES)}")

@@ -16,19 +16,19 @@ from edgellm.engines.model.config import DecoderConfig
 _TANH_GELU = "gelu_pytorch_tanh"
 
 
-def _read(fields: ConfigFields, dtype: str | None, word: str | None, **own: Any) -> DecoderConfig:
+def _read(fields: ConfigFields, word: str | None, **own: Any) -> DecoderConfig:
     """What both have in common; `word` is what files write for the tanh-GELU beside its name (None: nothing)."""
     activation = fields.values.get("hidden_activation")
     if activation not in (None, _TANH_GELU):
         fields.refuse("hidden_activation", activation, f"supported is {_TANH_GELU}")
     activations: dict[str | None, str] = {_TANH_GELU: "gelu_tanh", word: "gelu_tanh"}
-    config = read_decoder(fields, dtype, activations=activations, norm_offset=1.0, **biases(fields), **own)
+    config = read_decoder(fields, activations=activations, norm_offset=1.0, **biases(fields), **own)
     return replace(config, embedding_scale=config.hidden_size**0.5)
 
 
-def read_gemma(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_gemma(fields: ConfigFields) -> DecoderConfig:
     """The first files write "gelu" and mean its tanh form; `hidden_activation` of later ones says so."""
-    return _read(fields, dtype, "gelu")
+    return _read(fields, "gelu")
 
 
 GEMMA = Family(
@@ -39,7 +39,7 @@ GEMMA = Family(
 )
 
 
-def read_gemma3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_gemma3(fields: ConfigFields) -> DecoderConfig:
     """Every `sliding_window_pattern`-th layer attends to all, unless `layer_types` says otherwise.
 
     The first files write the bases of the rotary embedding as `rope_theta` and, of layers with a window, as
@@ -51,7 +51,6 @@ def read_gemma3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     pattern = max(1, fields.size("sliding_window_pattern", 6))
     config = _read(
         fields,
-        dtype,
         None,
         windowed=lambda layer: (layer + 1) % pattern > 0,
         qk_norm=True,
@@ -61,9 +60,9 @@ def read_gemma3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     return replace(config, local_rope_theta=local_theta if config.layer_kinds else None)
 
 
-def read_gemma3_with_images(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
     """Each image has `mm_tokens_per_image` tokens, each of which sees all of them."""
-    config = inner_family(fields, GEMMA3).read(text_fields(fields, GEMMA3.defaults), dtype)
+    config = inner_family(fields, GEMMA3).read(text_fields(fields, GEMMA3.defaults))
     config = with_image_tokens(config, fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
     return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from edgellm.engines.families.decoders import Family, read_decoder
 from edgellm.engines.families.fields import ConfigFields, layer_count, read_conv_width
+from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import DecoderConfig
 
 _TYPES = {"conv": "convolution", "full_attention": "attention"}
 
 
-def read_lfm2(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_lfm2(fields: ConfigFields) -> DecoderConfig:
     """`block_ff_dim` and `tie_embedding` of older files count more than `intermediate_size` and `tie_word_embeddings`,
     their `full_attn_idxs` less than `layer_types`."""
     kinds = fields.layer_kinds(_TYPES, _types_by_index(fields))
@@ -21,7 +22,6 @@ def read_lfm2(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     }
     return read_decoder(
         fields,
-        dtype,
         qk_norm=True,
         layer_kinds=kinds,
         conv_width=read_conv_width(fields, "conv_L_cache"),
@@ -33,7 +33,12 @@ def read_lfm2(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
 def _types_by_index(fields: ConfigFields) -> list[str]:
     """What `full_attn_idxs` says: which of the layers are attention; all where it is missing."""
     count = layer_count(fields)
-    indices = fields.layers("full_attn_idxs", count, tuple(range(count)))
+    indices = fields.values.get("full_attn_idxs")
+    if indices is None:
+        indices = range(count)
+    elif not isinstance(indices, list) or not all(is_integer(each) and 0 <= each < count for each in indices):
+        fields.expect("full_attn_idxs", indices, f"a list of layers from 0 to {count - 1}")
+        indices = ()
     return ["full_attention" if index in indices else "conv" for index in range(count)]
 
 

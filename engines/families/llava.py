@@ -13,11 +13,11 @@ from edgellm.engines.model.config import DecoderConfig
 _IMAGE_TOKEN = 32000
 
 
-def read_llava(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_llava(fields: ConfigFields) -> DecoderConfig:
     """An image's tokens stand at consecutive positions."""
     family = inner_family(fields, LLAMA, QWEN2, QWEN3, MISTRAL)
     key = "image_token_index" if fields.values.get("image_token_index") is not None else "image_token_id"
-    config = family.read(text_fields(fields, family.defaults), dtype)
+    config = family.read(text_fields(fields, family.defaults))
     return with_image_tokens(config, fields, key, _IMAGE_TOKEN)
 
 

@@ -10,9 +10,9 @@ from edgellm.engines.families.vision_language import inner_family, text_fields
 from edgellm.engines.model.config import DecoderConfig
 
 
-def _read_mistral(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_mistral(fields: ConfigFields) -> DecoderConfig:
     """A `sliding_window`, where there is one, is that of every layer."""
-    return read_decoder(fields, dtype, windowed=every_layer)
+    return read_decoder(fields, windowed=every_layer)
 
 
 MISTRAL = Family(
@@ -67,10 +67,10 @@ _SMALL = {
 }
 
 
-def _read_mistral3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_mistral3(fields: ConfigFields) -> DecoderConfig:
     """The vision encoder is not supported: the model is served without images, the image token one like any other."""
     family = inner_family(fields, MISTRAL, MINISTRAL3)
-    return family.read(text_fields(fields, _SMALL if family is MISTRAL else family.defaults), dtype)
+    return family.read(text_fields(fields, _SMALL if family is MISTRAL else family.defaults))
 
 
 MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)

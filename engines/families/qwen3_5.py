@@ -35,14 +35,13 @@ _TEXT = {
 }
 
 
-def read_qwen3_5_text(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_qwen3_5_text(fields: ConfigFields) -> DecoderConfig:
     """Norms by 1 + weight, with those on query and key."""
     gate = fields.values.get("attn_output_gate")
     if gate not in (None, True):
         fields.refuse("attn_output_gate", gate, "supported is attention with a gate")
     return read_decoder(
         fields,
-        dtype,
         mrope=((11, 11, 10), True),
         rotary_share=rotary_share(fields, 0.25),
         **biases(fields),
@@ -56,9 +55,9 @@ def read_qwen3_5_text(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     )
 
 
-def read_qwen3_5(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_qwen3_5(fields: ConfigFields) -> DecoderConfig:
     """The language model inside a whole checkpoint; without a `vision_config` its image token is one like any other."""
-    config, vision = read_qwen3_5_text(text_fields(fields, _TEXT), dtype), fields.values.get("vision_config")
+    config, vision = read_qwen3_5_text(text_fields(fields, _TEXT)), fields.values.get("vision_config")
     if vision is None:
         return config
     if not isinstance(vision, dict):

@@ -27,7 +27,9 @@ def text_fields(fields: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFiel
         fields.expect("text_config", nested, "an object")
         nested = {}
     given = nested | {key: top[key] for key in _OF_THE_WHOLE if key in top} if nested else top
-    text = ConfigFields(filled(given, defaults, is_part=True), fields.generation_values, fields.family)
+    text = ConfigFields(
+        filled(given, defaults, is_part=True), fields.generation_values, fields.family, fields.tensors_dtype
+    )
     text.wrong, text.unsupported = fields.wrong, fields.unsupported
     return text
 

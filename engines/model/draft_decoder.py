@@ -91,7 +91,7 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
         residual, keep = (feature, None) if not config.norm_before_residual else ("normed", Keep("normed"))
         norms = (layer.norm("input_layernorm"), layer.norm("hidden_norm"))
         attended = (Input("inputs_embeds", norms[:1]), Input(feature, norms[1:]))
-    steps += layer.attention(0, attended, decoder.rotary_dim, masks_all=True, keep=keep)
+    steps += layer.attention(0, attended, masks_all=True, keep=keep)
     steps += layer.residual(residual, shape.selected < shape.tokens)
     normed = Input(steps[-1].output, () if config.generation == "1" else (own.norm("norm"),))
     name, rows = config.head_name, config.draft_vocab_size
