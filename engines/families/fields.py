@@ -7,7 +7,7 @@ from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
-from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH, LAYER_KINDS
+from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH
 from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
 
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
@@ -42,7 +42,7 @@ _FEATURES = {
     "attention_chunk_size": "chunked attention",
 }
 _DTYPES = ("float16", "bfloat16", "float32")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = {"full_attention": "attention", "sliding_attention": "window"}
 
 
 def every_layer(layer: int) -> bool:
@@ -131,24 +131,17 @@ class ConfigFields:
         window = None
         if self.values.get("sliding_window") is not None and (switch is None or self.switch("use_sliding_window")):
             window = self.size("sliding_window")
-        types = self.values.get("layer_types")
-        if types is None:
-            types = [_LAYER_TYPES[window is not None and usual is not None and usual(layer)] for layer in range(layers)]
-        elif not isinstance(types, list) or not all(kind in _LAYER_TYPES for kind in types):
-            self.refuse("layer_types", types, f"supported are {' and '.join(_LAYER_TYPES)}")
-            return window, ()
-        elif layers and len(types) != layers:
-            self.wrong.append(f"layer_types has {len(types)} entries, expected one for each of {layers} layers")
-        in_window = [kind == _LAYER_TYPES[1] for kind in types]
-        if any(in_window) and window is None:
-            self.wrong.append(f"layer_types has {_LAYER_TYPES[1]}, but there is no sliding_window in use")
+        types, (full, windowed) = self.values.get("layer_types"), _LAYER_TYPES
+        looks_back = window is not None and usual is not None and usual
+        default = [windowed if looks_back and looks_back(layer) else full for layer in range(layers)]
+        kinds = self.layer_kinds(_LAYER_TYPES, default)
+        if "window" in kinds and window is None:
+            self.wrong.append(f"layer_types has {windowed}, but there is no sliding_window in use")
         if usual is None:
             return window, ()
-        if usual is every_layer and window is not None and not all(in_window):
-            self.refuse("layer_types", types, f"supported is {_LAYER_TYPES[1]} in every layer")
-        if window is None or not any(in_window):
-            return None, ()
-        return window, tuple(LAYER_KINDS[is_window] for is_window in in_window)
+        if usual is every_layer and window is not None and "attention" in kinds:
+            self.refuse("layer_types", types, f"supported is {windowed} in every layer")
+        return (window, kinds) if window is not None and "window" in kinds else (None, ())
 
     def layer_kinds(self, kinds: Mapping[str, str], default: Sequence[str]) -> tuple[str, ...]:
         """What `layer_types` says of each layer, in the words that `kinds` has for its own; `default` are those of a
@@ -162,7 +155,7 @@ class ConfigFields:
         unknown = ", ".join(sorted(set(types) - set(kinds)))
         if unknown:
             self.unsupported.append(f"layer_types has {unknown}, supported are {' and '.join(kinds)}")
-        elif len(types) != count:
+        elif count and len(types) != count:
             self.wrong.append(f"layer_types has {len(types)} layers, but num_hidden_layers is {count}")
         return tuple(kinds.get(each, "") for each in types)
 

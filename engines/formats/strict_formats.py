@@ -188,7 +188,7 @@ def check_values(value: Any, any_number: bool = False) -> None:
         for item in level:
             if isinstance(item, int) and not any_number and not SMALLEST_INTEGER <= item <= LARGEST_INTEGER:
                 found = f"{item:.3e}" if item.bit_length() < 1000 else f"of {item.bit_length()} bits"
-                raise ValueError(f"the whole number {found} {_OUT_OF_RANGE}")
+                raise _out_of_range(found)
             if isinstance(item, str) and not item.isascii():
                 _check_text(item)
         containers = [item for item in level if isinstance(item, (dict, list))]
@@ -199,7 +199,6 @@ def check_values(value: Any, any_number: bool = False) -> None:
     raise ValueError(_TOO_DEEP)
 
 
-_OUT_OF_RANGE = f"is out of range, expected one from {SMALLEST_INTEGER} to {LARGEST_INTEGER}"
 _TOO_DEEP = f"its lists and objects are nested more than {DEEPEST_NESTING} deep"
 
 
@@ -215,8 +214,14 @@ def _check_text(text: str) -> None:
 
 def _whole_number(text: str) -> int:
     if len(text) > _MOST_DIGITS:
-        raise ValueError(f"the whole number of {len(text.lstrip('-'))} digits ({text[:12]}...) {_OUT_OF_RANGE}")
+        raise _out_of_range(f"of {len(text.lstrip('-'))} digits ({text[:12]}...)")
     return int(text)
+
+
+def _out_of_range(found: str) -> ValueError:
+    return ValueError(
+        f"the whole number {found} is out of range, expected one from {SMALLEST_INTEGER} to {LARGEST_INTEGER}"
+    )
 
 
 def _finite_number(text: str) -> float:
