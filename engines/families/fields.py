@@ -10,37 +10,19 @@ from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_int
 from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH
 from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
-    "pretraining_tp": (1,),
-    "use_bidirectional_attention": (False,),
-    "lm_head_bias": (False,),
-    "attention_out_bias": (False,),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    "clip_qkv": (),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "pretraining_tp"), (1,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
+    **dict.fromkeys(("use_bidirectional_attention", "lm_head_bias", "attention_out_bias"), (False,)),
+    **dict.fromkeys(("use_qk_norm", "qk_layernorm"), (False,)),
+    **dict.fromkeys(_EXPERTS, (0,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("attention_multiplier", "attention_chunk_size", "clip_qkv"), ()),
     "no_rope_layers": ([],),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "attention_chunk_size": (),
 }
-_FEATURES = {
-    "num_experts": "mixture of experts",
-    "num_local_experts": "mixture of experts",
-    "n_routed_experts": "mixture of experts",
-    "attention_chunk_size": "chunked attention",
-}
+_FEATURES = dict.fromkeys(_EXPERTS, "mixture of experts") | {"attention_chunk_size": "chunked attention"}
 _DTYPES = ("float16", "bfloat16", "float32")
 _LAYER_TYPES = {"full_attention": "attention", "sliding_attention": "window"}
 

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,13 +45,18 @@ def hash_bytes(data: bytes) -> str:
 def hash_file(path: Path) -> FileDigest:
     """Read a whole ordinary file in blocks; raises OSError."""
     digest, size = hashlib.sha256(), 0
-    buffer = bytearray(BLOCK_BYTES)
-    view = memoryview(buffer)
-    with open_ordinary(path) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-            size += count
+    for block in _blocks(path):
+        digest.update(block)
+        size += len(block)
     return FileDigest(digest.hexdigest(), size)
+
+
+def _blocks(path: Path) -> Iterator[memoryview]:
+    """The content of an ordinary file, a block in memory at a time."""
+    view = memoryview(bytearray(BLOCK_BYTES))
+    with open_ordinary(path) as file:
+        while count := file.readinto(view):
+            yield view[:count]
 
 
 @dataclass(frozen=True)
@@ -206,21 +211,18 @@ def copy_hashed(
     file, or Cancelled once `stop` is set.
     """
     digest, size = hashlib.sha256(), 0
-    buffer = bytearray(BLOCK_BYTES)
-    view = memoryview(buffer)
-    with open_ordinary(source) as reader, destination.open("xb", buffering=0) as writer:
-        while count := reader.readinto(buffer):
+    with destination.open("xb", buffering=0) as writer:
+        for block in _blocks(source):
             if stop.is_set():
                 raise Cancelled
-            block = view[:count]
             digest.update(block)
             written = 0
-            while written < count:
+            while written < len(block):
                 written += writer.write(block[written:])
-            size += count
+            size += written
             if limit is not None and size > limit:
                 raise too_large(source, None, limit)
             if advance is not None:
-                advance(count)
+                advance(written)
         os.fsync(writer.fileno())
     return FileDigest(digest.hexdigest(), size)
