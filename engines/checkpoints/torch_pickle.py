@@ -313,13 +313,3 @@ class TensorView:
     def nbytes(self) -> int:
         """The size in bytes, written out."""
         return math.prod(self.shape) * self.storage.item_size
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie one behind the other in C order."""
-        expected = 1
-        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if extent > 1 and stride != expected:
-                return False
-            expected *= extent
-        return True

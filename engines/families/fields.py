@@ -7,7 +7,7 @@ from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
-from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH
+from edgellm.engines.model.config import LARGEST_DEPTH
 from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -227,14 +227,6 @@ def layer_count(fields: ConfigFields) -> int:
     """`num_hidden_layers`, or 0 where that is wrong, which is noted where it is read."""
     layers = fields.values.get("num_hidden_layers")
     return layers if is_integer(layers) and 0 <= layers <= LARGEST_DEPTH else 0
-
-
-def read_conv_width(fields: ConfigFields, key: str) -> int:
-    """How many tokens a short convolution reaches over; problems are noted in `fields`."""
-    width, (least, most) = fields.size(key), CONV_WIDTHS
-    if width and not least <= width <= most:
-        fields.refuse(key, width, f"supported are short convolutions of {least} to {most} tokens")
-    return width
 
 
 #: The base of the original rotary embedding; Llama's first releases do not write it down.

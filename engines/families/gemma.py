@@ -1,6 +1,5 @@
 """Gemma 1: norms by 1 + weight, a gate with the tanh-GELU, scaled embeddings, heads of 256. Gemma 3's language model:
-windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too; with
-images, whose tokens see each other."""
+windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too."""
 
 from __future__ import annotations
 
@@ -9,8 +8,6 @@ from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder
 from edgellm.engines.families.fields import DEFAULT_THETA, ConfigFields, read_theta
-from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
-from edgellm.engines.families.vision_language import inner_family, text_fields, with_image_tokens
 from edgellm.engines.model.config import DecoderConfig
 
 _TANH_GELU = "gelu_pytorch_tanh"
@@ -60,13 +57,6 @@ def read_gemma3(fields: ConfigFields) -> DecoderConfig:
     return replace(config, local_rope_theta=local_theta if config.layer_kinds else None)
 
 
-def read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
-    """Each image has `mm_tokens_per_image` tokens, each of which sees all of them."""
-    config = inner_family(fields, GEMMA3).read(text_fields(fields, GEMMA3.defaults))
-    config = with_image_tokens(config, fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
-    return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
-
-
 def _take_local_theta(fields: ConfigFields) -> float:
     """The base of the layers with a window; `rope_parameters` is then that of the others, as `read_rope` wants it."""
     parameters = fields.values.get("rope_parameters")
@@ -103,5 +93,3 @@ GEMMA3 = Family(
         "bos_token_id": 2,
     },
 )
-
-GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", read_gemma3_with_images)

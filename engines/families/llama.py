@@ -1,4 +1,5 @@
-"""Llama, and the families that vary it by switches: Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3, SmolLM3."""
+"""Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3,
+SmolLM3."""
 
 from __future__ import annotations
 
@@ -37,6 +38,52 @@ LLAMA = Family(
         "rms_norm_eps": 1e-6,
         "bos_token_id": 1,
         "eos_token_id": 2,
+    },
+)
+
+
+def _read_mistral(fields: ConfigFields) -> DecoderConfig:
+    """No biases; a `sliding_window`, where there is one, as in the first releases, is that of every layer."""
+    return read_decoder(fields, windowed=every_layer)
+
+
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    _read_mistral,
+    {
+        **LLAMA.defaults,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+)
+#: With YaRN, and queries that are scaled at positions beyond the trained context.
+MINISTRAL3 = Family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    _read_mistral,
+    {
+        **LLAMA.defaults,
+        "vocab_size": 131072,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
     },
 )
 

@@ -6,9 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from edgellm.engines.families.decoders import Family, biases, read_decoder
+from edgellm.engines.families.decoders import (
+    Family,
+    biases,
+    read_decoder,
+    text_fields,
+    vision_fields,
+    with_image_tokens,
+)
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.vision_language import text_fields, vision_fields, with_image_tokens
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import DecoderConfig
 

@@ -12,7 +12,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.decoders import SILU, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
 from edgellm.engines.formats.strict_formats import is_integer, is_number
@@ -61,8 +61,10 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-6,
     },
 }
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "quick_gelu": "quick_gelu"}
-_ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_tanh")
+_ACTIVATIONS: dict[str | None, str] = {
+    **SILU,
+    **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"},
+}
 #: What `model_type` Qwen3.5's encoder has as published, and as transformers writes it.
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
@@ -98,7 +100,7 @@ _Read = tuple[ConfigFields, dict[str, Any]]
 
 
 def _read_qwen2_5(top: ConfigFields) -> _Read:
-    fields, values = _read_qwen(top, _QWEN2_5_DEFAULTS, ("silu",))
+    fields, values = _read_qwen(top, _QWEN2_5_DEFAULTS, SILU)
     merge, patch, window = values["spatial_merge_size"], values["patch_size"], fields.size("window_size")
     if merge and patch and (window % patch or window // patch % merge or not window):
         expected = f"a multiple of patch_size {patch} times spatial_merge_size {merge}"
@@ -108,7 +110,7 @@ def _read_qwen2_5(top: ConfigFields) -> _Read:
 
 
 def _read_qwen3(top: ConfigFields) -> _Read:
-    fields, values = _read_qwen(top, _QWEN3_DEFAULTS, ("silu", "gelu", "gelu_tanh", "quick_gelu"))
+    fields, values = _read_qwen(top, _QWEN3_DEFAULTS, _ACTIVATIONS)
     positions = fields.size("num_position_embeddings")
     if round(positions**0.5) ** 2 != positions:
         fields.expect("num_position_embeddings", positions, "the square of a whole number")
@@ -128,7 +130,7 @@ def _read_qwen3_5(top: ConfigFields) -> _Read:
     return _read_qwen3(top)
 
 
-def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: tuple[str, ...]) -> _Read:
+def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapping[str | None, str]) -> _Read:
     """What Qwen's encoders have in common."""
     raw = dict(top.values["vision_config"])
     raw["in_channels"] = raw.get("in_channels", raw.get("in_chans"))  # the published files use the older name
@@ -146,7 +148,7 @@ def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: tupl
         "temporal_patch_size": fields.size("temporal_patch_size", largest=LARGEST_MERGE),
         "spatial_merge_size": fields.size("spatial_merge_size", largest=LARGEST_MERGE),
         "out_hidden_size": out_hidden_size,
-        "activation": _activation(fields, "hidden_act", activations),
+        "activation": fields.word("hidden_act", activations),
         "norm_eps": _QWEN_EPSILON,
         "image_token_id": top.token_id("image_token_id", smallest=1),
         "vision_start_token_id": top.token_id("vision_start_token_id"),
@@ -176,7 +178,7 @@ def _read_llava(top: ConfigFields) -> _Read:
         "class_token": top.values["vision_config"].get("model_type") != "siglip_vision_model",
         "feature_layers": _feature_layers(top, values["num_layers"]),
         "drops_first_row": strategy == "default",
-        "projector_activation": _activation(top, "projector_hidden_act", default="gelu"),
+        "projector_activation": top.word("projector_hidden_act", {**_ACTIVATIONS, None: "gelu"}),
         "projector_bias": bool(bias),
     }
 
@@ -216,7 +218,7 @@ def _read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> _R
     values = dimensions | {
         "temporal_patch_size": 1,
         "out_hidden_size": _text_hidden_size(top),
-        "activation": _activation(fields, "hidden_act"),
+        "activation": fields.word("hidden_act", _ACTIVATIONS),
         "norm_eps": fields.positive("layer_norm_eps"),
         "tensor_prefix": "model.vision_tower.",
         "projector_prefix": "model.multi_modal_projector.",
@@ -253,18 +255,6 @@ def _dimensions(top: ConfigFields, fields: ConfigFields, depth: str, heads: str,
     if sizes["in_channels"] not in (0, 3):
         fields.refuse(channels, sizes["in_channels"], "supported are images of 3 channels")
     return sizes
-
-
-def _activation(
-    fields: ConfigFields, key: str, supported: tuple[str, ...] | None = None, default: str | None = None
-) -> str:
-    value = fields.values.get(key, default)
-    name = _ACTIVATIONS.get(value) if isinstance(value, str) else None
-    if name is None or name not in (supported or _ACTIVATIONS.values()):
-        known = ", ".join(published for published, one in _ACTIVATIONS.items() if one in (supported or (one,)))
-        fields.refuse(key, value, f"supported are {known}")
-        return "gelu"
-    return name
 
 
 def _layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]:

@@ -105,10 +105,10 @@ def inverse_frequencies(config: DecoderConfig, context: int) -> tuple[np.ndarray
 def scaling_problems(scaling: dict[str, Any], rotary_dim: int) -> list[str]:
     """What is missing from, or wrong with, the parameters of a known scaling (its kind under `rope_type`)."""
     kind, problems = scaling.get("rope_type") or scaling.get("type"), []
-    for key, (bound, minimum) in _PARAMETERS.get(kind, {}).items():
+    for key, (bound, minimum, is_needed) in _PARAMETERS.get(kind, {}).items():
         value = scaling.get(key)
         if value is None:
-            if key in _NEEDED.get(kind, ()):
+            if is_needed:
                 problems.append(f"{key} is missing")
         elif not is_number(value) or not minimum <= value <= _LARGEST or (value == minimum and bound == "above"):
             problems.append(f"{key} is {value!r}, expected a number {bound} {minimum} up to {_LARGEST:g}")
@@ -124,22 +124,16 @@ def scaling_problems(scaling: dict[str, Any], rotary_dim: int) -> list[str]:
     return problems
 
 
-_FACTOR, _TRAINED = {"factor": ("from", 1)}, {_LENGTH: ("above", 1)}
-_STRETCHED = {"factor": ("above", 0), "attention_factor": ("from", 0), **_TRAINED}
+_FACTOR, _TRAINED = {"factor": ("from", 1, True)}, {_LENGTH: ("above", 1, True)}
+_STRETCHED = {"factor": ("above", 0, False), "attention_factor": ("from", 0, False), **_TRAINED}
 _OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", FAR_SCALING)
-#: The parameters of each kind that are numbers, and what these are at least.
-_PARAMETERS: dict[Any, dict[str, tuple[str, int]]] = {
+#: The parameters of each kind that are numbers: what these are at least, and whether they must be there.
+_PARAMETERS: dict[Any, dict[str, tuple[str, int, bool]]] = {
     "linear": _FACTOR,
     "dynamic": _FACTOR,
-    "yarn": _STRETCHED | dict.fromkeys(_OF_YARN, ("from", 0)),
+    "yarn": _STRETCHED | dict.fromkeys(_OF_YARN, ("from", 0, False)),
     "longrope": _STRETCHED,
-    "llama3": _FACTOR | _TRAINED | dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("above", 0)),
-}
-#: Those of them that must be there.
-_NEEDED: dict[Any, tuple[str, ...]] = {
-    **dict.fromkeys(("linear", "dynamic"), ("factor",)),
-    **dict.fromkeys(("yarn", "longrope"), (_LENGTH,)),
-    "llama3": ("factor", _LENGTH, "low_freq_factor", "high_freq_factor"),
+    "llama3": _FACTOR | _TRAINED | dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("above", 0, True)),
 }
 
 
