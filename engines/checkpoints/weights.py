@@ -15,7 +15,6 @@ from edgellm.engines.formats.digests import is_known_finite, remember_finite
 from edgellm.engines.formats.tensors import STORAGE, float32_into
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import MAPPING
-from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.sampling.twin import first_not_finite
 
 #: Elements converted at a time: large tensors must not be in memory twice.
@@ -84,7 +83,12 @@ def load_numpy_weights(
     def convert_part(name: str, target: np.ndarray) -> tuple[str, int]:
         packed = checkpoint.packed(name, target.shape)
         if packed is not None:
-            dequantize_into(packed, target)
+            rows = max(1, _PIECE // target.shape[1])
+            for start in range(0, len(target), rows):
+                piece = target[start : start + rows]
+                piece[...] = packed.rows(start, start + rows).values()
+                if packed.input_scales is not None:
+                    piece *= packed.input_scales
             return name, -1
         values = _part(checkpoint, name, target.shape)
         found = first_not_finite(values.reshape(-1)) if check.is_due(name) else -1
@@ -102,16 +106,6 @@ def load_numpy_weights(
                 progress(done, total)
     check.conclude(found)
     return weights
-
-
-def dequantize_into(packed: PackedWeight, target: np.ndarray) -> None:
-    """Write the values of a packed weight, times what its inputs are scaled by, to `target` float32 [N, K]."""
-    step = max(1, _PIECE // target.shape[1])
-    for start in range(0, len(target), step):
-        piece = target[start : start + step]
-        piece[...] = packed.rows(start, start + step).values()
-        if packed.input_scales is not None:
-            piece *= packed.input_scales
 
 
 def described_parts(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, tuple[int, int]]:

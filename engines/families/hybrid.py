@@ -8,14 +8,7 @@ tensors the decoder leaves alone.
 
 from __future__ import annotations
 
-from edgellm.engines.families.decoders import (
-    Family,
-    biases,
-    read_decoder,
-    rotary_share,
-    text_fields,
-    with_image_tokens,
-)
+from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields, layer_count
 from edgellm.engines.families.qwen import QWEN_MERGE_SIZE
 from edgellm.engines.formats.strict_formats import is_integer
