@@ -56,42 +56,39 @@ class ConfigFields:
 
     def size(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
         """A whole number from 1 to `largest`; `default` stands for absence and null, else the field is required."""
-        value = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if is_integer(value) and 1 <= value <= largest:
-            return value
-        self._note(key, f"a whole number from 1 to {largest}")
-        return 0
+        return self._whole_number(key, default, "a whole number", 1, largest) or 0
 
     def token_id(self, key: str, default: int | None = None, smallest: int = 0, largest: int = LARGEST_SIZE) -> int:
         """The id of one token; `default` stands for absence and null, else the field is required."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if is_integer(value) and smallest <= value <= largest:
-            return value
-        self._note(key, f"a token id from {smallest} to {largest}")
-        return smallest
+        return self._whole_number(key, default, "a token id", smallest, largest) or smallest
+
+    def _whole_number(self, key: str, default: int | None, words: str, smallest: int, largest: int) -> int | None:
+        expected = f"{words} from {smallest} to {largest}"
+        return self._checked(key, default, lambda value: is_integer(value) and smallest <= value <= largest, expected)
 
     def positive(self, key: str, default: float | None = None, largest: float = 1) -> float:
         """A number above 0 and up to `largest`; `default` stands for absence and null, else the field is required."""
-        self._known.add(key)
-        value = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if is_number(value) and 0 < value <= largest:
-            return float(value)
-        self._note(key, f"a number above 0 and up to {largest:g}")
-        return 1.0
+        expected = f"a number above 0 and up to {largest:g}"
+        return float(
+            self._checked(key, default, lambda value: is_number(value) and 0 < value <= largest, expected) or 1
+        )
 
     def switch(self, key: str) -> bool:
         """true or false; absence and null mean false."""
+        return bool(self._checked(key, False, lambda value: isinstance(value, bool), "true or false"))
+
+    def _checked(self, key: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
+        """The field's value; None stands for one that is not valid, which is noted."""
         self._known.add(key)
         value = self.values.get(key)
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        self._note(key, "true or false")
-        return False
+        value = default if value is None else value
+        if is_valid(value):
+            return value
+        if key in self.values:
+            self.expect(key, self.values[key], expected)
+        else:
+            self.wrong.append(f"{key} is missing, expected {expected}")
+        return None
 
     def word(self, key: str, words: Mapping[str | None, str]) -> str:
         """What the field's word stands for, by `words`; None is absence and null. Other words are not supported."""
@@ -204,12 +201,6 @@ class ConfigFields:
     def refuse(self, key: str, value: Any, supported: str) -> None:
         """Note a value that asks for what is not implemented; `supported` says what is."""
         self.unsupported.append(f"{key} is {as_json(value)}, {supported}")
-
-    def _note(self, key: str, expected: str) -> None:
-        if key in self.values:
-            self.expect(key, self.values[key], expected)
-        else:
-            self.wrong.append(f"{key} is missing, expected {expected}")
 
 
 def counted(problems: Sequence[str]) -> str:
