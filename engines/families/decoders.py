@@ -20,9 +20,9 @@ from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
 class Family:
     """A family of models: its names in `config.json`, and how that becomes a `DecoderConfig`.
 
-    `name` is its `model_type`, `architecture` the class in `architectures`. `read` notes
-    problems in the fields that it takes, and what it gives is of use where there are none. `defaults` are
-    what its class takes for fields that a file leaves out.
+    `name` is its `model_type`, `architecture` the class in `architectures`. `read` notes problems in the fields that it
+    takes, and what it gives is of use where there are none. `defaults` are what its class takes for fields that a file
+    leaves out.
     """
 
     name: str
@@ -90,11 +90,10 @@ def read_decoder(
     """Read and check the fields that all families have; `own` are those of `DecoderConfig` that the family adds.
 
     A `num_key_value_heads` of null means as many as query heads, a `head_dim` of null hidden_size /
-    num_attention_heads. A family with M-RoPE has `mrope`: its usual sections
-    and whether they are interleaved; others may not have M-RoPE. `rotary_share` is the part of a head that is rotated;
-    `activations` say what the words of `hidden_act` stand for, `windowed` which layers look back on a window
-    where there is one (see `ConfigFields.windows`). Problems are noted in `fields`; the result is of use
-    where there are none.
+    num_attention_heads. A family with M-RoPE has `mrope`: its usual sections and whether they are interleaved; others
+    may not have M-RoPE. `rotary_share` is the part of a head that is rotated; `activations` say what the words of
+    `hidden_act` stand for, `windowed` which layers look back on a window where there is one (see
+    `ConfigFields.windows`). Problems are noted in `fields`; the result is of use where there are none.
     """
     vocab_size, hidden = fields.size("vocab_size"), fields.size("hidden_size")
     heads = fields.size("num_attention_heads")

@@ -290,10 +290,8 @@ def parse_yaml(text: str, place: str, error_class: type[EdgeLLMError]) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise error_class(f"{place} is not valid YAML: {error.problem or error.context}{where}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # a date that there is none of
         raise error_class(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
-    except (ValueError, OverflowError, RecursionError) as error:  # a date that there is none of
-        raise error_class(f"{place} is not valid YAML: {error}") from error
     return value
 
 
