@@ -225,13 +225,12 @@ class NumpyOperations(Operations[np.ndarray]):
         values: np.ndarray,
         mask: np.ndarray | None,
         scale: float,
-        key_scales: np.ndarray | None = None,
-        value_scales: np.ndarray | None = None,
+        *scales: np.ndarray,
     ) -> np.ndarray:
         batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
         grouped = _grouped(query, kv_heads, scale)
-        rows = [each[:, :, : visible.count] for each in _caches(keys, values, key_scales, value_scales)]
+        rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
         if tokens == 1:
             context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens)
         else:  # one head at a time: its scores stay in the processor's cache
@@ -287,11 +286,10 @@ class NumpyOperations(Operations[np.ndarray]):
         start_index: np.ndarray,
         window: int,
         scale: float,
-        key_scales: np.ndarray | None = None,
-        value_scales: np.ndarray | None = None,
+        *scales: np.ndarray,
     ) -> np.ndarray:
         tokens, (kv_heads, held) = query.shape[2], keys.shape[1:3]
-        caches = _caches(keys, values, key_scales, value_scales)
+        caches = (keys, values, *scales)
         grouped = _grouped(query, kv_heads, scale)
         context = np.empty_like(grouped)
         for b, start in enumerate(start_index.tolist()):
@@ -311,11 +309,10 @@ class NumpyOperations(Operations[np.ndarray]):
         last_seen: np.ndarray,
         window: int | None,
         scale: float,
-        key_scales: np.ndarray | None = None,
-        value_scales: np.ndarray | None = None,
+        *scales: np.ndarray,
     ) -> np.ndarray:
         tokens, (kv_heads, held) = query.shape[2], keys.shape[1:3]
-        caches = _caches(keys, values, key_scales, value_scales)
+        caches = (keys, values, *scales)
         grouped = _grouped(query, kv_heads, scale)
         context = np.empty_like(grouped)
         for b, start in enumerate(start_index.tolist()):
@@ -429,11 +426,6 @@ def _wide_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
         piece = weight[start : start + step].astype(np.float64)
         result[:, start : start + step] = np.dot(piece, x[0]) if x.shape[0] == 1 else np.dot(x, piece.T)
     return result
-
-
-def _caches(keys: np.ndarray, values: np.ndarray, *scales: np.ndarray | None) -> list[np.ndarray]:
-    """Keys, values, and where these are int8 the scales of both."""
-    return [keys, values, *(each for each in scales if each is not None)]
 
 
 def _grouped(query: np.ndarray, kv_heads: int, scale: float) -> np.ndarray:

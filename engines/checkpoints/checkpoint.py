@@ -40,8 +40,6 @@ from edgellm.engines.quantization.stored import StoredWeight
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 from edgellm.kernels.user_paths import printable
 
-__all__ = ["Checkpoint", "TensorInfo", "not_finite_error", "overflow_error", "storage_of"]
-
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 #: Buffers that old releases of transformers stored beside the weights; they follow from the configuration.
 _HARMLESS_ENDINGS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
@@ -160,19 +158,11 @@ class Checkpoint:
         """The tensor in its own dtype, a read-only view of the file; bfloat16 as its bits, uint16."""
         info = self.info(name)
         if info.dtype not in STORAGE:
-            raise _not_computable(info)
+            raise CheckpointError(
+                f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}, expected one of {', '.join(STORAGE)}. "
+                "Take the model's unquantized checkpoint"
+            )
         return self.raw_bytes(name).view(STORAGE[info.dtype]).reshape(info.shape)
-
-    def read(self, name: str, dtype: str) -> np.ndarray:
-        """The tensor as "float32", "float16" or "bfloat16" (bits, uint16), rounded to nearest, ties to even.
-
-        A view of the file where it has that dtype. Raises CheckpointError where a finite value has no place in it.
-        """
-        storage_of(dtype)
-        values, overflowed = convert(self.raw(name), self.info(name).dtype, dtype)
-        if overflowed:
-            raise overflow_error(self.info(name), dtype, overflowed)
-        return values
 
     def integers(self, name: str) -> np.ndarray:
         """A tensor of whole numbers or truth values as int64; CheckpointError where it has another dtype."""
@@ -190,18 +180,16 @@ class Checkpoint:
 
     def layout(self, name: str, shape: Sequence[int]) -> Layout | None:
         """How the weight is packed; None for one that is stored as it is."""
-        if self._head is not None and name == _HEAD:
+        if name == _HEAD and self._head is not None:
             return self._head
-        if (self._head_rows is not None and name == _HEAD) or self._is_dense_beside(name):
+        if name == _HEAD and self._head_rows is not None:
             return None
+        if name.startswith("mtp.") and name in self.tensors and self.tensors[name].dtype in STORAGE:
+            return None  # a draft head's that ships with the model: not all who pack a model say that it is dense
         if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):
             return None
         module = name.removesuffix(_WEIGHT)
         return self.quantization.layout(published_names(module) if self._is_multimodal else (module,))
-
-    def _is_dense_beside(self, name: str) -> bool:
-        """Whether it is a draft head's that ships with the model, stored as it is: not all who pack a model say so."""
-        return name.startswith("mtp.") and name in self.tensors and self.tensors[name].dtype in STORAGE
 
     def part_infos(self, name: str, shape: Sequence[int]) -> list[TensorInfo]:
         """The tensors that a weight is made of: itself, or its layout's. CheckpointError where one is missing."""
@@ -270,11 +258,13 @@ class Checkpoint:
             problems += self._misfit(name, shape)
         problems += self._differences(wanted)
         for name, info in self.tensors.items():
-            if (self._is_multimodal and name.startswith(VISION_PREFIXES) != vision) or name.startswith(unread):
-                continue
-            if not name.startswith(within):
-                continue
-            if name in wanted or name.endswith(_HARMLESS_ENDINGS):
+            if (
+                (self._is_multimodal and name.startswith(VISION_PREFIXES) != vision)
+                or name.startswith(unread)
+                or not name.startswith(within)
+                or name in wanted
+                or name.endswith(_HARMLESS_ENDINGS)
+            ):
                 continue
             if name == _HEAD and _EMBEDDING in wanted:
                 problems += self._problems_of_tied_head()
@@ -292,8 +282,8 @@ class Checkpoint:
     def _misfit(self, name: str, shape: Sequence[int]) -> list[str]:
         """Why a weight of this shape cannot have the layout that it is said to have: one line, or none."""
         layout = self.layout(name, shape)
-        problem = None if layout is None else layout.problem(*shape)
-        return [] if layout is None or problem is None else [f"no {layout.name}: {name} {_written(shape)}: {problem}"]
+        problem = layout and layout.problem(*shape)
+        return [f"no {layout.name}: {name} {_written(shape)}: {problem}"] if layout and problem else []
 
     def _differences(self, wanted: Mapping[str, Stored]) -> list[str]:
         """Of wanted tensors: which are missing, mis-shaped or of dtypes of no use."""
@@ -304,11 +294,9 @@ class Checkpoint:
                 if not stored.optional:
                     missing.append(f"missing: {name} {_written(stored.forms[0][0])}")
                 continue
-            expected = stored.shape_problem(info.shape)
-            if expected is not None:
+            if (expected := stored.shape_problem(info.shape)) is not None:
                 problems.append(f"wrong shape: {name} is {_written(info.shape)}, expected {expected}")
-            expected = stored.dtype_problem(info.shape, info.dtype)
-            if expected is not None:
+            if (expected := stored.dtype_problem(info.shape, info.dtype)) is not None:
                 problems.append(f"wrong dtype: {name} is {info.dtype}, expected {expected}")
         return missing + problems
 
@@ -355,19 +343,19 @@ def _unwrapped(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
     return named
 
 
-def storage_of(dtype: str) -> np.dtype:
-    """The NumPy type that holds `dtype`; ValueError for one that models are not computed in."""
-    if dtype not in STORAGE:
-        raise ValueError(f"dtype is {dtype!r}: expected one of {', '.join(STORAGE)}")
-    return STORAGE[dtype]
+def converted(info: TensorInfo, values: np.ndarray, dtype: str, source: str | None = None) -> np.ndarray:
+    """Values of a tensor, which are of its dtype or of `source`, as "float32", "float16" or "bfloat16" (bits, uint16),
+    rounded to nearest, ties to even; as they are where they have that dtype.
 
-
-def overflow_error(info: TensorInfo, dtype: str, count: int) -> CheckpointError:
-    """For `count` finite values of a tensor that are beyond the range of `dtype`."""
-    return CheckpointError(
-        f"{info.file}: {count} values of tensor {info.name!r} ({info.dtype}) are too large for {dtype}. "
-        "Build for bfloat16 (--dtype bfloat16), which has the range of float32"
-    )
+    Raises CheckpointError where a finite value has no place in it.
+    """
+    result, overflowed = convert(values, source or info.dtype, dtype)
+    if overflowed:
+        raise CheckpointError(
+            f"{info.file}: {overflowed} values of tensor {info.name!r} ({info.dtype}) are too large for {dtype}. "
+            "Build for bfloat16 (--dtype bfloat16), which has the range of float32"
+        )
+    return result
 
 
 def not_finite_error(info: TensorInfo, values: np.ndarray, index: int) -> CheckpointError:
@@ -377,13 +365,6 @@ def not_finite_error(info: TensorInfo, values: np.ndarray, index: int) -> Checkp
         f"{value_and_place(values, info.dtype, index)}, expected finite numbers: no answer computed with it is of use. "
         "Copy the checkpoint anew from its source and build the engine directory again; where the source has it so, "
         "take another release of the model"
-    )
-
-
-def _not_computable(info: TensorInfo) -> CheckpointError:
-    return CheckpointError(
-        f"{info.file}: tensor {info.name!r} has the dtype {info.dtype}, expected one of {', '.join(STORAGE)}. "
-        "Take the model's unquantized checkpoint"
     )
 
 

@@ -12,17 +12,16 @@ import pickletools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.safetensors_file import LARGEST_COUNT, are_counts, brief, is_count
 
 #: The largest pickle that is read, in bytes; the weights themselves lie outside it.
 LARGEST_PICKLE = 64 << 20
 #: An instruction makes at most one value, so that this bounds the memory too; a tensor takes about 30.
 MOST_INSTRUCTIONS = 5_000_000
-_LARGEST_COUNT = (1 << 63) - 1
-_INSTRUCTION_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
-_LARGEST_RANK = 32
 _LARGEST_LONG = 16
 _MARK = object()
 
@@ -32,16 +31,11 @@ _PARAMETER = ("torch._utils", "_rebuild_parameter")
 _STORAGE_MODULES = ("torch", "torch.storage")
 
 
-@dataclass(frozen=True)
-class _Global:
+class _Global(NamedTuple):
     """A name that a pickle refers to; it is never looked up."""
 
     module: str
     name: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.module, self.name
 
 
 def read_pickle(data: Any, start: int, size: int, described: str) -> tuple[Any, int]:
@@ -67,17 +61,16 @@ class _Machine:
             code = self._take(1)
             if code == b".":
                 return self._pop()
-            instruction = _INSTRUCTIONS.get(code)
-            if instruction is None:
+            if code not in _INSTRUCTIONS:
                 raise self._refused_instruction(code)
-            instruction(self)
+            _INSTRUCTIONS[code](self)
         raise self._error(f"its pickle has more than {MOST_INSTRUCTIONS:,} instructions, more than weights need")
 
     def _error(self, cause: str) -> CheckpointError:
         return CheckpointError(f"{self._described}: {cause}. Nothing of it was run or converted")
 
     def _refused_instruction(self, code: bytes) -> CheckpointError:
-        name = _INSTRUCTION_NAMES.get(code.decode("latin-1"))
+        name = next((opcode.name for opcode in pickletools.opcodes if opcode.code == code.decode("latin-1")), None)
         if name is None:
             return self._error(f"byte {code[0]} at {self.position - 1:,} is no instruction of a pickle: it is damaged")
         return self._error(
@@ -129,8 +122,8 @@ class _Machine:
                 return values
         raise self._error("its pickle closes what it did not open: it is damaged")
 
-    def tuple_of(self, count: int) -> None:
-        self._push(tuple(reversed([self._pop() for _ in range(count)])))
+    def _pops(self, count: int) -> list[Any]:
+        return [self._pop() for _ in range(count)][::-1]
 
     def put(self, index: int) -> None:
         self._memo[index] = self._top()
@@ -139,6 +132,12 @@ class _Machine:
         if index not in self._memo:
             raise self._error(f"its pickle refers to value {index}, which it did not store: it is damaged")
         self._push(self._memo[index])
+
+    def tuple_of(self, count: int) -> None:
+        self._push(tuple(self._pops(count)))
+
+    def number(self, layout: str) -> None:
+        self._push(self._number(layout))
 
     def text(self, layout: str) -> None:
         self._push(self._decoded(self._take(self._number(layout))))
@@ -166,10 +165,6 @@ class _Machine:
                 raise self._error(f"its pickle sets {key!r:.80} twice; which one is meant is unknown")
             target[key] = value
 
-    def set_item(self) -> None:
-        value, key = self._pop(), self._pop()
-        self.set_items([key, value])
-
     def name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise self._error("its pickle names a global by what is not text")
@@ -182,19 +177,15 @@ class _Machine:
             )
         self._push(_Global(module, name))
 
-    def stack_name(self) -> None:
-        name, module = self._pop(), self._pop()
-        self.name(module, name)
-
     def reduce(self) -> None:
-        arguments, called = self._pop(), self._pop()
+        called, arguments = self._pops(2)
         if type(arguments) is not tuple or type(called) is not _Global:
             raise self._error("its pickle calls what is not a function. A pickle can run code: this one was refused")
-        if called.key == _DICTIONARY and arguments == ():
+        if called == _DICTIONARY and arguments == ():
             self._push({})
-        elif called.key == _TENSOR:
+        elif called == _TENSOR:
             self._push(self._tensor(arguments))
-        elif called.key == _PARAMETER and arguments and type(arguments[0]) is TensorView:
+        elif called == _PARAMETER and arguments and type(arguments[0]) is TensorView:
             self._push(arguments[0])
         else:
             raise self._error(f"its pickle calls {called.module}.{called.name} with arguments that PyTorch never saves")
@@ -215,8 +206,8 @@ class _Machine:
         if type(kind) is not _Global or kind.name not in STORAGES or type(key) is not str or type(location) is not str:
             raise self._error("its pickle describes a storage as PyTorch does not")
         dtype, item_size = STORAGES[kind.name]
-        if not _is_count(count) or count * item_size > _LARGEST_COUNT:
-            raise self._error(f"storage {key!r:.40} is said to have {_shown(count)} elements")
+        if not is_count(count) or count * item_size > LARGEST_COUNT:
+            raise self._error(f"storage {key!r:.40} is said to have {brief(count)} elements")
         storage = Storage(key, dtype, item_size, count)
         if self._storages.setdefault(key, storage) != storage:
             raise self._error(f"storage {key!r:.40} is described twice, and not alike")
@@ -228,63 +219,42 @@ class _Machine:
         storage, offset, shape, strides = arguments[:4]
         if storage.dtype == "untyped":
             raise self._error(f"a tensor lies in storage {storage.key!r:.40}, which has no dtype")
-        if not _are_counts(shape) or not _are_counts(strides) or len(shape) != len(strides) or not _is_count(offset):
+        are_sizes = are_counts(shape, tuple) and are_counts(strides, tuple) and len(shape) == len(strides)
+        if not are_sizes or not is_count(offset):
             raise self._error(
-                f"a tensor in storage {storage.key!r:.40} has the shape {_shown(shape)}, the strides "
-                f"{_shown(strides)} and the offset {_shown(offset)}, expected whole numbers from 0 on"
+                f"a tensor in storage {storage.key!r:.40} has the shape {brief(shape)}, the strides "
+                f"{brief(strides)} and the offset {brief(offset)}, expected whole numbers from 0 on"
             )
-        if math.prod(max(1, extent) for extent in shape) * storage.item_size > _LARGEST_COUNT:
-            raise self._error(f"a tensor has the shape {_shown(shape)}, larger than any memory")
+        if math.prod(max(1, extent) for extent in shape) * storage.item_size > LARGEST_COUNT:
+            raise self._error(f"a tensor has the shape {brief(shape)}, larger than any memory")
         last = offset + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
         if offset > storage.count or (0 not in shape and last >= storage.count):
             raise self._error(
-                f"a tensor of shape {_shown(shape)}, strides {_shown(strides)} and offset {offset} leaves its storage "
+                f"a tensor of shape {brief(shape)}, strides {brief(strides)} and offset {offset} leaves its storage "
                 f"{storage.key!r:.40} of {storage.count:,} elements"
             )
         return TensorView(storage, offset, shape, strides)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= _LARGEST_COUNT
-
-
-def _are_counts(values: Any) -> bool:
-    return type(values) is tuple and len(values) <= _LARGEST_RANK and all(map(_is_count, values))
-
-
-def _shown(value: Any) -> str:
-    """A value for a message; nested ones by their type alone, which may be of any depth."""
-    values = value if type(value) is tuple else (value,)
-    return f"{value!r:.80}" if all(type(item) in (int, str, float) for item in values) else f"a {type(value).__name__}"
-
-
+_CONSTANTS = {b"(": _MARK, b")": (), b"N": None, b"\x88": True, b"\x89": False}
+_NUMBERS = {b"J": "<i", b"K": "<B", b"M": "<H", b"G": ">d"}
+#: By the layout of their lengths; U and T are text of Python 2.
+_TEXTS = {b"U": "<B", b"T": "<I", b"X": "<I", b"\x8c": "<B", b"\x8d": "<Q"}
+_TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 _INSTRUCTIONS: dict[bytes, Callable[[_Machine], Any]] = {
+    **{code: partial(_Machine._push, value=value) for code, value in _CONSTANTS.items()},
+    **{code: partial(_Machine.number, layout=layout) for code, layout in _NUMBERS.items()},
+    **{code: partial(_Machine.text, layout=layout) for code, layout in _TEXTS.items()},
+    **{code: partial(_Machine.tuple_of, count=count) for code, count in _TUPLES.items()},
     b"\x80": lambda machine: machine._take(1),  # PROTO
     b"\x95": lambda machine: machine._take(8),  # FRAME
-    b"(": lambda machine: machine._push(_MARK),
     b"}": lambda machine: machine._push({}),
     b"]": lambda machine: machine._push([]),
-    b")": lambda machine: machine._push(()),
-    b"N": lambda machine: machine._push(None),
-    b"\x88": lambda machine: machine._push(True),
-    b"\x89": lambda machine: machine._push(False),
-    b"J": lambda machine: machine._push(machine._number("<i")),
-    b"K": lambda machine: machine._push(machine._number("<B")),
-    b"M": lambda machine: machine._push(machine._number("<H")),
-    b"G": lambda machine: machine._push(machine._number(">d")),
     b"\x8a": _Machine.long,
-    b"U": lambda machine: machine.text("<B"),  # SHORT_BINSTRING and BINSTRING: text of Python 2
-    b"T": lambda machine: machine.text("<I"),
-    b"X": lambda machine: machine.text("<I"),
-    b"\x8c": lambda machine: machine.text("<B"),
-    b"\x8d": lambda machine: machine.text("<Q"),
     b"t": lambda machine: machine._push(tuple(machine._pop_to_mark())),
-    b"\x85": lambda machine: machine.tuple_of(1),
-    b"\x86": lambda machine: machine.tuple_of(2),
-    b"\x87": lambda machine: machine.tuple_of(3),
     b"a": lambda machine: machine.append([machine._pop()]),
     b"e": lambda machine: machine.append(machine._pop_to_mark()),
-    b"s": _Machine.set_item,
+    b"s": lambda machine: machine.set_items(machine._pops(2)),
     b"u": lambda machine: machine.set_items(machine._pop_to_mark()),
     b"q": lambda machine: machine.put(machine._number("<B")),
     b"r": lambda machine: machine.put(machine._number("<I")),
@@ -292,7 +262,7 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], Any]] = {
     b"h": lambda machine: machine.get(machine._number("<B")),
     b"j": lambda machine: machine.get(machine._number("<I")),
     b"c": lambda machine: machine.name(machine._line(), machine._line()),
-    b"\x93": _Machine.stack_name,
+    b"\x93": lambda machine: machine.name(*machine._pops(2)),
     b"R": _Machine.reduce,
     b"b": _Machine.build,
     b"Q": _Machine.persistent,
@@ -343,13 +313,3 @@ class TensorView:
     def nbytes(self) -> int:
         """The size in bytes, written out."""
         return math.prod(self.shape) * self.storage.item_size
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie one behind the other in C order."""
-        expected = 1
-        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if extent > 1 and stride != expected:
-                return False
-            expected *= extent
-        return True

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint, not_finite_error, overflow_error, storage_of
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted, not_finite_error
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.digests import is_known_finite, remember_finite
-from edgellm.engines.formats.tensors import convert, float32_into
+from edgellm.engines.formats.tensors import STORAGE, float32_into
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import MAPPING
-from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.sampling.twin import first_not_finite
 
 #: Elements converted at a time: large tensors must not be in memory twice.
@@ -72,22 +71,24 @@ def load_numpy_weights(
     sizes = [-(-math.prod(spec.shape) // step) * step for spec in specs]
     arena = np.empty(sum(sizes) + step, np.float32)
     position = -(arena.ctypes.data // 4) % step
-    weights, parts = {}, list[tuple[str, np.ndarray]]()
+    weights = {}
     for spec, size in zip(specs, sizes, strict=True):
-        buffer = arena[position : position + math.prod(spec.shape)]
-        filled = 0
-        for name, shape in spec.parts:
-            size_of_part = math.prod(shape)
-            parts.append((name, buffer[filled : filled + size_of_part].reshape(shape)))
-            filled += size_of_part
-        weights[spec.name] = buffer.reshape(spec.shape)
+        weights[spec.name] = arena[position : position + math.prod(spec.shape)].reshape(spec.shape)
         position += size
+    shapes = (shape for spec in specs for _, shape in spec.parts)
+    places = zip(part_places(specs), shapes, strict=True)
+    parts = [(name, weights[spec.name].reshape(-1)[place].reshape(shape)) for (spec, name, place), shape in places]
     check = FiniteCheck(checkpoint, specs)
 
     def convert_part(name: str, target: np.ndarray) -> tuple[str, int]:
         packed = checkpoint.packed(name, target.shape)
         if packed is not None:
-            dequantize_into(packed, target)
+            rows = max(1, _PIECE // target.shape[1])
+            for start in range(0, len(target), rows):
+                piece = target[start : start + rows]
+                piece[...] = packed.rows(start, start + rows).values()
+                if packed.input_scales is not None:
+                    piece *= packed.input_scales
             return name, -1
         values = _part(checkpoint, name, target.shape)
         found = first_not_finite(values.reshape(-1)) if check.is_due(name) else -1
@@ -105,16 +106,6 @@ def load_numpy_weights(
                 progress(done, total)
     check.conclude(found)
     return weights
-
-
-def dequantize_into(packed: PackedWeight, target: np.ndarray) -> None:
-    """Write the values of a packed weight, times what its inputs are scaled by, to `target` float32 [N, K]."""
-    step = max(1, _PIECE // target.shape[1])
-    for start in range(0, len(target), step):
-        piece = target[start : start + step]
-        piece[...] = packed.rows(start, start + step).values()
-        if packed.input_scales is not None:
-            piece *= packed.input_scales
 
 
 def described_parts(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, tuple[int, int]]:
@@ -147,18 +138,14 @@ def iterate_weight_parts(
     that has the dtype already comes whole, as a read-only view of the memory map; others are converted piece by piece.
     Raises CheckpointError as `load_numpy_weights` does, and for finite values that the dtype cannot hold.
     """
-    for spec in specs:
+    shapes = (shape for spec in specs for _, shape in spec.parts)
+    for (spec, name, place), shape in zip(part_places(specs), shapes, strict=True):
         own = dtype if spec.dtype == "compute" else spec.dtype
-        item_size, offset = storage_of(own).itemsize, 0
-        for name, shape in spec.parts:
-            values, info = _part(checkpoint, name, shape).reshape(-1), checkpoint.info(name)
-            step = max(1, values.size) if info.dtype == own else _PIECE
-            for start in range(0, values.size, step):
-                piece, overflowed = convert(values[start : start + step], info.dtype, own)
-                if overflowed:
-                    raise overflow_error(info, own, overflowed)
-                yield spec, offset + start * item_size, piece
-            offset += values.size * item_size
+        values, info = _part(checkpoint, name, shape).reshape(-1), checkpoint.info(name)
+        step = max(1, values.size) if info.dtype == own else _PIECE
+        for start in range(0, values.size, step):
+            piece = converted(info, values[start : start + step], own)
+            yield spec, (place.start + start) * STORAGE[own].itemsize, piece
 
 
 def _part(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -5,31 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
-from edgellm.engines.families.cwm import CWM
 from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.gemma import GEMMA, GEMMA3, GEMMA3_WITH_IMAGES
-from edgellm.engines.families.granite import GRANITE
-from edgellm.engines.families.lfm2 import LFM2
-from edgellm.engines.families.llama import LLAMA
-from edgellm.engines.families.llava import LLAVA
-from edgellm.engines.families.ministral3 import MINISTRAL3
-from edgellm.engines.families.mistral import MISTRAL
-from edgellm.engines.families.mistral3 import MISTRAL3
-from edgellm.engines.families.phi3 import PHI3
-from edgellm.engines.families.qwen2 import QWEN2
-from edgellm.engines.families.qwen2_5_vl import QWEN2_5_VL
-from edgellm.engines.families.qwen3 import QWEN3
-from edgellm.engines.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
-from edgellm.engines.families.qwen3_vl import QWEN3_VL
-from edgellm.engines.families.seed_oss import SEED_OSS
-from edgellm.engines.families.smollm3 import SMOLLM3
+from edgellm.engines.families.gemma import GEMMA, GEMMA3
+from edgellm.engines.families.hybrid import LFM2, QWEN3_5, QWEN3_5_TEXT
+from edgellm.engines.families.llama import CWM, GRANITE, LLAMA, MINISTRAL3, MISTRAL, PHI3, SEED_OSS, SMOLLM3
+from edgellm.engines.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL
+from edgellm.engines.families.vision_language import GEMMA3_WITH_IMAGES, LLAVA, MISTRAL3
 from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 
 __all__ = ["FAMILIES", "decoder_config"]
 
-#: Every family that is supported, by its `model_type`: a new one is a file of its own and a name here.
+#: Every family that is supported, by its `model_type`.
 FAMILIES = {
     family.name: family
     for family in (
@@ -52,8 +40,8 @@ def decoder_config(
     of a wrong type or inconsistent; either lists all problems.
     """
     family = _family(config_json)
-    fields = ConfigFields(filled(config_json, family.defaults), generation_config, family.name)
-    config = family.read(fields, dtype)
+    fields = ConfigFields(filled(config_json, family.defaults), generation_config, family.name, dtype)
+    config = family.read(fields)
     fields.raise_problems()
     return config
 

@@ -14,16 +14,14 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import filled, read_decoder
-from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.fields import ConfigFields, counted, first_prefix
 from edgellm.engines.families.other_drafts import other_draft
-from edgellm.engines.families.qwen3 import QWEN3
+from edgellm.engines.families.qwen import QWEN3
 from edgellm.engines.formats.strict_formats import as_json, is_integer
 from edgellm.engines.model.config import DRAFT_EMBEDDING, DRAFT_HEAD, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, head_weight_name
 from edgellm.engines.model.draft_decoder import MAPPING, draft_weights
 from edgellm.engines.model.rotary import context_bounds
-
-__all__ = ["CONVENTION_KEY", "read_draft"]
 
 #: Our own key: false for a head that was trained on the image token's embedding, rather than on the images' rows.
 IMAGE_EMBEDDINGS_KEY = "eagle_image_embeddings"
@@ -40,6 +38,10 @@ _LAYERS: dict[str | None, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": None, "use_sliding_window": False},
     "qwen3": {"num_key_value_heads": None, "use_sliding_window": False, "head_dim": QWEN3.defaults["head_dim"]},
 }
+#: Our own key beside the ids, which says which convention they follow.
+CONVENTION_KEY = "eagle_aux_hidden_state_convention"
+_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+_CONVENTIONS = ("entered", "output")
 _ADVICE = "Take a head that was trained for this very base, with the config.json that was published with it."
 
 
@@ -56,36 +58,30 @@ def read_draft(draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) 
             "EAGLE-1, EAGLE-2, EAGLE-3 and EAGLE-3.1 can, as SafeAILab, SpecForge and speculators publish them: take "
             "one that was trained for this very base, or build without a draft"
         )
-    reader = _Reader(draft, base, base_config)
+    reader = DraftReader(draft, base, base_config)
     config = reader.read()
     problems = [*reader.fields.unsupported, *reader.fields.wrong, *reader.problems]
     if problems or config is None:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        count = f"{len(problems)} problem" + "s" * (len(problems) > 1)
         error = UnsupportedModelError if reader.fields.unsupported else CheckpointError
-        raise error(f"{draft.path} cannot be the draft of {base.path}: {count}:\n{listed}\n{_ADVICE}")
+        raise error(f"{draft.path} cannot be the draft of {base.path}: {counted(problems)}\n{_ADVICE}")
     return config
 
 
-class _Reader:
+class DraftReader:
     """Reads one head; what is wrong with the file lands in `fields`, what does not fit the base in `problems`."""
 
     def __init__(self, draft: Checkpoint, base: Checkpoint, base_config: DecoderConfig) -> None:
         self.draft, self.base, self.base_config = draft, base, base_config
         self.top: dict[str, Any] = draft.config
         self.problems: list[str] = []
-        layer = self.top.get("transformer_layer_config")
+        layer, eagle = self.top.get("transformer_layer_config"), self.top.get("eagle_config")
         self.is_speculators = "speculators_model_type" in self.top or layer is not None
-        self.fields = ConfigFields(layer if isinstance(layer, dict) else self.top, None, "draft")
-        if layer is not None and not isinstance(layer, dict):
-            self.fields.wrong.append(f"transformer_layer_config is {as_json(layer)}, expected an object")
-        eagle = self.top.get("eagle_config")
+        self.fields = ConfigFields(layer if isinstance(layer, dict) else self.top, None, "draft", draft.dtype)
         self.eagle: dict[str, Any] = eagle if isinstance(eagle, dict) else {}
-        if eagle is not None and not isinstance(eagle, dict):
-            self.fields.wrong.append(f"eagle_config is {as_json(eagle)}, expected an object")
-        names = draft.tensors
-        found = (prefix for prefix in _LAYER_PREFIXES if any(name.startswith(prefix) for name in names))
-        self.layer_prefix = next(found, "midlayer.")
+        for key, value in (("transformer_layer_config", layer), ("eagle_config", eagle)):
+            if value is not None and not isinstance(value, dict):
+                self.fields.expect(key, value, "an object")
+        self.layer_prefix = first_prefix(_LAYER_PREFIXES, draft.tensors)
         self.prefix = "model." if self.layer_prefix.startswith("model.") else ""
 
     def read(self) -> DraftConfig | None:
@@ -94,14 +90,11 @@ class _Reader:
         decoder = self._decoder()
         self._compare_with_base(decoder)
         norm = "none" if is_first else self._feature_norm()
-        feed_back = self._switch("norm_output") and not is_first
-        layers: tuple[int, ...] = (self.base_config.num_layers,)
-        if not is_first:
-            layers = feature_layers(self.top, self.eagle, self.is_speculators, self.base_config.num_layers, self.fields)
+        feed_back = bool(self._declared("norm_output")) and not is_first
+        layers = (self.base_config.num_layers,) if is_first else self.feature_layers()
         if self.fields.wrong or self.fields.unsupported:
             return None
         vocab_size = self._draft_vocab_size(decoder.vocab_size, is_first)
-        base_head = head_weight_name(self.base_config)
         config = DraftConfig(
             generation="1" if is_first else "3.1" if norm != "none" or feed_back else "3",
             decoder=decoder,
@@ -113,9 +106,9 @@ class _Reader:
             has_embedding=f"{self.prefix}{DRAFT_EMBEDDING}" in self.draft.tensors,
             has_head=not is_first and (self.draft.has_weight(DRAFT_HEAD) or vocab_size != decoder.vocab_size),
             base_embedding=EMBEDDING,
-            base_head=base_head,
+            base_head=head_weight_name(self.base_config),
             fc_bias=self._has("fc.bias", self._declared("bias"), self.prefix),
-            norm_before_residual=self._switch("norm_before_residual") and not is_first,
+            norm_before_residual=bool(self._declared("norm_before_residual")) and not is_first,
             feed_back_normed=feed_back,
             image_embeddings=self._declared(IMAGE_EMBEDDINGS_KEY) is not False,
         )
@@ -126,7 +119,7 @@ class _Reader:
         kind = self.top.get("speculators_model_type")
         if self.is_speculators:
             if kind != "eagle3":
-                self.fields.unsupported.append(f"speculators_model_type is {as_json(kind)}, supported is eagle3")
+                self.fields.refuse("speculators_model_type", kind, "supported is eagle3")
             return False
         architectures = self.top.get("architectures")
         name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
@@ -138,22 +131,21 @@ class _Reader:
         fields, attention = self.fields, f"{self.layer_prefix}self_attn."
         model_type = fields.values.get("model_type")
         if not isinstance(model_type, str | None) or model_type not in _LAYERS:
-            supported = ", ".join(filter(None, _LAYERS))
-            fields.unsupported.append(f"model_type is {as_json(model_type)}, supported are {supported}")
+            fields.refuse("model_type", model_type, f"supported are {', '.join(filter(None, _LAYERS))}")
             model_type = None
         fields.values = filled(fields.values, _LAYERS[model_type])
-        if fields.size("num_hidden_layers") > 1:
-            fields.unsupported.append(
-                f"num_hidden_layers is {fields.values['num_hidden_layers']}, supported are heads of one layer"
-            )
+        layers = fields.size("num_hidden_layers")
+        if layers > 1:
+            fields.refuse("num_hidden_layers", layers, "supported are heads of one layer")
         declared = self._declared("qkv_bias")
         if declared is None:
             declared = self._declared("attention_bias")
-        base = self.base_config
+        base, scalings = self.base_config, [fields.values.get(key) for key in ("rope_scaling", "rope_parameters")]
+        # Whether the head was trained with positions in time, height and width; else rows are its positions.
+        has_mrope = any(isinstance(scaling, dict) and "mrope_section" in scaling for scaling in scalings)
         decoder = read_decoder(
             fields,
-            self.draft.dtype,
-            mrope=(base.mrope_section, base.mrope_interleaved) if _has_mrope(fields) else ((), False),
+            mrope=(base.mrope_section, base.mrope_interleaved) if has_mrope else ((), False),
             attention_bias=self._has("q_proj.bias", declared, attention),
             attention_output_bias=self._has("o_proj.bias", None, attention),
             mlp_bias=self._has("gate_proj.bias", self._declared("mlp_bias"), f"{self.layer_prefix}mlp."),
@@ -180,7 +172,7 @@ class _Reader:
         if each and whole:
             self.fields.wrong.append("both fc_norm and norm_before_fc are set, expected one of them")
         if self._declared("use_aux_hidden_state") is False:
-            self.fields.unsupported.append("use_aux_hidden_state is false, supported are heads that take hidden states")
+            self.fields.refuse("use_aux_hidden_state", False, "supported are heads that take hidden states")
         return "each" if each else "whole" if whole else "none"
 
     def _draft_vocab_size(self, vocab_size: int, is_first: bool) -> int:
@@ -190,19 +182,15 @@ class _Reader:
         named = [(key, self.top[key]) for key in _VOCABULARY_KEYS if self.top.get(key) is not None]
         key, value = named[0] if named else ("", None)
         if not named or (key != _VOCABULARY_KEYS[0] and value == vocab_size):
-            key, value = self._vocabulary_of_tensors(vocab_size)
+            key, value = "vocab_size", vocab_size  # of a head that has neither mapping nor head
+            for name, dimensions in ((DRAFT_HEAD, 2), (MAPPING, 1)):
+                info = self.draft.tensors.get(name)
+                if info is not None and len(info.shape) == dimensions:
+                    key, value = f"the length of {name}", info.shape[0]
         if not is_integer(value) or not 1 <= value <= vocab_size:
             self.problems.append(f"{key} is {as_json(value)}, expected a whole number from 1 to {vocab_size}")
             return vocab_size
         return value
-
-    def _vocabulary_of_tensors(self, vocab_size: int) -> tuple[str, int]:
-        """Which tensor says how many logits the head has, and how many; all where it has neither mapping nor head."""
-        for name, dimensions in ((MAPPING, 1), (DRAFT_HEAD, 2)):
-            info = self.draft.tensors.get(name)
-            if info is not None and len(info.shape) == dimensions:
-                return f"the length of {name}", info.shape[0]
-        return "vocab_size", vocab_size
 
     def _checked(self, config: DraftConfig) -> DraftConfig:
         """Compare with the tensors, then leave out the tables that equal the base's."""
@@ -248,13 +236,53 @@ class _Reader:
         if ids.size < targets.size:
             twice = ids[counts > 1]
             return [f"{MAPPING} maps several draft ids to {_listed(twice)}; each id of the base may be there once"]
-        if _INVERSE_MAPPING not in self.draft.tensors:
-            return []
-        inverse = np.flatnonzero(self.draft.integers(_INVERSE_MAPPING))
-        differing = np.setxor1d(ids, inverse)
-        if differing.size:
-            return [f"{_INVERSE_MAPPING} disagrees with {MAPPING} on {differing.size} ids, as {_listed(differing)}"]
+        if _INVERSE_MAPPING in self.draft.tensors:
+            differing = np.setxor1d(ids, np.flatnonzero(self.draft.integers(_INVERSE_MAPPING)))
+            if differing.size:
+                return [f"{_INVERSE_MAPPING} disagrees with {MAPPING} on {differing.size} ids, as {_listed(differing)}"]
         return []
+
+    def feature_layers(self) -> tuple[int, ...]:
+        """The layers of the base whose inputs are the head's features, ascending."""
+        count, fields = self.base_config.num_layers, self.fields
+        usual = (2, count // 2, count - 3)
+        named = [values[_IDS_KEY] for values in (self.top, self.eagle) if values.get(_IDS_KEY) is not None]
+        if not named:
+            if len(set(usual)) < len(usual) or min(usual) < 1:
+                fields.wrong.append(
+                    f"{_IDS_KEY} is missing: a base of {count} layers has no usual ones, expected at least 7 layers"
+                )
+            return usual
+        ids = named[0]
+        if not isinstance(ids, list) or not ids or not all(is_integer(value) for value in ids):
+            fields.expect(_IDS_KEY, ids, "a list of layers")
+            return usual
+        if any(other != ids for other in named):
+            fields.wrong.append(f"{_IDS_KEY} is {as_json(named[0])} in one place and {as_json(named[1])} in another")
+        convention = self._convention(ids, usual)
+        layers = tuple(value + 1 if convention == "output" else value for value in ids)
+        if list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] < count:
+            fields.wrong.append(
+                f"{_IDS_KEY} is {as_json(ids)}, by the convention {convention!r} the layers entered are "
+                f"{list(layers)}; expected distinct ones from 1 to {count - 1}, ascending"
+            )
+        return layers
+
+    def _convention(self, ids: list[int], usual: tuple[int, ...]) -> str:
+        """By our own key, by speculators' format, or because the ids are the usual layers by one convention alone."""
+        declared = self.top.get(CONVENTION_KEY, self.eagle.get(CONVENTION_KEY))
+        if declared in _CONVENTIONS:
+            return declared
+        if declared is not None:
+            self.fields.expect(CONVENTION_KEY, declared, f"one of {', '.join(_CONVENTIONS)}")
+        elif tuple(value + 1 for value in ids) == usual and not self.is_speculators:
+            return "output"
+        elif tuple(ids) != usual and not self.is_speculators:
+            self.fields.wrong.append(
+                f"{_IDS_KEY} is {as_json(ids)}, and nothing says whether these layers are entered or left: add "
+                f'"{CONVENTION_KEY}": "output" (SpecForge, SGLang) or "entered" (vLLM) to config.json'
+            )
+        return "entered"
 
     def _declared(self, key: str) -> bool | None:
         """A switch of `config.json`, or None where it does not say."""
@@ -268,84 +296,10 @@ class _Reader:
                     self.fields.wrong.append(problem)
         return None
 
-    def _switch(self, key: str) -> bool:
-        return bool(self._declared(key))
-
     def _has(self, tensor: str, declared: bool | None, prefix: str) -> bool:
         """Whether a tensor belongs to the head: as `config.json` says, else where it is there."""
         return f"{prefix}{tensor}" in self.draft.tensors if declared is None else declared
 
 
-def _has_mrope(fields: ConfigFields) -> bool:
-    """Whether the head was trained with positions in time, height and width; else rows are its positions."""
-    return any(
-        isinstance(scaling := fields.values.get(key), dict) and "mrope_section" in scaling
-        for key in ("rope_scaling", "rope_parameters")
-    )
-
-
 def _listed(ids: np.ndarray) -> str:
     return ", ".join(str(value) for value in ids[:5]) + (", ..." if len(ids) > 5 else "")
-
-
-#: Our own key beside the ids, which says which convention they follow.
-CONVENTION_KEY = "eagle_aux_hidden_state_convention"
-_IDS_KEY = "eagle_aux_hidden_state_layer_ids"
-_CONVENTIONS = ("entered", "output")
-
-
-def feature_layers(
-    config: dict[str, Any], eagle_config: dict[str, Any], is_speculators: bool, num_layers: int, fields: ConfigFields
-) -> tuple[int, ...]:
-    """The layers of a base of `num_layers` layers whose inputs are the head's features, ascending.
-
-    `config` is `config.json`, `eagle_config` what it has under that name. Problems are noted in `fields`.
-    """
-    default = (2, num_layers // 2, num_layers - 3)
-    named = [values[_IDS_KEY] for values in (config, eagle_config) if values.get(_IDS_KEY) is not None]
-    if not named:
-        if len(set(default)) < len(default) or min(default) < 1:
-            fields.wrong.append(
-                f"{_IDS_KEY} is missing: a base of {num_layers} layers has no usual ones, expected at least 7 layers"
-            )
-        return default
-    ids = named[0]
-    if not isinstance(ids, list) or not ids or not all(is_integer(value) for value in ids):
-        fields.wrong.append(f"{_IDS_KEY} is {as_json(ids)}, expected a list of layers")
-        return default
-    if any(other != ids for other in named):
-        fields.wrong.append(f"{_IDS_KEY} is {as_json(named[0])} in one place and {as_json(named[1])} in another")
-    convention = _convention(config, eagle_config, is_speculators, ids, default, fields)
-    layers = tuple(value + 1 if convention == "output" else value for value in ids)
-    if list(layers) != sorted(set(layers)) or not 1 <= layers[0] <= layers[-1] < num_layers:
-        fields.wrong.append(
-            f"{_IDS_KEY} is {as_json(ids)}, by the convention {convention!r} the layers entered are {list(layers)}; "
-            f"expected distinct ones from 1 to {num_layers - 1}, ascending"
-        )
-    return layers
-
-
-def _convention(
-    config: dict[str, Any],
-    eagle_config: dict[str, Any],
-    is_speculators: bool,
-    ids: list[int],
-    default: tuple[int, ...],
-    fields: ConfigFields,
-) -> str:
-    """By our own key, by speculators' format, or because the ids are the usual layers by one convention alone."""
-    declared = config.get(CONVENTION_KEY, eagle_config.get(CONVENTION_KEY))
-    if declared is not None:
-        if declared not in _CONVENTIONS:
-            fields.wrong.append(f"{CONVENTION_KEY} is {as_json(declared)}, expected one of {', '.join(_CONVENTIONS)}")
-            return "entered"
-        return declared
-    if is_speculators or tuple(ids) == default:
-        return "entered"
-    if tuple(value + 1 for value in ids) == default:
-        return "output"
-    fields.wrong.append(
-        f"{_IDS_KEY} is {as_json(ids)}, and nothing says whether these layers are entered or left: add "
-        f'"{CONVENTION_KEY}": "output" (SpecForge, SGLang) or "entered" (vLLM) to config.json'
-    )
-    return "entered"

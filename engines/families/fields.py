@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
-from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH, LAYER_KINDS
+from edgellm.engines.model.config import LARGEST_DEPTH
 from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
-    "pretraining_tp": (1,),
-    "use_bidirectional_attention": (False,),
-    "lm_head_bias": (False,),
-    "attention_out_bias": (False,),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    "clip_qkv": (),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "pretraining_tp"), (1,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
+    **dict.fromkeys(("use_bidirectional_attention", "lm_head_bias", "attention_out_bias"), (False,)),
+    **dict.fromkeys(("use_qk_norm", "qk_layernorm"), (False,)),
+    **dict.fromkeys(_EXPERTS, (0,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("attention_multiplier", "attention_chunk_size", "clip_qkv"), ()),
     "no_rope_layers": ([],),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "attention_chunk_size": (),
 }
-_FEATURES = {
-    "num_experts": "mixture of experts",
-    "num_local_experts": "mixture of experts",
-    "n_routed_experts": "mixture of experts",
-    "attention_chunk_size": "chunked attention",
-}
+_FEATURES = dict.fromkeys(_EXPERTS, "mixture of experts") | {"attention_chunk_size": "chunked attention"}
 _DTYPES = ("float16", "bfloat16", "float32")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = {"full_attention": "attention", "sliding_attention": "window"}
 
 
 def every_layer(layer: int) -> bool:
@@ -57,8 +39,11 @@ class ConfigFields:
     both at once. A field that a family has read or ignores is not among those that `refuse_unsupported` refuses.
     """
 
-    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any] | None, family: str) -> None:
+    def __init__(
+        self, config: dict[str, Any], generation_config: dict[str, Any] | None, family: str, dtype: str | None = None
+    ) -> None:
         self.values = config
+        self.tensors_dtype = dtype
         self.generation_values = generation_config or {}
         self.family = family
         self.wrong: list[str] = []
@@ -71,40 +56,46 @@ class ConfigFields:
 
     def size(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
         """A whole number from 1 to `largest`; `default` stands for absence and null, else the field is required."""
-        value = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if is_integer(value) and 1 <= value <= largest:
-            return value
-        self._note(key, f"a whole number from 1 to {largest}")
-        return 0
+        return self._whole_number(key, default, "a whole number", 1, largest) or 0
+
+    def token_id(self, key: str, default: int | None = None, smallest: int = 0, largest: int = LARGEST_SIZE) -> int:
+        """The id of one token; `default` stands for absence and null, else the field is required."""
+        return self._whole_number(key, default, "a token id", smallest, largest) or smallest
+
+    def _whole_number(self, key: str, default: int | None, words: str, smallest: int, largest: int) -> int | None:
+        expected = f"{words} from {smallest} to {largest}"
+        return self._checked(key, default, lambda value: is_integer(value) and smallest <= value <= largest, expected)
 
     def positive(self, key: str, default: float | None = None, largest: float = 1) -> float:
         """A number above 0 and up to `largest`; `default` stands for absence and null, else the field is required."""
-        self._known.add(key)
-        value = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if is_number(value) and 0 < value <= largest:
-            return float(value)
-        self._note(key, f"a number above 0 and up to {largest:g}")
-        return 1.0
+        expected = f"a number above 0 and up to {largest:g}"
+        return float(
+            self._checked(key, default, lambda value: is_number(value) and 0 < value <= largest, expected) or 1
+        )
 
     def switch(self, key: str) -> bool:
         """true or false; absence and null mean false."""
+        return bool(self._checked(key, False, lambda value: isinstance(value, bool), "true or false"))
+
+    def _checked(self, key: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
+        """The field's value; None stands for one that is not valid, which is noted."""
         self._known.add(key)
         value = self.values.get(key)
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        self._note(key, "true or false")
-        return False
+        value = default if value is None else value
+        if is_valid(value):
+            return value
+        if key in self.values:
+            self.expect(key, self.values[key], expected)
+        else:
+            self.wrong.append(f"{key} is missing, expected {expected}")
+        return None
 
     def word(self, key: str, words: Mapping[str | None, str]) -> str:
         """What the field's word stands for, by `words`; None is absence and null. Other words are not supported."""
         value = self.values.get(key)
         if (value is None or isinstance(value, str)) and value in words:
             return words[value]
-        self.unsupported.append(f"{key} is {as_json(value)}, supported is {' or '.join(filter(None, words))}")
+        self.refuse(key, value, f"supported is {' or '.join(filter(None, words))}")
         return ""
 
     def windows(self, layers: int, usual: Callable[[int], bool] | None = None) -> tuple[int | None, tuple[str, ...]]:
@@ -119,24 +110,17 @@ class ConfigFields:
         window = None
         if self.values.get("sliding_window") is not None and (switch is None or self.switch("use_sliding_window")):
             window = self.size("sliding_window")
-        types = self.values.get("layer_types")
-        if types is None:
-            types = [_LAYER_TYPES[window is not None and usual is not None and usual(layer)] for layer in range(layers)]
-        elif not isinstance(types, list) or not all(kind in _LAYER_TYPES for kind in types):
-            self.unsupported.append(f"layer_types is {as_json(types)}, supported are {' and '.join(_LAYER_TYPES)}")
-            return window, ()
-        elif layers and len(types) != layers:
-            self.wrong.append(f"layer_types has {len(types)} entries, expected one for each of {layers} layers")
-        in_window = [kind == _LAYER_TYPES[1] for kind in types]
-        if any(in_window) and window is None:
-            self.wrong.append(f"layer_types has {_LAYER_TYPES[1]}, but there is no sliding_window in use")
+        types, (full, windowed) = self.values.get("layer_types"), _LAYER_TYPES
+        looks_back = window is not None and usual is not None and usual
+        default = [windowed if looks_back and looks_back(layer) else full for layer in range(layers)]
+        kinds = self.layer_kinds(_LAYER_TYPES, default)
+        if "window" in kinds and window is None:
+            self.wrong.append(f"layer_types has {windowed}, but there is no sliding_window in use")
         if usual is None:
             return window, ()
-        if usual is every_layer and window is not None and not all(in_window):
-            self.unsupported.append(f"layer_types is {as_json(types)}, supported is {_LAYER_TYPES[1]} in every layer")
-        if window is None or not any(in_window):
-            return None, ()
-        return window, tuple(LAYER_KINDS[is_window] for is_window in in_window)
+        if usual is every_layer and window is not None and "attention" in kinds:
+            self.refuse("layer_types", types, f"supported is {windowed} in every layer")
+        return (window, kinds) if window is not None and "window" in kinds else (None, ())
 
     def layer_kinds(self, kinds: Mapping[str, str], default: Sequence[str]) -> tuple[str, ...]:
         """What `layer_types` says of each layer, in the words that `kinds` has for its own; `default` are those of a
@@ -145,38 +129,28 @@ class ConfigFields:
         self.values = {key: value for key, value in self.values.items() if key != "layer_types"}
         types, count = list(default) if given is None else given, layer_count(self)
         if not isinstance(types, list) or not all(isinstance(each, str) for each in types):
-            self.wrong.append(f"layer_types is {as_json(types)}, expected a list of {' and '.join(kinds)}")
+            self.expect("layer_types", types, f"a list of {' and '.join(kinds)}")
             return ()
-        unknown = sorted(set(types) - set(kinds))
+        unknown = ", ".join(sorted(set(types) - set(kinds)))
         if unknown:
-            listed = ", ".join(unknown)
-            self.unsupported.append(f"layer_types has {listed}, supported are {' and '.join(kinds)}")
-        elif len(types) != count:
+            self.unsupported.append(f"layer_types has {unknown}, supported are {' and '.join(kinds)}")
+        elif count and len(types) != count:
             self.wrong.append(f"layer_types has {len(types)} layers, but num_hidden_layers is {count}")
         return tuple(kinds.get(each, "") for each in types)
 
-    def layers(self, key: str, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
-        """A list of some of the layers, which are numbered from 0; `default` stands for absence and null."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if isinstance(value, list) and all(is_integer(each) and 0 <= each < count for each in value):
-            return tuple(value)
-        self._note(key, f"a list of layers from 0 to {count - 1}")
-        return ()
-
-    def dtype(self, fallback: str | None) -> str:
-        """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `fallback`."""
+    def dtype(self, usual: str | None = None) -> str:
+        """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `usual` or that of the tensors."""
         key = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
         value = self.values.get(key)
         if value is None:
+            fallback = usual or self.tensors_dtype
             if fallback in _DTYPES:
                 return fallback
             self.wrong.append(f"dtype (torch_dtype) is missing, expected one of {', '.join(_DTYPES)}")
         elif value in _DTYPES:
             return value
         else:
-            self.unsupported.append(f"{key} is {as_json(value)}, supported are {', '.join(_DTYPES)}")
+            self.refuse(key, value, f"supported are {', '.join(_DTYPES)}")
         return ""
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
@@ -188,9 +162,7 @@ class ConfigFields:
             return ()
         ids = value if isinstance(value, list) else [value]
         if not all(is_integer(item) and 0 <= item <= LARGEST_SIZE for item in ids):
-            self.wrong.append(
-                f"{place}{key} is {as_json(value)}, expected a token id or a list of them, from 0 to {LARGEST_SIZE}"
-            )
+            self.expect(f"{place}{key}", value, f"a token id or a list of them, from 0 to {LARGEST_SIZE}")
             return ()
         beyond = [item for item in ids if item >= vocab_size > 0]
         if beyond:
@@ -216,34 +188,36 @@ class ConfigFields:
 
     def raise_problems(self) -> None:
         """Raise one error that lists everything found: UnsupportedModelError if a feature is among it."""
+        found = f"config.json ({self.family}): {counted(self.unsupported + self.wrong)}"
         if self.unsupported:
-            self._raise(UnsupportedModelError, "Choose another model, or a variant without these features.")
+            raise UnsupportedModelError(f"{found}\nChoose another model, or a variant without these features.")
         if self.wrong:
-            self._raise(CheckpointError, "Take config.json as it was published with the weights.")
+            raise CheckpointError(f"{found}\nTake config.json as it was published with the weights.")
 
-    def _raise(self, error_class: type[UnsupportedModelError] | type[CheckpointError], advice: str) -> NoReturn:
-        problems = self.unsupported + self.wrong
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        count = f"{len(problems)} problem" + ("s" if len(problems) > 1 else "")
-        raise error_class(f"config.json ({self.family}): {count}:\n{listed}\n{advice}")
+    def expect(self, key: str, value: Any, expected: str) -> None:
+        """Note a wrong value."""
+        self.wrong.append(f"{key} is {as_json(value)}, expected {expected}")
 
-    def _note(self, key: str, expected: str) -> None:
-        found = f"is {as_json(self.values[key])}" if key in self.values else "is missing"
-        self.wrong.append(f"{key} {found}, expected {expected}")
+    def refuse(self, key: str, value: Any, supported: str) -> None:
+        """Note a value that asks for what is not implemented; `supported` says what is."""
+        self.unsupported.append(f"{key} is {as_json(value)}, {supported}")
+
+
+def counted(problems: Sequence[str]) -> str:
+    """How many problems there are, and a line for each."""
+    count = f"{len(problems)} problem" + "s" * (len(problems) > 1)
+    return f"{count}:\n" + "\n".join(f"  {problem}" for problem in problems)
+
+
+def first_prefix(prefixes: Sequence[str], names: Iterable[str]) -> str:
+    """The first prefix that begins a name, else the first of all."""
+    return next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), prefixes[0])
 
 
 def layer_count(fields: ConfigFields) -> int:
     """`num_hidden_layers`, or 0 where that is wrong, which is noted where it is read."""
     layers = fields.values.get("num_hidden_layers")
     return layers if is_integer(layers) and 0 <= layers <= LARGEST_DEPTH else 0
-
-
-def read_conv_width(fields: ConfigFields, key: str) -> int:
-    """How many tokens a short convolution reaches over; problems are noted in `fields`."""
-    width, (least, most) = fields.size(key), CONV_WIDTHS
-    if width and not least <= width <= most:
-        fields.unsupported.append(f"{key} is {width}, supported are short convolutions of {least} to {most} tokens")
-    return width
 
 
 #: The base of the original rotary embedding; Llama's first releases do not write it down.
@@ -266,14 +240,12 @@ def read_mrope(
         fields.values = fields.values | {key: {name: value for name, value in parameters.items() if value != "mrope"}}
     section = list(default) if section is None else section
     if not isinstance(section, list) or len(section) != 3 or not all(is_integer(size) and size > 0 for size in section):
-        fields.wrong.append(f"{key}: mrope_section is {as_json(section)}, expected three whole numbers above 0")
+        fields.expect(f"{key}: mrope_section", section, "three whole numbers above 0")
         return (), interleaved
     if sum(section) != rotary_dim // 2:
-        fields.wrong.append(f"{key}: mrope_section is {as_json(section)}, expected a sum of {rotary_dim // 2}")
+        fields.expect(f"{key}: mrope_section", section, f"a sum of {rotary_dim // 2}")
     if declared not in (None, interleaved):
-        fields.unsupported.append(
-            f"{key}: mrope_interleaved is {as_json(declared)}, supported is {as_json(interleaved)}"
-        )
+        fields.refuse(f"{key}: mrope_interleaved", declared, f"supported is {as_json(interleaved)}")
     return tuple(section), interleaved
 
 
@@ -284,22 +256,24 @@ def read_rope(
     key = _rope_key(fields)
     parameters = fields.values.get(key)
     if parameters is not None and not isinstance(parameters, dict):
-        fields.wrong.append(f"{key} is {as_json(parameters)}, expected an object or null")
+        fields.expect(key, parameters, "an object or null")
         parameters = None
     scaling = {name: value for name, value in (parameters or {}).items() if value is not None}
-    theta = scaling.pop("rope_theta", None)
-    if theta is None:
-        theta = fields.values.get("rope_theta")
-    if theta is None:
-        theta = DEFAULT_THETA
-    if not is_number(theta) or not 1 < theta <= LARGEST_THETA:
-        fields.wrong.append(f"rope_theta is {as_json(theta)}, expected a number above 1 up to {LARGEST_THETA:g}")
-        theta = 0.0
+    thetas = (scaling.pop("rope_theta", None), fields.values.get("rope_theta"), DEFAULT_THETA)
+    theta = read_theta(fields, "rope_theta", next(theta for theta in thetas if theta is not None), 0.0)
     nested = [name for name, value in scaling.items() if isinstance(value, dict)]
     if nested:
         fields.unsupported.append(f"{key} differs between layers ({', '.join(nested)}), which is not supported")
-        return float(theta), None
-    return float(theta), _scaling(fields, key, scaling, rotary_dim, max_position_embeddings)
+        return theta, None
+    return theta, _scaling(fields, key, scaling, rotary_dim, max_position_embeddings)
+
+
+def read_theta(fields: ConfigFields, key: str, theta: Any, fallback: float) -> float:
+    """A base of the rotary embedding as a file has it; `fallback` stands for what is wrong, which is noted."""
+    if is_number(theta) and 1 < theta <= LARGEST_THETA:
+        return float(theta)
+    fields.expect(key, theta, f"a number above 1 up to {LARGEST_THETA:g}")
+    return fallback
 
 
 def _rope_key(fields: ConfigFields) -> str:
@@ -309,15 +283,15 @@ def _rope_key(fields: ConfigFields) -> str:
 def _scaling(
     fields: ConfigFields, key: str, scaling: dict[str, Any], rotary_dim: int, max_position_embeddings: int
 ) -> dict[str, Any] | None:
-    older_kind = scaling.pop("type", None)
-    kind = scaling.pop("rope_type", None) or older_kind or "default"
+    kinds = scaling.pop("rope_type", None), scaling.pop("type", None)
+    kind = kinds[0] or kinds[1] or "default"
     if "mrope_section" in scaling:
         fields.unsupported.append(f"{key}: mrope_section (positions in several dimensions) is not supported")
     partial = scaling.pop("partial_rotary_factor", 1)
     if partial != 1:
-        fields.unsupported.append(f"{key}: partial_rotary_factor is {as_json(partial)}, which is not supported")
+        fields.refuse(f"{key}: partial_rotary_factor", partial, "which is not supported")
     if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
-        fields.unsupported.append(f"{key}: rope_type is {as_json(kind)}, supported are default, {', '.join(SCALINGS)}")
+        fields.refuse(f"{key}: rope_type", kind, f"supported are default, {', '.join(SCALINGS)}")
         return None
     if FAR_SCALING in scaling and kind != "yarn":
         fields.unsupported.append(f"{key}: {FAR_SCALING} is supported with the rope_type yarn alone, found {kind}")
@@ -325,13 +299,10 @@ def _scaling(
         return None
     scaling = {"rope_type": kind, **scaling}
     if kind in ("llama3", "yarn", "longrope"):
-        outside = fields.values.get(_LENGTH)
-        if outside is not None:  # Phi-3 writes it outside, and there it takes precedence
-            scaling[_LENGTH] = outside
-        scaling.setdefault(_LENGTH, max_position_embeddings)
-        length = scaling[_LENGTH]
-        if is_number(length) and not is_integer(length) and length == int(length):
-            scaling[_LENGTH] = int(length)
+        length = fields.values.get(_LENGTH)  # Phi-3 writes it outside, and there it takes precedence
+        if length is None:
+            length = scaling.get(_LENGTH, max_position_embeddings)
+        scaling[_LENGTH] = int(length) if is_number(length) and length == int(length) else length
     if rotary_dim and max_position_embeddings:
         fields.wrong += [f"{key}: {problem}" for problem in scaling_problems(scaling, rotary_dim)]
     return scaling

@@ -1,39 +1,31 @@
 """Gemma 1: norms by 1 + weight, a gate with the tanh-GELU, scaled embeddings, heads of 256. Gemma 3's language model:
-windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too; with
-images, whose tokens see each other."""
+windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from edgellm.engines.families.decoders import Family, read_decoder
-from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
-from edgellm.engines.families.vision_language import inner_family, text_fields, with_image_tokens
-from edgellm.engines.formats.strict_formats import as_json, is_number
+from edgellm.engines.families.decoders import Family, biases, read_decoder
+from edgellm.engines.families.fields import DEFAULT_THETA, ConfigFields, read_theta
 from edgellm.engines.model.config import DecoderConfig
-from edgellm.engines.model.rotary import LARGEST_THETA
 
 _TANH_GELU = "gelu_pytorch_tanh"
-#: The rotary base of Gemma 3's layers with a window, where the file does not say.
-_LOCAL_THETA = 10000.0
 
 
-def read_gemma(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """The first files write "gelu" and mean its tanh form; `hidden_activation` of later ones says so."""
+def _read(fields: ConfigFields, word: str | None, **own: Any) -> DecoderConfig:
+    """What both have in common; `word` is what files write for the tanh-GELU beside its name (None: nothing)."""
     activation = fields.values.get("hidden_activation")
     if activation not in (None, _TANH_GELU):
-        fields.unsupported.append(f"hidden_activation is {as_json(activation)}, supported is {_TANH_GELU}")
-    bias = fields.switch("attention_bias")
-    config = read_decoder(
-        fields,
-        dtype,
-        activations={_TANH_GELU: "gelu_tanh", "gelu": "gelu_tanh"},
-        attention_bias=bias,
-        attention_output_bias=bias,
-        norm_offset=1.0,
-    )
+        fields.refuse("hidden_activation", activation, f"supported is {_TANH_GELU}")
+    activations: dict[str | None, str] = {_TANH_GELU: "gelu_tanh", word: "gelu_tanh"}
+    config = read_decoder(fields, activations=activations, norm_offset=1.0, **biases(fields), **own)
     return replace(config, embedding_scale=config.hidden_size**0.5)
+
+
+def read_gemma(fields: ConfigFields) -> DecoderConfig:
+    """The first files write "gelu" and mean its tanh form; `hidden_activation` of later ones says so."""
+    return _read(fields, "gelu")
 
 
 GEMMA = Family(
@@ -44,44 +36,25 @@ GEMMA = Family(
 )
 
 
-def read_gemma3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_gemma3(fields: ConfigFields) -> DecoderConfig:
     """Every `sliding_window_pattern`-th layer attends to all, unless `layer_types` says otherwise.
 
     The first files write the bases of the rotary embedding as `rope_theta` and, of layers with a window, as
     `rope_local_base_freq`; later ones have the parameters of both kinds of layers in `rope_parameters`.
     """
-    if fields.values.get("hidden_activation") not in (None, _TANH_GELU):
-        found = as_json(fields.values["hidden_activation"])
-        fields.unsupported.append(f"hidden_activation is {found}, supported is {_TANH_GELU}")
     local_theta = _take_local_theta(fields)
     if fields.values.get("sliding_window") is None:
         fields.wrong.append("sliding_window is null, expected a whole number: there is no sliding_window in use")
-    pattern, bias = fields.size("sliding_window_pattern", 6), fields.switch("attention_bias")
-    scalar = fields.positive("query_pre_attn_scalar", 256, largest=1e6)
-    config = read_decoder(
+    pattern = max(1, fields.size("sliding_window_pattern", 6))
+    config = _read(
         fields,
-        dtype,
-        activations={None: "gelu_tanh", _TANH_GELU: "gelu_tanh"},
-        windowed=lambda layer: (layer + 1) % max(1, pattern) > 0,
-        attention_bias=bias,
-        attention_output_bias=bias,
+        None,
+        windowed=lambda layer: (layer + 1) % pattern > 0,
         qk_norm=True,
-        norm_offset=1.0,
-        attention_scale=scalar**-0.5,
+        attention_scale=fields.positive("query_pre_attn_scalar", 256, largest=1e6) ** -0.5,
         post_norms=True,
     )
-    return replace(
-        config,
-        embedding_scale=config.hidden_size**0.5,
-        local_rope_theta=local_theta if config.layer_kinds else None,
-    )
-
-
-def read_gemma3_with_images(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """Each image has `mm_tokens_per_image` tokens, each of which sees all of them."""
-    config = inner_family(fields, GEMMA3).read(text_fields(fields, GEMMA3.defaults), dtype)
-    config = with_image_tokens(config, fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
-    return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
+    return replace(config, local_rope_theta=local_theta if config.layer_kinds else None)
 
 
 def _take_local_theta(fields: ConfigFields) -> float:
@@ -93,15 +66,10 @@ def _take_local_theta(fields: ConfigFields) -> float:
         fields.values = fields.values | {"rope_parameters": parameters.get("full_attention") or {}}
         name = "rope_parameters: sliding_attention"
         if not isinstance(own, dict) or own.get("rope_type", "default") != "default":
-            fields.unsupported.append(f"{name} is {as_json(own)}, supported is the rope_type default")
-            return _LOCAL_THETA
+            fields.refuse(name, own, "supported is the rope_type default")
+            return DEFAULT_THETA
         theta, name = own.get("rope_theta", theta), f"{name}: rope_theta"
-    if theta is None:
-        return _LOCAL_THETA
-    if not is_number(theta) or not 1 < theta <= LARGEST_THETA:
-        fields.wrong.append(f"{name} is {as_json(theta)}, expected a number above 1 up to {LARGEST_THETA:g}")
-        return _LOCAL_THETA
-    return float(theta)
+    return read_theta(fields, name, DEFAULT_THETA if theta is None else theta, DEFAULT_THETA)
 
 
 GEMMA3 = Family(
@@ -125,5 +93,3 @@ GEMMA3 = Family(
         "bos_token_id": 2,
     },
 )
-
-GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", read_gemma3_with_images)

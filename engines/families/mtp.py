@@ -1,8 +1,7 @@
 """Heads for multi-token prediction that ship inside a checkpoint: Qwen3.5's, whose tensors begin with "mtp.".
 
-Such a head is a draft of its base (`mtp_draft`): it predicts the token after next from the next one and the base's last
-hidden state, and goes on from its own. `transformers` leaves its tensors out when it saves a model, and
-`config.json` still speaks of them: no tensor at all is no head, some of them are a fault.
+`transformers` leaves these out when it saves a model, and `config.json` still speaks of them: no tensor at all is no
+head, some of them are a fault.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import Any
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families.fields import counted
 from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import as_published, head_weight_name
@@ -44,24 +44,20 @@ def read_mtp(checkpoint: Checkpoint, base: DecoderConfig, vocabulary: int | None
     if not has_mtp(checkpoint, base):
         raise CheckpointError(f"{missing_mtp(checkpoint, base)}. Take the checkpoint as its makers published it")
     fields = _fields(checkpoint)
-    depth, own_embedding = fields.get(_DEPTH), fields.get(_OWN_EMBEDDING)
-    if depth not in (None, 1) or isinstance(depth, bool):
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: {_DEPTH} is {as_json(depth)}, supported is a head of one layer. Take another release, "
-            f"{_LEAVE_OUT}"
-        )
-    if own_embedding not in (None, False):
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: {_OWN_EMBEDDING} is {as_json(own_embedding)}, supported are heads that take the "
-            f"model's embedding. Take another release, {_LEAVE_OUT}"
-        )
+    for key, usual, supported in (
+        (_DEPTH, 1, "supported is a head of one layer"),
+        (_OWN_EMBEDDING, False, "supported are heads that take the model's embedding"),
+    ):
+        value = fields.get(key)
+        if value is not None and (value != usual or isinstance(value, bool) != isinstance(usual, bool)):
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: {key} is {as_json(value)}, {supported}. Take another release, {_LEAVE_OUT}"
+            )
     specs = [spec for spec in draft_weights(mtp_draft(base)) if spec.parts]
     problems = checkpoint.problems(specs, within=_PREFIX)
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        count = f"{len(problems)} problem" + "s" * (len(problems) > 1)
         raise CheckpointError(
-            f"{checkpoint.path}: its head for multi-token prediction is not whole ({count}):\n{listed}\n"
+            f"{checkpoint.path}: its head for multi-token prediction is not whole, {counted(problems)}\n"
             f"Copy the checkpoint anew from its source, {_LEAVE_OUT}"
         )
     if vocabulary is not None and has_packed_head(checkpoint, base):

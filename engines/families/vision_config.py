@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,13 +12,12 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.decoders import SILU, filled
+from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
-from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
+from edgellm.engines.formats.strict_formats import is_integer, is_number
 from edgellm.engines.model.config import LARGEST_DEPTH, LARGEST_MERGE
 from edgellm.engines.model.vision import LARGEST_IMAGE_SIDE, LARGEST_PATCH, VisionConfig
-
-__all__ = ["VisionConfig", "read_vision_config"]
 
 #: What the families' published configurations leave out, by their names.
 _QWEN2_5_DEFAULTS = {
@@ -62,13 +61,9 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-6,
     },
 }
-_ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "quick_gelu": "quick_gelu",
+_ACTIVATIONS: dict[str | None, str] = {
+    **SILU,
+    **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"},
 }
 #: What `model_type` Qwen3.5's encoder has as published, and as transformers writes it.
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision")
@@ -92,159 +87,146 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
     family = config.get("model_type")
     if not isinstance(config.get("vision_config"), dict) or family not in _READERS:
         return None
-    top = ConfigFields(dict(config), None, str(family))
-    vision = _READERS[family](top, dtype)
+    top = ConfigFields(dict(config), None, str(family), dtype)
+    fields, values = _READERS[family](top)
+    top.wrong += [f"vision_config: {problem}" for problem in fields.wrong]
+    top.unsupported += [f"vision_config: {problem}" for problem in fields.unsupported]
     top.raise_problems()
-    return vision
+    return VisionConfig(**values)
 
 
-def _read_qwen2_5(top: ConfigFields, dtype: str | None) -> VisionConfig:
-    fields, common = _read_qwen(top, dtype, _QWEN2_5_DEFAULTS, ("silu",))
-    merge, patch = common["spatial_merge_size"], common["patch_size"]
-    window = fields.size("window_size")
+#: The fields of `vision_config`, and the arguments of `VisionConfig`.
+_Read = tuple[ConfigFields, dict[str, Any]]
+
+
+def _read_qwen2_5(top: ConfigFields) -> _Read:
+    fields, values = _read_qwen(top, _QWEN2_5_DEFAULTS, SILU)
+    merge, patch, window = values["spatial_merge_size"], values["patch_size"], fields.size("window_size")
     if merge and patch and (window % patch or window // patch % merge or not window):
-        fields.wrong.append(
-            f"window_size is {window}, expected a multiple of patch_size {patch} times spatial_merge_size {merge}"
-        )
-    layers = _layers(fields, "fullatt_block_indexes", common["num_layers"])
-    return _checked(top, fields, VisionConfig(**common, window_size=window, full_attention_layers=layers))
+        expected = f"a multiple of patch_size {patch} times spatial_merge_size {merge}"
+        fields.expect("window_size", window, expected)
+    layers = _layers(fields, "fullatt_block_indexes", values["num_layers"])
+    return fields, values | {"window_size": window, "full_attention_layers": layers}
 
 
-def _read_qwen3(top: ConfigFields, dtype: str | None) -> VisionConfig:
-    fields, common = _read_qwen(top, dtype, _QWEN3_DEFAULTS, ("silu", "gelu", "gelu_tanh", "quick_gelu"))
+def _read_qwen3(top: ConfigFields) -> _Read:
+    fields, values = _read_qwen(top, _QWEN3_DEFAULTS, _ACTIVATIONS)
     positions = fields.size("num_position_embeddings")
     if round(positions**0.5) ** 2 != positions:
-        fields.wrong.append(f"num_position_embeddings is {positions}, expected the square of a whole number")
-    layers = _layers(fields, "deepstack_visual_indexes", common["num_layers"])
-    return _checked(top, fields, VisionConfig(**common, num_position_embeddings=positions, deepstack_layers=layers))
+        fields.expect("num_position_embeddings", positions, "the square of a whole number")
+    layers = _layers(fields, "deepstack_visual_indexes", values["num_layers"])
+    return fields, values | {"num_position_embeddings": positions, "deepstack_layers": layers}
 
 
-def _read_qwen3_5(top: ConfigFields, dtype: str | None) -> VisionConfig:
+def _read_qwen3_5(top: ConfigFields) -> _Read:
     """Qwen3-VL's encoder, of which the language model takes the last layer's features alone."""
     given = top.values["vision_config"]
     kind, taps = given.get("model_type"), given.get("deepstack_visual_indexes")
     if kind not in _QWEN3_5_KINDS:
-        supported = " and ".join(filter(None, _QWEN3_5_KINDS))
-        top.unsupported.append(f"vision_config: model_type is {as_json(kind)}, supported are {supported}")
+        top.refuse("vision_config: model_type", kind, f"supported are {' and '.join(filter(None, _QWEN3_5_KINDS))}")
     if taps not in (None, []):
-        top.unsupported.append(f"vision_config: deepstack_visual_indexes is {as_json(taps)}, supported are no layers")
+        top.refuse("vision_config: deepstack_visual_indexes", taps, "supported are no layers")
     top.values = top.values | {"vision_config": given | {"deepstack_visual_indexes": []}}
-    return _read_qwen3(top, dtype)
+    return _read_qwen3(top)
 
 
-def _read_qwen(
-    top: ConfigFields, dtype: str | None, defaults: Mapping[str, Any], activations: tuple[str, ...]
-) -> tuple[ConfigFields, dict[str, Any]]:
-    """The fields of `vision_config`, and what Qwen's encoders have in common as arguments of `VisionConfig`."""
+def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapping[str | None, str]) -> _Read:
+    """What Qwen's encoders have in common."""
     raw = dict(top.values["vision_config"])
     raw["in_channels"] = raw.get("in_channels", raw.get("in_chans"))  # the published files use the older name
-    fields = _with_defaults(raw, defaults, f"{top.family}: vision_config")
+    fields = ConfigFields(filled(raw, defaults, is_part=True), None, top.family)
     rope = raw.get("rope_parameters")
     theta = rope.get("rope_theta", 10000.0) if isinstance(rope, dict) else 10000.0
     if not is_number(theta) or theta <= 0:
-        fields.wrong.append(f"rope_parameters.rope_theta is {as_json(theta)}, expected a number above 0")
+        fields.expect("rope_parameters.rope_theta", theta, "a number above 0")
         theta = 10000.0
     text = _text_hidden_size(top)
     out_hidden_size = fields.size("out_hidden_size", text or None)
     if text and out_hidden_size and out_hidden_size != text:
         fields.wrong.append(f"out_hidden_size is {out_hidden_size}, but the language model's hidden_size is {text}")
-    common: dict[str, Any] = {
-        **_dimensions(fields, depth="depth", heads="num_heads", channels="in_channels"),
-        "family": top.family,
-        "dtype": _dtype(top, dtype),
+    values = _dimensions(top, fields, depth="depth", heads="num_heads", channels="in_channels") | {
         "temporal_patch_size": fields.size("temporal_patch_size", largest=LARGEST_MERGE),
         "spatial_merge_size": fields.size("spatial_merge_size", largest=LARGEST_MERGE),
         "out_hidden_size": out_hidden_size,
-        "activation": _activation(fields, "hidden_act", activations),
+        "activation": fields.word("hidden_act", activations),
         "norm_eps": _QWEN_EPSILON,
-        "image_token_id": _token_id(top, "image_token_id", 1),
-        "vision_start_token_id": _token_id(top, "vision_start_token_id"),
-        "vision_end_token_id": _token_id(top, "vision_end_token_id"),
+        "image_token_id": top.token_id("image_token_id", smallest=1),
+        "vision_start_token_id": top.token_id("vision_start_token_id"),
+        "vision_end_token_id": top.token_id("vision_end_token_id"),
         "tensor_prefix": "model.visual.",
         "projector_prefix": "model.visual.",
         "rope_theta": float(theta),
     }
-    head_dim = common["hidden_size"] // max(1, common["num_heads"])
+    head_dim = values["hidden_size"] // max(1, values["num_heads"])
     if head_dim % 4:
         fields.wrong.append(f"the head size is {head_dim}, expected a multiple of 4: rows and columns turn by halves")
-    return fields, common
+    return fields, values
 
 
-def _read_llava(top: ConfigFields, dtype: str | None) -> VisionConfig:
-    fields, common = _read_tower(top, dtype, "clip_vision_model", tuple(_TOWERS))
+def _read_llava(top: ConfigFields) -> _Read:
+    fields, values = _read_tower(top, "clip_vision_model", tuple(_TOWERS))
     strategy = top.values.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
-        top.wrong.append(f"vision_feature_select_strategy is {as_json(strategy)}, expected default or full")
+        top.expect("vision_feature_select_strategy", strategy, "default or full")
     bias = top.values.get("multimodal_projector_bias", True)
     if not isinstance(bias, bool):
-        top.wrong.append(f"multimodal_projector_bias is {as_json(bias)}, expected true or false")
+        top.expect("multimodal_projector_bias", bias, "true or false")
     key = "image_token_index" if "image_token_index" in top.values else "image_token_id"
-    config = VisionConfig(
-        **common,
-        spatial_merge_size=1,
-        image_token_id=_token_id(top, key, 1),
-        class_token=top.values["vision_config"].get("model_type") != "siglip_vision_model",
-        feature_layers=_feature_layers(top, common["num_layers"]),
-        drops_first_row=strategy == "default",
-        projector_activation=_activation(top, "projector_hidden_act", default="gelu"),
-        projector_bias=bool(bias),
-    )
-    return _checked(top, fields, config)
+    return fields, values | {
+        "spatial_merge_size": 1,
+        "image_token_id": top.token_id(key, smallest=1),
+        "class_token": top.values["vision_config"].get("model_type") != "siglip_vision_model",
+        "feature_layers": _feature_layers(top, values["num_layers"]),
+        "drops_first_row": strategy == "default",
+        "projector_activation": top.word("projector_hidden_act", {**_ACTIVATIONS, None: "gelu"}),
+        "projector_bias": bool(bias),
+    }
 
 
-def _read_gemma3(top: ConfigFields, dtype: str | None) -> VisionConfig:
+def _read_gemma3(top: ConfigFields) -> _Read:
     """A token is the mean of a square of patches: `mm_tokens_per_image` of them divide the image's square."""
-    fields, common = _read_tower(top, dtype, "siglip_vision_model", ("siglip_vision_model",))
+    fields, values = _read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
     tokens = top.size("mm_tokens_per_image", GEMMA3_TOKENS)
-    patches = common["image_size"] // max(1, common["patch_size"])
-    side = math.isqrt(tokens)
+    patches, side = values["image_size"] // max(1, values["patch_size"]), math.isqrt(tokens)
     if side**2 != tokens or not side or patches % side:
-        top.wrong.append(
-            f"mm_tokens_per_image is {tokens}, expected the square of a whole number that divides {patches}, the "
-            "patches along a side of the image"
-        )
-    config = VisionConfig(
-        **common,
-        spatial_merge_size=max(1, patches // max(1, side)),
-        image_token_id=_token_id(top, "image_token_index", usual=GEMMA3_IMAGE_TOKEN),
-        vision_start_token_id=_token_id(top, "boi_token_index", usual=_GEMMA3_START),
-        vision_end_token_id=_token_id(top, "eoi_token_index", usual=_GEMMA3_END),
-        feature_layers=(common["num_layers"],),
-    )
-    return _checked(top, fields, config)
+        expected = f"the square of a whole number that divides {patches}, the patches along a side of the image"
+        top.expect("mm_tokens_per_image", tokens, expected)
+    return fields, values | {
+        "spatial_merge_size": max(1, patches // max(1, side)),
+        "image_token_id": top.token_id("image_token_index", GEMMA3_IMAGE_TOKEN),
+        "vision_start_token_id": top.token_id("boi_token_index", _GEMMA3_START),
+        "vision_end_token_id": top.token_id("eoi_token_index", _GEMMA3_END),
+        "feature_layers": (values["num_layers"],),
+    }
 
 
-def _read_tower(
-    top: ConfigFields, dtype: str | None, usual: str, supported: tuple[str, ...]
-) -> tuple[ConfigFields, dict[str, Any]]:
-    """The fields of `vision_config`, and what CLIP and SigLIP have in common as arguments of `VisionConfig`."""
-    raw = dict(top.values["vision_config"])
+def _read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> _Read:
+    """What CLIP and SigLIP have in common."""
+    raw = top.values["vision_config"]
     tower = raw.get("model_type", usual)
     if not isinstance(tower, str) or tower not in supported:
-        top.unsupported.append(f"vision_config.model_type is {as_json(tower)}, supported are {', '.join(supported)}")
+        top.refuse("vision_config.model_type", tower, f"supported are {', '.join(supported)}")
         tower = usual
-    fields = _with_defaults(raw, _TOWERS[tower], f"{top.family}: vision_config")
-    dimensions = _dimensions(fields, depth="num_hidden_layers", heads="num_attention_heads", channels="num_channels")
-    image_size = fields.size("image_size")
-    if dimensions["patch_size"] and image_size < dimensions["patch_size"]:
-        fields.wrong.append(f"image_size is {image_size}, smaller than patch_size {dimensions['patch_size']}")
-    elif dimensions["patch_size"] and image_size // dimensions["patch_size"] > LARGEST_IMAGE_SIDE:
+    fields = ConfigFields(filled(raw, _TOWERS[tower], is_part=True), None, top.family)
+    names = {"depth": "num_hidden_layers", "heads": "num_attention_heads", "channels": "num_channels"}
+    dimensions, image_size = _dimensions(top, fields, **names), fields.size("image_size")
+    patch = dimensions["patch_size"]
+    if patch and image_size < patch:
+        fields.wrong.append(f"image_size is {image_size}, smaller than patch_size {patch}")
+    elif patch and image_size // patch > LARGEST_IMAGE_SIDE:
         fields.wrong.append(f"image_size is {image_size}: expected at most {LARGEST_IMAGE_SIDE} patches a side")
-    common: dict[str, Any] = {
-        **dimensions,
-        "family": top.family,
-        "dtype": _dtype(top, dtype),
+    values = dimensions | {
         "temporal_patch_size": 1,
         "out_hidden_size": _text_hidden_size(top),
-        "activation": _activation(fields, "hidden_act"),
+        "activation": fields.word("hidden_act", _ACTIVATIONS),
         "norm_eps": fields.positive("layer_norm_eps"),
         "tensor_prefix": "model.vision_tower.",
         "projector_prefix": "model.multi_modal_projector.",
         "image_size": image_size,
     }
-    if not common["out_hidden_size"]:
+    if not values["out_hidden_size"]:
         top.wrong.append("text_config.hidden_size is missing, expected that of the language model")
-    return fields, common
+    return fields, values
 
 
 _READERS = {
@@ -256,14 +238,11 @@ _READERS = {
 }
 
 
-def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any], family: str) -> ConfigFields:
-    given = {key: value for key, value in values.items() if value is not None}
-    return ConfigFields({**defaults, **given}, None, family)
-
-
-def _dimensions(fields: ConfigFields, depth: str, heads: str, channels: str) -> dict[str, Any]:
-    """Sizes that every encoder has, under the family's names."""
-    sizes = {
+def _dimensions(top: ConfigFields, fields: ConfigFields, depth: str, heads: str, channels: str) -> dict[str, Any]:
+    """What every encoder has, under the family's names."""
+    sizes: dict[str, Any] = {
+        "family": top.family,
+        "dtype": _dtype(top),
         "hidden_size": fields.size("hidden_size"),
         "intermediate_size": fields.size("intermediate_size"),
         "num_layers": fields.size(depth, largest=LARGEST_DEPTH),
@@ -274,20 +253,8 @@ def _dimensions(fields: ConfigFields, depth: str, heads: str, channels: str) -> 
     if sizes["num_heads"] and sizes["hidden_size"] % sizes["num_heads"]:
         fields.wrong.append(f"hidden_size {sizes['hidden_size']} is not a multiple of {heads} {sizes['num_heads']}")
     if sizes["in_channels"] not in (0, 3):
-        fields.unsupported.append(f"{channels} is {sizes['in_channels']}, supported are images of 3 channels")
+        fields.refuse(channels, sizes["in_channels"], "supported are images of 3 channels")
     return sizes
-
-
-def _activation(
-    fields: ConfigFields, key: str, supported: tuple[str, ...] | None = None, default: str | None = None
-) -> str:
-    value = fields.values.get(key, default)
-    name = _ACTIVATIONS.get(value) if isinstance(value, str) else None
-    if name is None or name not in (supported or _ACTIVATIONS.values()):
-        known = ", ".join(published for published, one in _ACTIVATIONS.items() if one in (supported or (one,)))
-        fields.unsupported.append(f"{key} is {as_json(value)}, supported are {known}")
-        return "gelu"
-    return name
 
 
 def _layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]:
@@ -298,7 +265,7 @@ def _layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]:
         or not all(is_integer(index) and 0 <= index < depth for index in value)
         or value != sorted(set(value))
     ):
-        fields.wrong.append(f"{key} is {as_json(value)}, expected ascending layer indices from 0 to {depth - 1}")
+        fields.expect(key, value, f"ascending layer indices from 0 to {depth - 1}")
         return ()
     return tuple(value)
 
@@ -308,9 +275,7 @@ def _feature_layers(top: ConfigFields, depth: int) -> tuple[int, ...]:
     value = top.values.get("vision_feature_layer", -2)
     listed = value if isinstance(value, list) else [value]
     if not listed or not all(is_integer(index) and -depth - 1 <= index <= depth for index in listed):
-        top.wrong.append(
-            f"vision_feature_layer is {as_json(value)}, expected one index or several from {-depth - 1} to {depth}"
-        )
+        top.expect("vision_feature_layer", value, f"one index or several from {-depth - 1} to {depth}")
         return (depth,)
     return tuple(index % (depth + 1) for index in listed)
 
@@ -328,29 +293,10 @@ def _text_hidden_size(top: ConfigFields) -> int:
     return value if is_integer(value) and value > 0 else 0
 
 
-def _token_id(top: ConfigFields, key: str, smallest: int = 0, usual: int | None = None) -> int:
-    value = top.values.get(key)
-    value = usual if value is None else value
-    if not is_integer(value) or not smallest <= value <= LARGEST_SIZE:
-        found = f"is {as_json(value)}" if key in top.values else "is missing"
-        top.wrong.append(f"{key} {found}, expected a token id from {smallest} to {LARGEST_SIZE}")
-        return smallest
-    return value
-
-
-def _dtype(top: ConfigFields, fallback: str | None) -> str:
+def _dtype(top: ConfigFields) -> str:
     text = top.values.get("text_config")
-    if top.values.get("dtype") is None and top.values.get("torch_dtype") is None and isinstance(text, dict):
-        declared = text.get("dtype") or text.get("torch_dtype")
-        fallback = declared if isinstance(declared, str) else fallback
-    return top.dtype(fallback)
-
-
-def _checked(top: ConfigFields, fields: ConfigFields, config: VisionConfig) -> VisionConfig:
-    """The configuration; what is wrong in `vision_config` is noted with the rest."""
-    top.wrong += [f"vision_config: {problem}" for problem in fields.wrong]
-    top.unsupported += [f"vision_config: {problem}" for problem in fields.unsupported]
-    return config
+    declared = (text.get("dtype") or text.get("torch_dtype")) if isinstance(text, dict) else None
+    return top.dtype(declared if isinstance(declared, str) else None)
 
 
 #: What may begin the names of tensors, the newest layout first; longer beginnings before those that they begin with.
@@ -375,9 +321,9 @@ def read_vision(checkpoint: Checkpoint) -> VisionConfig | None:
         return None
     names = checkpoint.tensors
     if config.image_side:
-        tower, projector = _first(_TOWER_PREFIXES, names), _first(_PROJECTOR_PREFIXES, names)
+        tower, projector = first_prefix(_TOWER_PREFIXES, names), first_prefix(_PROJECTOR_PREFIXES, names)
     else:
-        tower = projector = _first(_QWEN_PREFIXES, names)
+        tower = projector = first_prefix(_QWEN_PREFIXES, names)
     config = replace(config, tensor_prefix=tower, projector_prefix=projector)
     unread = unused_tensors(config) if config.image_side else ()
     problems = checkpoint.problems([*vision_weights(config), *host_weights(config)], vision=True, unread=unread)
@@ -399,8 +345,3 @@ def position_table(checkpoint: Checkpoint, config: VisionConfig) -> np.ndarray |
     for spec in host_weights(config):
         return load_numpy_weights(checkpoint, [spec])[spec.name]
     return None
-
-
-def _first(prefixes: tuple[str, ...], names: Iterable[str]) -> str:
-    """The first prefix that begins a name, else the first of all."""
-    return next((prefix for prefix in prefixes if any(name.startswith(prefix) for name in names)), prefixes[0])

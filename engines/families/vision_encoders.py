@@ -11,7 +11,8 @@ import math
 from collections.abc import Sequence
 
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.decoder import NamedWeights
+from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.program import (
     Add,
     AveragePool,
@@ -29,7 +30,6 @@ from edgellm.engines.model.program import (
     Program,
     Reshape,
     Step,
-    single_weight,
 )
 from edgellm.engines.model.states import Edge
 from edgellm.engines.model.vision import VisionConfig, deepstack_name, embedding_rows, vision_inputs, vision_outputs
@@ -39,43 +39,25 @@ _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
 _PROJECTION = "mm_input_projection_weight"
 
 
-class TowerWeights:
-    """Makes the weights of one part of a checkpoint: `prefix` begins their names, `source` those of the tensors."""
+class TowerWeights(NamedWeights):
+    """Makes the weights and norms of one part of a checkpoint."""
 
     def __init__(self, prefix: str, source: str, epsilon: float = 0.0) -> None:
-        self._prefix, self._source, self._epsilon = prefix, source, epsilon
-
-    def single(self, name: str, *shape: int) -> WeightSpec:
-        """One tensor as it is."""
-        return single_weight(f"{self._prefix}{name}", *shape, source=f"{self._source}{name}")
+        super().__init__(prefix, source)
+        self._epsilon = epsilon
 
     def rms_norm(self, name: str, size: int, offset: float = 0.0) -> Norm:
         """By a weight [H] and an offset."""
-        return Norm(self.single(f"{name}.weight", size), self._epsilon, offset=offset)
+        return Norm(self.weight(f"{name}.weight", size), self._epsilon, offset=offset)
 
     def layer_norm(self, name: str, size: int) -> Norm:
         """By a weight and a bias [H]."""
-        return Norm(self.single(f"{name}.weight", size), self._epsilon, self.single(f"{name}.bias", size))
-
-    def linear(self, name: str, rows: int, columns: int, bias: bool = True) -> Linear:
-        """Weight [N, K] and bias [N]."""
-        weight = self.single(f"{name}.weight", rows, columns)
-        return Linear(f"{self._prefix}{name}", weight, self.single(f"{name}.bias", rows) if bias else None)
-
-    def fused(self, name: str, parts: Sequence[str], rows: int, columns: int) -> Linear:
-        """Weights [N, K] and biases [N] of several layers, one behind the other, as one layer `name`."""
-
-        def spec(kind: str, *width: int) -> WeightSpec:
-            sources = tuple((f"{self._source}{part}.{kind}", (rows, *width)) for part in parts)
-            return WeightSpec(f"{self._prefix}{name}.{kind}", (len(parts) * rows, *width), sources)
-
-        return Linear(f"{self._prefix}{name}", spec("weight", columns), spec("bias"))
+        return Norm(self.weight(f"{name}.weight", size), self._epsilon, self.weight(f"{name}.bias", size))
 
     def convolution(self, name: str, rows: int, kernel: tuple[int, ...], bias: bool) -> Linear:
         """A convolution whose stride is its kernel: one linear layer over flattened patches, [N, product of kernel]."""
-        source = (f"{self._source}{name}.weight", (rows, *kernel))
-        weight = WeightSpec(f"{self._prefix}{name}.weight", (rows, math.prod(kernel)), (source,))
-        return Linear(f"{self._prefix}{name}", weight, self.single(f"{name}.bias", rows) if bias else None)
+        weight = self.weight(f"{name}.weight", rows, math.prod(kernel), part=(rows, *kernel))
+        return Linear(f"{self._prefix}{name}", weight, self.weight(f"{name}.bias", rows) if bias else None)
 
 
 def used_layers(config: VisionConfig) -> int:
@@ -95,27 +77,26 @@ def _tower_steps(config: VisionConfig, tower: TowerWeights) -> list[Step]:
 
     Every image has the same number of patches, in reading order: nothing is padded.
     """
-    hidden, inner, rows = config.hidden_size, config.intermediate_size, config.tower_rows
+    hidden, rows = config.hidden_size, config.tower_rows
     patch = (config.in_channels, config.patch_size, config.patch_size)
     embedding = tower.convolution("embeddings.patch_embedding", hidden, patch, bias=not config.class_token)
     steps: list[Step] = [NormLinear("hidden_0", (Input("patches"),), embedding)]
     if config.class_token:
-        steps.append(Prepend("hidden_0", "hidden_0", tower.single("embeddings.class_embedding", hidden)))
-    steps.append(Add("hidden_0", "hidden_0", tower.single("embeddings.position_embedding.weight", rows, hidden)))
+        steps.append(Prepend("hidden_0", "hidden_0", tower.weight("embeddings.class_embedding", hidden)))
+    steps.append(Add("hidden_0", "hidden_0", tower.weight("embeddings.position_embedding.weight", rows, hidden)))
     if config.class_token:
         norm = tower.layer_norm("pre_layrnorm", hidden)  # spelt so in every published checkpoint
         steps.append(Normed("hidden_0", "hidden_0", norm))
     for index in range(used_layers(config)):
         layer, value, result = f"encoder.layers.{index}.", f"hidden_{index}", f"hidden_{index + 1}"
-        parts = tuple(f"{layer}self_attn.{each}_proj" for each in "qkv")
-        qkv = tower.fused(f"{layer}self_attn.qkv_proj", parts, hidden, hidden)
+        parts = dict.fromkeys(("q_proj", "k_proj", "v_proj"), hidden)
+        qkv = tower.linear(f"{layer}self_attn.qkv_proj", parts, hidden)
         first, second = (tower.layer_norm(f"{layer}layer_norm{number}", hidden) for number in (1, 2))
         steps += [
             NormLinear("qkv", (Input(value, (first,)),), qkv),
             EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows)),
             LinearResidual(result, "context", tower.linear(f"{layer}self_attn.out_proj", hidden, hidden), value),
-            *_mlp(config, result, second, tower.linear(f"{layer}mlp.fc1", inner, hidden)),
-            LinearResidual(result, "activation", tower.linear(f"{layer}mlp.fc2", hidden, inner), result),
+            *_mlp(config, result, second, tower, (f"{layer}mlp.fc1", f"{layer}mlp.fc2")),
         ]
     return steps
 
@@ -128,11 +109,9 @@ def _llava_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     if config.drops_first_row:
         steps += [DropFirst(f"{value}_patches", value, rows - 1) for value in features]
         features = [f"{value}_patches" for value in features]
-    linears = (
-        projector.linear("linear_1", out, len(features) * hidden, config.projector_bias),
-        projector.linear("linear_2", out, out, config.projector_bias),
-    )
-    return [*steps, *_projection("image_embeddings", features, linears, config.projector_activation)]
+    first = projector.linear("linear_1", out, len(features) * hidden, config.projector_bias)
+    second = projector.linear("linear_2", out, out, config.projector_bias)
+    return [*steps, *_projection("image_embeddings", features, (first, second), config.projector_activation)]
 
 
 def _gemma3_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
@@ -149,7 +128,7 @@ def _gemma3_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         Normed("normed", f"hidden_{config.num_layers}", tower.layer_norm("post_layernorm", hidden)),
         AveragePool("pooled", "normed", hidden, config.image_side, merge),
         Normed("pooled", "pooled", projector.rms_norm("mm_soft_emb_norm", hidden, offset=1.0)),
-        Product("image_embeddings", "pooled", projector.single(_PROJECTION, hidden, out), out**-0.5),
+        Product("image_embeddings", "pooled", projector.weight(_PROJECTION, hidden, out), out**-0.5),
     ]
 
 
@@ -167,30 +146,22 @@ def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         layer, is_full = f"blocks.{index}.", index in config.full_attention_layers
         sizes, mask = ((1, rows), "attention_mask") if is_full else (windows, "window_mask")
         first, second = (weights.rms_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
-        gate_up = weights.fused(
-            f"{layer}mlp.gate_up_proj", (f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj"), inner, hidden
-        )
+        gate_up = weights.linear(f"{layer}mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}, hidden)
         steps += [
-            NormLinear("qkv", (Input("hidden", (first,)),), weights.linear(f"{layer}attn.qkv", 3 * hidden, hidden)),
-            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, sizes, mask, "rotary_cos_sin"),
-            LinearResidual("hidden", "context", weights.linear(f"{layer}attn.proj", hidden, hidden), "hidden"),
+            *_attention(config, weights, f"{layer}attn", first, sizes, mask),
             NormLinear("activation", (Input("hidden", (second,)),), gate_up, "silu", gated=True),
             LinearResidual("hidden", "activation", weights.linear(f"{layer}mlp.down_proj", hidden, inner), "hidden"),
         ]
     merged = config.merge_patches * hidden
+    linears = (
+        weights.linear("merger.mlp.0", merged, merged),
+        weights.linear("merger.mlp.2", config.out_hidden_size, merged),
+    )
     return [
         *steps,
         Normed("hidden", "hidden", weights.rms_norm("merger.ln_q", hidden)),
         Reshape("merged", "hidden", (1, rows // config.merge_patches, merged)),
-        *_projection(
-            "tokens",
-            ["merged"],
-            (
-                weights.linear("merger.mlp.0", merged, merged),
-                weights.linear("merger.mlp.2", config.out_hidden_size, merged),
-            ),
-            "gelu",
-        ),
+        *_projection("tokens", ["merged"], linears, "gelu"),
         Gather("image_embeddings", "tokens", "output_rows"),
     ]
 
@@ -198,7 +169,7 @@ def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
 def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     """The patches come in merge blocks, the padding behind them. Qwen3.5's has no deepstack layers."""
     weights = TowerWeights("visual.", config.tensor_prefix, config.norm_eps)
-    hidden, inner, rows = config.hidden_size, config.intermediate_size, shape.tokens
+    hidden, rows = config.hidden_size, shape.tokens
     patch = (config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size)
     embedding = weights.convolution("patch_embed.proj", hidden, patch, bias=True)
     merged = config.merge_patches * hidden
@@ -216,13 +187,9 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     for index in range(config.num_layers):
         layer = f"blocks.{index}."
         first, second = (weights.layer_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
-        attention = ("attention_mask", "rotary_cos_sin")
         steps += [
-            NormLinear("qkv", (Input("hidden", (first,)),), weights.linear(f"{layer}attn.qkv", 3 * hidden, hidden)),
-            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), *attention),
-            LinearResidual("hidden", "context", weights.linear(f"{layer}attn.proj", hidden, hidden), "hidden"),
-            *_mlp(config, "hidden", second, weights.linear(f"{layer}mlp.linear_fc1", inner, hidden)),
-            LinearResidual("hidden", "activation", weights.linear(f"{layer}mlp.linear_fc2", hidden, inner), "hidden"),
+            *_attention(config, weights, f"{layer}attn", first, (1, rows), "attention_mask"),
+            *_mlp(config, "hidden", second, weights, (f"{layer}mlp.linear_fc1", f"{layer}mlp.linear_fc2")),
         ]
         if index in config.deepstack_layers:
             place = config.deepstack_layers.index(index)
@@ -240,9 +207,27 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     ]
 
 
-def _mlp(config: VisionConfig, value: str, norm: Norm, linear: Linear) -> list[Step]:
-    """The first half of an MLP without a gate."""
-    return [NormLinear("activation", (Input(value, (norm,)),), linear, config.activation)]
+def _attention(
+    config: VisionConfig, weights: NamedWeights, name: str, norm: Norm, windows: tuple[int, int], mask: str
+) -> list[Step]:
+    """Attention of Qwen's encoders on the residual stream "hidden"."""
+    hidden = config.hidden_size
+    qkv, output = weights.linear(f"{name}.qkv", 3 * hidden, hidden), weights.linear(f"{name}.proj", hidden, hidden)
+    return [
+        NormLinear("qkv", (Input("hidden", (norm,)),), qkv),
+        EncoderAttention("context", "qkv", config.num_heads, config.head_dim, windows, mask, "rotary_cos_sin"),
+        LinearResidual("hidden", "context", output, "hidden"),
+    ]
+
+
+def _mlp(config: VisionConfig, value: str, norm: Norm, weights: NamedWeights, names: tuple[str, str]) -> list[Step]:
+    """An MLP without a gate, whose linear layers are called so, on the residual stream `value`."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    first, second = weights.linear(names[0], inner, hidden), weights.linear(names[1], hidden, inner)
+    return [
+        NormLinear("activation", (Input(value, (norm,)),), first, config.activation),
+        LinearResidual(value, "activation", second, value),
+    ]
 
 
 def _projection(output: str, values: Sequence[str], linears: tuple[Linear, Linear], activation: str) -> list[Step]:
@@ -272,13 +257,13 @@ def vision_program(config: VisionConfig, shape: EngineShape) -> Program:
 
 def vision_weights(config: VisionConfig) -> list[WeightSpec]:
     """The weights that the engines take."""
-    rows = config.rows_for_patches(config.merge_patches)
-    return list(vision_program(config, EngineShape("encode", 1, rows, rows, rows, model="vision")).weights.values())
+    shape = vision_shape(config.rows_for_patches(config.merge_patches))
+    return list(vision_program(config, shape).weights.values())
 
 
 def host_weights(config: VisionConfig) -> list[WeightSpec]:
     """Weights that are read on the host instead: a table of positions [positions, H], interpolated there."""
     if config.num_position_embeddings is None:
         return []
-    names = TowerWeights("visual.", config.tensor_prefix)
-    return [names.single("pos_embed.weight", config.num_position_embeddings, config.hidden_size)]
+    names = NamedWeights("visual.", config.tensor_prefix)
+    return [names.weight("pos_embed.weight", config.num_position_embeddings, config.hidden_size)]

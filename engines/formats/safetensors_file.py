@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,10 @@ LARGEST_HEADER = 100_000_000
 
 #: What NumPy takes as dimensions, in every release.
 _LARGEST_RANK = 32
-_LARGEST_COUNT = (1 << 63) - 1
+LARGEST_COUNT = (1 << 63) - 1
 
 _LENGTH_BYTES = 8
-_COPY_AGAIN = "Copy the file anew from its source"
+COPY_AGAIN = "Copy the file anew from its source"
 
 
 @dataclass(frozen=True)
@@ -72,28 +73,9 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Map the file and check its whole header; raises CheckpointError that names file and cause."""
         self.path = path
+        mapped, self.status = mapped_file(path, "safetensors file")
         try:
-            if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-                raise CheckpointError(f"{path} is not a regular file. {_COPY_AGAIN}")
-            with path.open("rb") as file:
-                self.status = os.fstat(file.fileno())
-                size = file.seek(0, 2)
-                if size < _LENGTH_BYTES:
-                    raise _damaged(path, f"it has {size} bytes, a header's length alone takes {_LENGTH_BYTES}")
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            if path.is_symlink():
-                raise CheckpointError(
-                    f"{path} is a link to {path.readlink()}, which does not exist. Put the file back there, or in "
-                    "place of the link"
-                ) from None
-            raise CheckpointError(f"{path} does not exist. {_COPY_AGAIN}") from None
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} cannot be read: {error.strerror or error}. Make it readable for this user"
-            ) from error
-        try:
-            self.metadata, self.tensors = _parse_header(path, mapped, size)
+            self.metadata, self.tensors = _parse_header(path, mapped, len(mapped))
         except BaseException:
             mapped.close()
             raise
@@ -113,8 +95,34 @@ class SafetensorsFile:
                 mapped.close()
 
 
-def _damaged(path: Path, cause: str, advice: str = _COPY_AGAIN) -> CheckpointError:
-    return CheckpointError(f"{path} is not a valid safetensors file: {cause}. {advice}")
+def mapped_file(path: Path, kind: str) -> tuple[mmap.mmap, os.stat_result]:
+    """A file of at least 8 bytes, mapped for reading, and its status as it was then; CheckpointError calls it a file of
+    this `kind`."""
+    try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise CheckpointError(f"{path} is not a regular file. {COPY_AGAIN}")
+        with path.open("rb") as file:
+            status, size = os.fstat(file.fileno()), file.seek(0, 2)
+            if size < _LENGTH_BYTES:
+                raise CheckpointError(
+                    f"{path} is not a valid {kind}: it has {size} bytes, none has less than 8 bytes. {COPY_AGAIN}"
+                )
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), status
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a link to {path.readlink()}, which does not exist. Put the file back there, or in place of "
+                "the link"
+            ) from None
+        raise CheckpointError(f"{path} does not exist. {COPY_AGAIN}") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error.strerror or error}. Make it readable for this user"
+        ) from error
+
+
+def _damaged(path: Path, cause: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not a valid safetensors file: {cause}. {COPY_AGAIN}")
 
 
 def _parse_header(path: Path, data: mmap.mmap, size: int) -> tuple[Any, dict[str, TensorInfo]]:
@@ -149,35 +157,37 @@ def _parse_tensor(path: Path, name: str, entry: Any, start: int) -> TensorInfo:
         raise _damaged(path, f"tensor {name!r} is described by a {type(entry).__name__}, expected an object")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _damaged(path, f"tensor {name!r} has the dtype {_short(dtype)}, expected one of {', '.join(DTYPES)}")
-    if not _are_counts(shape):
+        raise _damaged(path, f"tensor {name!r} has the dtype {brief(dtype)}, expected one of {', '.join(DTYPES)}")
+    if not are_counts(shape):
         raise _damaged(
             path,
-            f"tensor {name!r} has the shape {_short(shape)}, expected a list of at most {_LARGEST_RANK} whole numbers",
+            f"tensor {name!r} has the shape {brief(shape)}, expected a list of at most {_LARGEST_RANK} whole numbers",
         )
-    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _damaged(path, f"tensor {name!r} has the data_offsets {_short(offsets)}, expected [begin, end]")
+    if not are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise _damaged(path, f"tensor {name!r} has the data_offsets {brief(offsets)}, expected [begin, end]")
     dtype, item_size = DTYPES[dtype]
-    if math.prod(max(1, extent) for extent in shape) * item_size > _LARGEST_COUNT:  # an empty tensor could be
-        raise _damaged(path, f"tensor {name!r} has the shape {_short(shape)}, larger than any memory")
+    if math.prod(max(1, extent) for extent in shape) * item_size > LARGEST_COUNT:  # an empty tensor could be
+        raise _damaged(path, f"tensor {name!r} has the shape {brief(shape)}, larger than any memory")
     nbytes, expected = offsets[1] - offsets[0], math.prod(shape) * item_size
     if nbytes != expected:
         raise _damaged(path, f"tensor {name!r} has {nbytes:,} bytes, its shape {shape} of {dtype} takes {expected:,}")
     return TensorInfo(name, dtype, tuple(shape), path, start + offsets[0], nbytes)
 
 
-def _are_counts(values: Any) -> TypeGuard[list[int]]:
-    return (
-        isinstance(values, list)
-        and len(values) <= _LARGEST_RANK
-        and all(type(value) is int and 0 <= value <= _LARGEST_COUNT for value in values)
-    )
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value that a file holds is a whole number that can count elements."""
+    return type(value) is int and 0 <= value <= LARGEST_COUNT
 
 
-def _short(value: Any) -> str:
-    """A JSON value for a message; nested ones by their type alone, which may be of any depth."""
-    flat = not isinstance(value, dict | list) or not any(isinstance(item, dict | list) for item in value)
-    return f"{value!r:.60}" if flat else f"a nested {type(value).__name__}"
+def are_counts(values: Any, kind: type[Sequence[int]] = list) -> TypeGuard[Sequence[int]]:
+    """Whether a value is a list, or what `kind` says, of numbers that can be a shape."""
+    return isinstance(values, kind) and len(values) <= _LARGEST_RANK and all(map(is_count, values))
+
+
+def brief(value: Any) -> str:
+    """A value for a message; nested ones by their type alone, which may be of any depth."""
+    nested = isinstance(value, list | tuple) and any(isinstance(item, dict | list | tuple) for item in value)
+    return f"a nested {type(value).__name__}" if nested or isinstance(value, dict) else f"{value!r:.80}"
 
 
 def _check_places(path: Path, tensors: list[TensorInfo], start: int, size: int) -> None:

@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,13 +70,18 @@ def read_file(
     With `takes_pipes` pipes and terminals are read too: for what a user names. Raises `error_class`, also where a pipe
     stays silent.
     """
-    try:
+    with _named(f"{what} {printable(path)}".lstrip(), error_class, advice):
         return _piped_bytes(path, limit) if takes_pipes else ordinary_bytes(path, limit)
+
+
+@contextmanager
+def _named(name: str, error_class: type[EdgeLLMError], advice: str) -> Iterator[None]:
+    """Raise `error_class` for what is wrong with a file of this name."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        ending = f". {advice}" if advice else ""
-        name = f"{what} {printable(path)}" if what else printable(path)
-        raise error_class(f"{name} cannot be read: {reason}{ending}") from error
+        raise error_class(f"{name} cannot be read: {reason}{f'. {advice}' if advice else ''}") from error
 
 
 def read_text(
@@ -91,9 +96,9 @@ def decoded(data: bytes, path: Path | str, error_class: type[EdgeLLMError], what
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        name = f"{what} {printable(path)}" if what else printable(path)
         raise error_class(
-            f"{name} is not UTF-8 text: invalid byte 0x{error.object[error.start]:02x} at byte offset {error.start}"
+            f"{f'{what} {printable(path)}'.lstrip()} is not UTF-8 text: invalid byte "
+            f"0x{error.object[error.start]:02x} at byte offset {error.start}"
         ) from error
 
 
@@ -120,14 +125,11 @@ def open_ordinary(path: Path) -> FileIO:
 
 def check_ordinary(path: Path, limit: int, error_class: type[EdgeLLMError], advice: str = "") -> None:
     """Raise `error_class` where a file that is to be copied is no ordinary file or has more than `limit` bytes."""
-    try:
+    with _named(printable(path), error_class, advice):
         status = path.stat()
         _refuse_other_kinds(path, status.st_mode)
         if status.st_size > limit:
             raise too_large(path, status.st_size, limit)
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        raise error_class(f"{printable(path)} cannot be read: {reason}{f'. {advice}' if advice else ''}") from error
 
 
 def _refuse_other_kinds(path: Path, mode: int) -> None:
@@ -158,46 +160,33 @@ def _piped_bytes(path: Path, limit: int) -> bytes:
     if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
         return ordinary_bytes(path, limit)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    was_written, until = False, time.monotonic() + WRITER_SECONDS
+
+    def read(count: int) -> bytes:
+        """The next bytes, b"" at the end; waits for the writer for a while."""
+        nonlocal was_written, until
+        while True:
+            block = None
+            with suppress(BlockingIOError):  # somebody has opened it for writing
+                block = os.read(descriptor, count)
+            # No byte may mean that nobody has opened the pipe for writing yet, rather than that nothing more can come.
+            is_there = block is not None and (block != b"" or was_written or bool(poll.poll(0)))
+            if is_there or (block is None and not was_written):
+                was_written, until = True, time.monotonic() + SILENT_SECONDS
+            if block is not None and is_there:
+                return block
+            left = until - time.monotonic()
+            if left <= 0:
+                seconds = SILENT_SECONDS if was_written else WRITER_SECONDS
+                raise OSError(errno.ETIMEDOUT, f"nothing was written into it for {seconds:.0f} s", str(path))
+            poll.poll(left * 1000)
+
     try:
-        return _joined(_PatientReader(path, descriptor).read, path, limit)
+        return _joined(read, path, limit)
     finally:
         os.close(descriptor)
-
-
-class _PatientReader:
-    """Reads a descriptor that does not block, and waits for its writer for a while."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
-        self._until = time.monotonic() + WRITER_SECONDS
-        self._was_written = False
-
-    def read(self, count: int) -> bytes:
-        """The next bytes, b"" at the end."""
-        while True:
-            try:
-                block = os.read(self._descriptor, count)
-            except BlockingIOError:  # somebody has opened it for writing
-                if not self._was_written:
-                    self._was_written, self._until = True, time.monotonic() + SILENT_SECONDS
-            else:
-                if block or self._was_written or self._ended():
-                    self._was_written, self._until = True, time.monotonic() + SILENT_SECONDS
-                    return block
-            self._wait()
-
-    def _ended(self) -> bool:
-        """Whether nothing more can come, rather than that nobody has opened the pipe for writing yet."""
-        return bool(self._poll.poll(0))
-
-    def _wait(self) -> None:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            seconds = SILENT_SECONDS if self._was_written else WRITER_SECONDS
-            raise OSError(errno.ETIMEDOUT, f"nothing was written into it for {seconds:.0f} s", str(self._path))
-        self._poll.poll(left * 1000)
 
 
 #: A text of so many characters is encoded within some milliseconds.
@@ -248,8 +237,7 @@ def check_tokenizer_file(path: Path, vocab_size: int, error_class: type[EdgeLLME
     if largest >= vocab_size:
         raise error_class(
             f"{printable(path)} has token ids up to {largest}, but the model's vocabulary has only {vocab_size} "
-            f"entries: "
-            "the tokenizer belongs to another model"
+            "entries: the tokenizer belongs to another model"
         )
     return tokenizer
 
@@ -264,11 +252,7 @@ def _explained(what: str, error_class: type[EdgeLLMError]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not isinstance(error, Exception) and not _is_panic(error):
-            raise  # Ctrl-C
+        # Rust's exception for a panic cannot be imported; others that are no Exception are Ctrl-C and its like.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise error_class(f"{what}: {' '.join(str(error).split()) or type(error).__name__}. {_ADVICE}") from error
-
-
-def _is_panic(error: BaseException) -> bool:
-    """Whether Rust has panicked: its exception cannot be imported."""
-    return type(error).__name__ == "PanicException"

@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from types import TracebackType
 
 from edgellm.kernels.atomic_write import sync_directory
 
@@ -38,9 +37,7 @@ class StagedDirectory:
         self._lock = _locked(self.path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         # After a commit that replaced a directory, this name holds the replaced one.
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
@@ -186,26 +186,20 @@ def check_values(value: Any, any_number: bool = False) -> None:
     level = [value]
     for _ in range(DEEPEST_NESTING + 1):
         for item in level:
-            if isinstance(item, int) and not any_number:
-                _check_integer(item)
-            elif isinstance(item, str) and not item.isascii():
+            if isinstance(item, int) and not any_number and not SMALLEST_INTEGER <= item <= LARGEST_INTEGER:
+                found = f"{item:.3e}" if item.bit_length() < 1000 else f"of {item.bit_length()} bits"
+                raise _out_of_range(found)
+            if isinstance(item, str) and not item.isascii():
                 _check_text(item)
-        level = [inner for item in level if isinstance(item, (dict, list)) for inner in _contents(item)]
+        containers = [item for item in level if isinstance(item, (dict, list))]
+        level = [inner for each in containers for inner in each]
+        level += [inner for each in containers if isinstance(each, dict) for inner in each.values()]
         if not level:
             return
     raise ValueError(_TOO_DEEP)
 
 
 _TOO_DEEP = f"its lists and objects are nested more than {DEEPEST_NESTING} deep"
-
-
-def _contents(container: dict[Any, Any] | list[Any]) -> list[Any]:
-    return [*container, *container.values()] if isinstance(container, dict) else container
-
-
-def _check_integer(value: int) -> None:
-    if not SMALLEST_INTEGER <= value <= LARGEST_INTEGER:
-        raise _out_of_range(f"{value:.3e}" if value.bit_length() < 1000 else f"of {value.bit_length()} bits")
 
 
 def _check_text(text: str) -> None:
@@ -221,9 +215,7 @@ def _check_text(text: str) -> None:
 def _whole_number(text: str) -> int:
     if len(text) > _MOST_DIGITS:
         raise _out_of_range(f"of {len(text.lstrip('-'))} digits ({text[:12]}...)")
-    value = int(text)
-    _check_integer(value)
-    return value
+    return int(text)
 
 
 def _out_of_range(found: str) -> ValueError:
@@ -241,14 +233,12 @@ def _finite_number(text: str) -> float:
 
 def plain_values(instance: Any) -> dict[str, Any]:
     """A dataclass instance as JSON values, for `JSONObject.dataclass` to read."""
-    values = asdict(instance)
-    for field in fields(instance):
-        value = getattr(instance, field.name)
-        if field.metadata.get("added_later") and value == field.default:
-            del values[field.name]
-        elif is_dataclass(value):
-            values[field.name] = plain_values(value)
-    return values
+    values = {field: getattr(instance, field.name) for field in fields(instance)}
+    return {
+        field.name: plain_values(value) if is_dataclass(value) else value
+        for field, value in values.items()
+        if not field.metadata.get("added_later") or value != field.default
+    }
 
 
 def canonical_json(value: Any) -> bytes:
@@ -303,10 +293,8 @@ def parse_yaml(text: str, place: str, error_class: type[EdgeLLMError]) -> Any:
         problem = str(error.problem or error.context)
         problem = _TOO_DEEP_YAML if "nesting depth" in problem else problem  # PyYAML's own bound, from 6.0.4 on
         raise error_class(f"{place} is not valid YAML: {problem}{where}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # a date that there is none of
         raise error_class(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
-    except (ValueError, OverflowError, RecursionError) as error:  # a date that there is none of
-        raise error_class(f"{place} is not valid YAML: {error}") from error
     return value
 
 

@@ -58,18 +58,39 @@ _UNREAD = {"qwen3_5": ("mtp.",)}
 _SMALL = "float32"
 
 
-class LayerWeights:
-    """Makes the weights and steps of a layer: `prefix` begins their names, `source` those in the checkpoint."""
+class NamedWeights:
+    """Makes the weights of one part of a model: `prefix` begins their names, `source` those in the checkpoint, which
+    calls modules otherwise where `published` says so."""
 
-    def __init__(self, config: DecoderConfig, prefix: str, source: str) -> None:
-        self._config, self._prefix, self._source = config, prefix, source
-        self._published = _PUBLISHED[config.naming]
+    def __init__(self, prefix: str, source: str, published: Mapping[str, str] | None = None) -> None:
+        self._prefix, self._source, self._published = prefix, source, published or {}
 
     def weight(self, name: str, *shape: int, dtype: str = "compute", part: tuple[int, ...] | None = None) -> WeightSpec:
         """One tensor, `name` without prefix, in the shape `part` in the checkpoint where that is another."""
-        module, _, kind = name.rpartition(".")
-        source = f"{self._source}{self._published.get(module, module)}.{kind}"
+        module, dot, kind = name.rpartition(".")
+        source = f"{self._source}{self._published.get(module, module)}{dot}{kind}"
         return WeightSpec(f"{self._prefix}{name}", shape, ((source, part or shape),), dtype)
+
+    def linear(self, name: str, rows: int | Mapping[str, int], columns: int, bias: bool = True) -> Linear:
+        """A linear layer of so many rows, or one that several of the same folder in the checkpoint (names and rows)
+        fill one behind the other."""
+        folder = name[: name.rfind(".") + 1]
+        parts = {name: rows} if isinstance(rows, int) else {f"{folder}{part}": size for part, size in rows.items()}
+        named = {self._published.get(part, part): size for part, size in parts.items()}
+
+        def spec(kind: str, *width: int) -> WeightSpec:
+            sources = tuple((f"{self._source}{part}.{kind}", (size, *width)) for part, size in named.items())
+            return WeightSpec(f"{self._prefix}{name}.{kind}", (sum(named.values()), *width), sources)
+
+        return Linear(f"{self._prefix}{name}", spec("weight", columns), spec("bias") if bias else None)
+
+
+class LayerWeights(NamedWeights):
+    """Makes the weights and steps of a decoder's layer."""
+
+    def __init__(self, config: DecoderConfig, prefix: str, source: str) -> None:
+        super().__init__(prefix, source, _PUBLISHED[config.naming])
+        self._config = config
 
     def norm(self, name: str, size: int | None = None, offset: float | None = None) -> Norm:
         """An RMS norm, by default of the hidden size, and with the model's own offset."""
@@ -77,22 +98,10 @@ class LayerWeights:
         weight = self.weight(f"{name}.weight", size or config.hidden_size)
         return Norm(weight, config.rms_norm_eps, offset=config.norm_offset if offset is None else offset)
 
-    def linear(self, name: str, parts: Mapping[str, int], columns: int, bias: bool) -> Linear:
-        """A linear layer that `parts` (names and rows in the checkpoint) fill one behind the other."""
-        folder = name[: name.rindex(".") + 1]
-
-        def spec(kind: str, *width: int) -> WeightSpec:
-            names = {part: self._published.get(f"{folder}{part}", f"{folder}{part}") for part in parts}
-            sources = tuple((f"{self._source}{names[part]}.{kind}", (rows, *width)) for part, rows in parts.items())
-            return WeightSpec(f"{self._prefix}{name}.{kind}", (sum(parts.values()), *width), sources)
-
-        return Linear(f"{self._prefix}{name}", spec("weight", columns), spec("bias") if bias else None)
-
     def attention(
         self,
         index: int,
         inputs: tuple[Input, ...],
-        rotary: int,
         masks_all: bool = False,
         keep: Keep | None = None,
         windows: bool = False,
@@ -113,7 +122,7 @@ class LayerWeights:
             index,
             (config.num_heads, config.num_kv_heads, size),
             size**-0.5 if scale is None else scale,
-            rotary,
+            0 if index in config.nope_layers else config.rotary_dim,
             self.norm("self_attn.q_norm", size) if config.qk_norm else None,
             self.norm("self_attn.k_norm", size) if config.qk_norm else None,
             masks_all,
@@ -124,21 +133,14 @@ class LayerWeights:
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), attention]
 
-    def attention_output(self) -> Linear:
-        """What "context" goes through on its way to the residual stream."""
-        config = self._config
-        return self.linear(
-            "self_attn.o_proj", {"o_proj": config.hidden_size}, config.query_size, config.attention_output_bias
-        )
-
     def convolution(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
         """LFM2's gated short convolution, to "convolved", and what that goes through."""
         hidden, width, bias = self._config.hidden_size, self._config.conv_width, self._config.conv_bias
-        project = self.linear("conv.in_proj", {"in_proj": 3 * hidden}, hidden, bias)
+        project = self.linear("conv.in_proj", 3 * hidden, hidden, bias)
         weight = self.weight("conv.conv.weight", hidden, width, dtype=_SMALL, part=(hidden, 1, width))
         offset = self.weight("conv.conv.bias", hidden, dtype=_SMALL) if bias else None
         convolve = ShortConvolution("convolved", "projected", index, hidden, width, weight, offset, gated=True)
-        output = self.linear("conv.out_proj", {"out_proj": hidden}, hidden, bias)
+        output = self.linear("conv.out_proj", hidden, hidden, bias)
         return [NormLinear("projected", (normed,), project), convolve], output
 
     def delta(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
@@ -166,7 +168,7 @@ class LayerWeights:
             ),
             GatedNorm("recalled", "delta", *gate, heads, self.norm("linear_attn.norm", size, 0.0)),
         ]
-        return steps, self.linear("linear_attn.out_proj", {"out_proj": config.hidden_size}, heads * size, False)
+        return steps, self.linear("linear_attn.out_proj", config.hidden_size, heads * size, False)
 
     def _delta_projections(self, normed: Input, widths: tuple[int, ...]) -> tuple[list[Step], list[tuple[str, int]]]:
         """The linear layers of `DELTA_PROJECTIONS`, and of each projection the value and the column where it begins."""
@@ -198,7 +200,8 @@ class LayerWeights:
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {"gate_up_proj": 2 * inner} if config.fused_projections else {"gate_proj": inner, "up_proj": inner}
-        output = output or self.attention_output()
+        if output is None:
+            output = self.linear("self_attn.o_proj", hidden, config.query_size, config.attention_output_bias)
         result, activation = ("selected", "selected_activation") if selects else ("hidden", "activation")
         before, of_attention, of_mlp = "post_attention_layernorm", None, None
         if config.post_norms:
@@ -206,7 +209,7 @@ class LayerWeights:
             before = "pre_feedforward_layernorm"
         normed = Input(result, (self.norm(before),))
         gate_up = self.linear("mlp.gate_up_proj", parts, hidden, bias)
-        down = self.linear("mlp.down_proj", {"down_proj": hidden}, inner, bias)
+        down = self.linear("mlp.down_proj", hidden, inner, bias)
         return [
             LinearResidual(result, mixed, output, residual, config.residual_scale, keep, selects, of_attention),
             NormLinear(activation, (normed,), gate_up, config.hidden_act, gated=True),
@@ -278,10 +281,9 @@ def decoder_layer(
     if kind in RECURRENT_KINDS:
         steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
         return steps + layer.residual(value, selects, keep, steps[-1].output, output)
-    rotary = 0 if index in config.nope_layers else config.rotary_dim
     # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
     early, late = (keep, None) if config.post_norms else (None, keep)
-    steps = layer.attention(index, (normed,), rotary, keep=early, windows=windows, ahead=ahead)
+    steps = layer.attention(index, (normed,), keep=early, windows=windows, ahead=ahead)
     return steps + layer.residual(value, selects, late)
 
 

@@ -5,22 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from edgellm.engines.model.config import DRAFT_EMBEDDING, HEADS, MTP, DecoderConfig, DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import LayerWeights, embedding_name, head_weight_name
+from edgellm.engines.model.decoder import LayerWeights, NamedWeights, as_published, embedding_name, head_weight_name
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import (
-    Input,
-    Keep,
-    Linear,
-    Norm,
-    NormLinear,
-    Program,
-    Step,
-    single_weight,
-    token_inputs,
-)
+from edgellm.engines.model.program import Input, Keep, Linear, NormLinear, Program, Step, single_weight, token_inputs
 from edgellm.engines.model.states import Edge
 
 Buffer = TypeVar("Buffer")
@@ -36,17 +26,11 @@ def mtp_draft(base: DecoderConfig, vocabulary: int | None = None, head: str = HE
     own. Its logits are those of `vocabulary` rows of the base's head (None: of all, and the head is shared), which are
     kept as `head` says, one of `HEADS`.
     """
-    layer = replace(base, num_layers=1, layer_kinds=(), conv_width=0, conv_bias=False, delta_heads=())
-    # Of one layer nothing is taken; what the base's own head became is no matter.
-    layer = replace(
-        layer,
-        delta_products=(),
-        feature_layers=(),
-        deepstack_layers=0,
-        nope_layers=(),
-        head=HEADS[0],
-        embeds_by_head=False,
+    none: dict[str, Any] = dict.fromkeys(
+        ("layer_kinds", "delta_heads", "delta_products", "feature_layers", "nope_layers"), ()
     )
+    layer = replace(base, num_layers=1, conv_width=0, conv_bias=False, deepstack_layers=0, **none)
+    layer = as_published(layer)  # what the base's own head became is no matter
     return DraftConfig(
         generation=MTP,
         decoder=layer,
@@ -72,10 +56,10 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
     Its outputs are `logits` [B, selected, Vd] float32 and `hidden_states` [B, selected, H], which a propose step takes.
     """
     hidden, decoder = config.hidden_size, config.decoder
-    inputs, feature = token_inputs(shape, hidden, decoder.rotary_dim), "hidden_states_input"
+    feature, width = "hidden_states_input", config.feature_size
     if shape.phase == "propose":
-        feature = "hidden_states_from_draft"
-    width = hidden if shape.phase == "propose" else config.feature_size
+        feature, width = "hidden_states_from_draft", hidden
+    inputs = token_inputs(shape, hidden, decoder.rotary_dim)
     inputs[feature] = ((shape.batch, shape.tokens, width), "compute")
     layer = LayerWeights(decoder, _LAYER, config.layer_prefix)
     own = LayerWeights(decoder, "", config.checkpoint_prefix)
@@ -87,17 +71,21 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
             embedded = Input("inputs_embeds", (own.norm("pre_fc_norm_embedding"),))
             taken = Input(feature, (own.norm("pre_fc_norm_hidden"),))
             attended = (Input("hidden", (layer.norm("input_layernorm"),)),)
-        steps.append(NormLinear("hidden", (embedded, taken), _fc(config, 2 * hidden)))
+        steps.append(NormLinear("hidden", (embedded, taken), own.linear("fc", hidden, 2 * hidden, config.fc_bias)))
         residual, keep = "hidden", None
     else:  # fc on the base's features only, and an attention that takes [normed embedding | normed feature]
         if shape.phase != "propose":
-            features = Input(feature, _feature_norms(config))
-            steps.append(NormLinear("feature", (features,), _fc(config, config.feature_size)))
+            linear = own.linear("fc", hidden, config.feature_size, config.fc_bias)
+            count = len(config.feature_layers) if config.feature_norm == "each" else 0
+            norms = tuple(own.norm(f"fc_norm.{index}") for index in range(count))
+            if config.feature_norm == "whole":
+                norms = (own.norm("input_norm", config.feature_size),)
+            steps.append(NormLinear("feature", (Input(feature, norms),), linear))
             feature = "feature"
         residual, keep = (feature, None) if not config.norm_before_residual else ("normed", Keep("normed"))
-        norms = (layer.norm("input_layernorm"), layer.norm("hidden_norm"))
-        attended = (Input("inputs_embeds", norms[:1]), Input(feature, norms[1:]))
-    steps += layer.attention(0, attended, decoder.rotary_dim, masks_all=True, keep=keep)
+        of_embedding, of_feature = layer.norm("input_layernorm"), layer.norm("hidden_norm")
+        attended = (Input("inputs_embeds", (of_embedding,)), Input(feature, (of_feature,)))
+    steps += layer.attention(0, attended, masks_all=True, keep=keep)
     steps += layer.residual(residual, shape.selected < shape.tokens)
     normed = Input(steps[-1].output, () if config.generation == "1" else (own.norm("norm"),))
     name, rows = config.head_name, config.draft_vocab_size
@@ -111,28 +99,10 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
     return Program(shape, inputs, tuple(steps), outputs)
 
 
-def _fc(config: DraftConfig, columns: int) -> Linear:
-    prefix, hidden = config.checkpoint_prefix, config.hidden_size
-    bias = single_weight("fc.bias", hidden, source=f"{prefix}fc.bias") if config.fc_bias else None
-    return Linear("fc", single_weight("fc.weight", hidden, columns, source=f"{prefix}fc.weight"), bias)
-
-
-def _feature_norms(config: DraftConfig) -> tuple[Norm, ...]:
-    own = LayerWeights(config.decoder, "", config.checkpoint_prefix)
-    if config.feature_norm == "whole":
-        return (own.norm("input_norm", config.feature_size),)
-    count = len(config.feature_layers) if config.feature_norm == "each" else 0
-    return tuple(own.norm(f"fc_norm.{index}") for index in range(count))
-
-
 def draft_weights(config: DraftConfig) -> list[WeightSpec]:
     """Every weight of the head's own, in order of use, named as EAGLE's `layers.0` layout names them."""
-    table = single_weight(
-        DRAFT_EMBEDDING,
-        config.decoder.vocab_size,
-        config.hidden_size,
-        source=f"{config.checkpoint_prefix}{DRAFT_EMBEDDING}",
-    )
+    names = NamedWeights("", config.checkpoint_prefix)
+    table = names.weight(DRAFT_EMBEDDING, config.decoder.vocab_size, config.hidden_size)
     program = draft_program(config, EngineShape("accept", 1, 1, 1, 1, model="draft"))
     own = [spec for spec in program.weights.values() if spec.parts]
     return [table, *own] if config.has_embedding else own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER, bounded
@@ -153,7 +154,8 @@ class EngineLimits:
         a text can be cut; as many as without a window where that is no more."""
         if window is None or window >= self.kv_capacity:
             return 0
-        return min(_rounded_up(window + self.window_step + WINDOW_SLACK, WINDOW_STEP), self._whole_rows)
+        rows = min(window + self.window_step + WINDOW_SLACK, self.kv_rows)
+        return _rounded_up(rows, WINDOW_STEP)
 
     def window_problem(self, config: DecoderConfig) -> str | None:
         """What is wrong with `window_rows` for a model, if anything."""
@@ -186,11 +188,6 @@ class EngineLimits:
     def chunk_for(self, count: int) -> int:
         """The smallest chunk that holds so many tokens, at most `prefill_chunk`."""
         return next(size for size in self.prefill_chunks if size >= count)
-
-    @property
-    def _whole_rows(self) -> int:
-        """A window's rows that hold all that `kv_rows` do."""
-        return _rounded_up(self.kv_rows, WINDOW_STEP)
 
     @cached_property
     def prefill_chunks(self) -> tuple[int, ...]:
@@ -238,9 +235,8 @@ class EngineLimits:
         """Tokens of the verify engines, ascending; the largest holds `verify_tree_size`. Empty without a draft."""
         if not self.has_draft:
             return ()
-        return tuple(size for size in (8, 16, 32) if size < self.verify_tree_size) + (
-            _rounded_up(self.verify_tree_size, 8),
-        )
+        smaller = tuple(size for size in (8, 16, 32) if size < self.verify_tree_size)
+        return (*smaller, _rounded_up(self.verify_tree_size, 8))
 
     @cached_property
     def propose_widths(self) -> tuple[int, ...]:
@@ -254,63 +250,37 @@ class EngineLimits:
 
     def base_shape(self, phase: str, batch: int, tokens: int, key_range: int, selected: int = 1) -> EngineShape:
         """An engine of the base without adapters; see `EngineShape`."""
-        return EngineShape(
-            phase,
-            batch,
-            tokens,
-            key_range,
-            self.kv_rows,
-            selected,
-            kv_cache=self.kv_cache,
-            window_rows=self.window_rows,
-        )
+        own: dict[str, Any] = {"kv_cache": self.kv_cache, "window_rows": self.window_rows}
+        return EngineShape(phase, batch, tokens, key_range, self.kv_rows, selected, **own)
+
+    def draft_shape(self, phase: str, batch: int, tokens: int, key_range: int, selected: int = 1) -> EngineShape:
+        """An engine of the draft; see `EngineShape`."""
+        return EngineShape(phase, batch, tokens, key_range, self.kv_rows, selected, "draft")
 
     def with_adapters(self, shape: EngineShape) -> EngineShape:
         """The engine of the base that does what `shape` does and applies LoRA adapters."""
         return replace(shape, lora_slots=self.lora_slots, lora_rank=self.lora_rank)
 
-    def adapter_engine_shapes(self) -> list[EngineShape]:
-        """The base's engines with LoRA adapters: one for each without. The draft model has none."""
-        if not self.has_lora:
-            return []
-        return [self.with_adapters(shape) for shape in self.engine_shapes() if shape.model == "base"]
-
     def all_engine_shapes(self) -> list[EngineShape]:
-        """Every engine of a directory, those with LoRA adapters included."""
-        return self.engine_shapes() + self.adapter_engine_shapes()
+        """Every engine of a directory: behind those without adapters, one with LoRA adapters for each of the base."""
+        shapes = self.engine_shapes()
+        return shapes + [self.with_adapters(shape) for shape in shapes if shape.model == "base" and self.has_lora]
 
     def engine_shapes(self) -> list[EngineShape]:
         """The engines that run without adapters: of the base decode, prefill (one sequence at a time), verify; of the
         draft accept, propose, prefill; of the vision encoder encode. Shapes that differ in the key range alone come in
         ascending order of it."""
-        shapes = [
-            self.base_shape("decode", batch, 1, key_range) for batch in self.batches for key_range in self.key_ranges
-        ]
-        shapes += self._prefill_shapes("base")
+        chunks = [(size, rows) for size in self.prefill_chunks for rows in self.key_ranges if size <= rows]
+        shapes = [self.base_shape("decode", batch, 1, rows) for batch in self.batches for rows in self.key_ranges]
+        shapes += [self.base_shape("prefill", 1, *chunk) for chunk in chunks]
         shapes += [vision_shape(rows) for rows in self.image_rows]
         if not self.has_draft:
             return shapes
-        for batch in self.batches:
-            for key_range in self.tree_key_ranges:
-                shapes += [self.base_shape("verify", batch, size, key_range, size) for size in self.verify_sizes]
-                shapes.append(EngineShape("accept", batch, self.accept_tokens, key_range, self.kv_rows, 1, "draft"))
-                shapes += [
-                    EngineShape("propose", batch, width, key_range, self.kv_rows, width, "draft")
-                    for width in self.propose_widths
-                ]
-        return shapes + self._prefill_shapes("draft")
-
-    def _prefill_shapes(self, model: str) -> list[EngineShape]:
-        if model == "base":
-            own: dict[str, Any] = {"kv_cache": self.kv_cache, "window_rows": self.window_rows}
-        else:
-            own = {"model": model}
-        return [
-            EngineShape("prefill", 1, chunk, key_range, self.kv_rows, **own)
-            for chunk in self.prefill_chunks
-            for key_range in self.key_ranges
-            if chunk <= key_range
-        ]
+        for batch, rows in product(self.batches, self.tree_key_ranges):
+            shapes += [self.base_shape("verify", batch, size, rows, size) for size in self.verify_sizes]
+            shapes.append(self.draft_shape("accept", batch, self.accept_tokens, rows))
+            shapes += [self.draft_shape("propose", batch, width, rows, width) for width in self.propose_widths]
+        return shapes + [self.draft_shape("prefill", 1, *chunk) for chunk in chunks]
 
 
 def vision_shape(rows: int) -> EngineShape:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -66,7 +68,8 @@ def plan_memory(
     weights = sum(weight_bytes(spec, dtype) for spec in specs)
     layers = decoder_states(config, limits.kv_cache, limits)
     states, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_states(layers)
-    windows = window_bytes(layers, limits.max_batch, dtype)
+    in_windows = (layer for layer in layers if isinstance(layer, WindowRows))
+    windows = state_bytes(state_edge(in_windows, limits.max_batch, 0), dtype)
     tokens = max(limits.max_batch, limits.prefill_chunk)
     step = tokens * ((config.hidden_size + config.rotary_columns) * item + ITEM_SIZES["int32"])
     if config.image_tokens:  # the last row that each token sees
@@ -118,11 +121,6 @@ def recurrent_bytes(states: Sequence[LayerState], slots: int) -> int:
     return state_bytes(state_edge(recurrent_states(states), slots, 1), "float32")
 
 
-def window_bytes(states: Sequence[LayerState], slots: int, dtype: str) -> int:
-    """What the rows of layers take that look back on a window, however long the context is."""
-    return state_bytes(state_edge((state for state in states if isinstance(state, WindowRows)), slots, 0), dtype)
-
-
 def kept_bytes(states: Sequence[LayerState], slots: int, tokens: int) -> int:
     """What steps of up to so many tokens keep of their inputs for commits of recurrent states."""
     return state_bytes(kept_edge(states, slots, tokens), "float32")
@@ -157,12 +155,9 @@ def _plan_draft_memory(draft: DraftConfig, limits: EngineLimits, dtype: str) -> 
 
 def available_memory() -> int | None:
     """Bytes of RAM that can be allocated without swapping, where the system tells."""
-    try:
-        with Path("/proc/meminfo").open(encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
+    with suppress(OSError):
+        told = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE)
+        if told is not None:
+            return int(told[1]) * 1024
     pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
     return pages * os.sysconf("SC_PAGE_SIZE") or None

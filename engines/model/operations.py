@@ -8,39 +8,32 @@ that attention reads (the key range), V vocabulary, R rotary size.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Protocol, TypeVar
 
 from edgellm.engines.model.program import GatedDelta, ShortConvolution
 
 Tensor = TypeVar("Tensor")
 
 
-class Operations(ABC, Generic[Tensor]):
+class Operations(Protocol[Tensor]):
     """One implementation of the operations."""
 
-    @abstractmethod
     def input(self, name: str, shape: Sequence[int], dtype: str) -> Tensor:
         """Declare the engine input `name`; `dtype` is "compute", "float32", "int32" or "bool"."""
 
-    @abstractmethod
     def weight(self, name: str, shape: Sequence[int]) -> Tensor:
         """Declare (once) the weight `name`, an engine input in compute dtype; matrices are [N, K]."""
 
-    @abstractmethod
     def output(self, name: str, tensor: Tensor) -> None:
         """Make `tensor` the engine output `name`."""
 
-    @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., K] times the transpose of [N, K], plus [N]: [..., N]."""
 
-    @abstractmethod
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """[..., K] times [K, N], a weight that is published so: [..., N] float32."""
 
-    @abstractmethod
     def adapt(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor, scales: Tensor) -> Tensor:
         """y + (x a^T * scales) b: what LoRA adapters (Hu et al. 2021) add to `y` [B, T, N], the projection of x.
 
@@ -48,56 +41,45 @@ class Operations(ABC, Generic[Tensor]):
         `scales` [B, S] says how much of each adapter each sequence takes. `y` is not to be used afterwards.
         """
 
-    @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
         """x / sqrt(mean(x^2) + epsilon) * (weight + offset) over the last axis, the mean and what is multiplied by in
         float32 (Zhang and Sennrich 2019)."""
 
-    @abstractmethod
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) -> Tensor:
         """(x - mean(x)) / sqrt(variance(x) + epsilon) * weight + bias over the last axis, mean and variance in float32.
 
         Ba et al. 2016; the variance is divided by the number of elements.
         """
 
-    @abstractmethod
     def activation(self, x: Tensor, kind: str) -> Tensor:
         """One of these functions of each element: "silu" x sigmoid(x); "gelu" x Phi(x), with the normal distribution;
         "gelu_tanh" its approximation by tanh, and "quick_gelu" that by sigmoid(1.702 x) (Hendrycks and Gimpel 2016);
         "sigmoid"."""
 
-    @abstractmethod
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """The sum of two tensors of one shape."""
 
-    @abstractmethod
     def multiply(self, a: Tensor, b: Tensor) -> Tensor:
         """The product, element by element, of two tensors of one shape."""
 
-    @abstractmethod
     def split(self, x: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """Cut x along `axis` into parts of the given sizes."""
 
-    @abstractmethod
     def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
         """The same elements in the same order under another shape."""
 
-    @abstractmethod
     def split_heads(self, x: Tensor, heads: int) -> Tensor:
         """[B, T, heads * D] to [B, heads, T, D]."""
 
-    @abstractmethod
     def merge_heads(self, x: Tensor) -> Tensor:
         """[B, heads, T, D] to [B, T, heads * D]."""
 
-    @abstractmethod
     def rotary_embedding(self, x: Tensor, cos_sin: Tensor) -> Tensor:
         """Rotate the first R of D in [B, heads, T, D] by `cos_sin` [B, T, R], cosine half then sine half.
 
         Element j is paired with element j + R/2 (the layout of Hugging Face's Llama, not the interleaved one).
         """
 
-    @abstractmethod
     def kv_cache_update(
         self, cache: Tensor, update: Tensor, start_index: Tensor, scales: Tensor | None = None, wraps: bool = False
     ) -> Tensor:
@@ -108,16 +90,8 @@ class Operations(ABC, Generic[Tensor]):
         `edgellm.kernels.quantization.rows` says.
         """
 
-    @abstractmethod
     def attention(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, *scales: Tensor
     ) -> Tensor:
         """Grouped-query attention of [B, nq, T, D] over the first L rows of keys and values [B, nkv, C, D].
 
@@ -126,7 +100,6 @@ class Operations(ABC, Generic[Tensor]):
         weights. Query head h uses key-value head h // (nq / nkv).
         """
 
-    @abstractmethod
     def short_convolution(
         self,
         step: ShortConvolution,
@@ -144,7 +117,6 @@ class Operations(ABC, Generic[Tensor]):
         `tokens` [B] the columns become, in place, those behind so many rows; what rows behind these get is no matter.
         """
 
-    @abstractmethod
     def gated_delta(
         self,
         step: GatedDelta,
@@ -163,7 +135,6 @@ class Operations(ABC, Generic[Tensor]):
         before; `parents` and `tokens` are those of `short_convolution`, of the matrices.
         """
 
-    @abstractmethod
     def window_attention(
         self,
         query: Tensor,
@@ -173,8 +144,7 @@ class Operations(ABC, Generic[Tensor]):
         start_index: Tensor,
         window: int,
         scale: float,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
+        *scales: Tensor,
     ) -> Tensor:
         """The same within a window, of rows that are a ring: position p in row p modulo C.
 
@@ -182,7 +152,6 @@ class Operations(ABC, Generic[Tensor]):
         latest `window` of these.
         """
 
-    @abstractmethod
     def attention_ahead(
         self,
         query: Tensor,
@@ -192,32 +161,25 @@ class Operations(ABC, Generic[Tensor]):
         last_seen: Tensor,
         window: int | None,
         scale: float,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
+        *scales: Tensor,
     ) -> Tensor:
         """The same where the token at position p = start_index[b] + t sees the positions up to last_seen[b, t], which
         is p or that of a later token of the step; with a `window`, where rows are a ring, those behind p - window."""
 
-    @abstractmethod
     def gated(self, gate_up: Tensor, kind: str) -> Tensor:
         """activation(first half, kind) * second half over the last axis: [B, T, 2F] to [B, T, F]."""
 
-    @abstractmethod
     def scale(self, x: Tensor, factor: float) -> Tensor:
         """factor * x."""
 
-    @abstractmethod
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Rows of [B, T, H] named by `rows` [B, S] int32: [B, S, H]."""
 
-    @abstractmethod
     def concatenate(self, tensors: Sequence[Tensor], axis: int) -> Tensor:
         """Join tensors along `axis`."""
 
-    @abstractmethod
     def to_float32(self, x: Tensor) -> Tensor:
         """x in float32."""
 
-    @abstractmethod
     def to_compute(self, x: Tensor) -> Tensor:
         """x in compute dtype."""

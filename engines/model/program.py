@@ -482,6 +482,6 @@ def kept_states(steps: Iterable[Step], shape: EngineShape) -> Edge:
     return kept_edge(states, shape.batch, shape.tokens)
 
 
-def single_weight(name: str, *shape: int, source: str | None = None) -> WeightSpec:
-    """A buffer that one tensor fills: the tensor `source` of the checkpoint, by default that of the same name."""
-    return WeightSpec(name, shape, ((source or name, shape),))
+def single_weight(name: str, *shape: int) -> WeightSpec:
+    """A buffer that the tensor of the same name fills."""
+    return WeightSpec(name, shape, ((name, shape),))

@@ -178,6 +178,7 @@ def _reads_of_all(steps: list[Step]) -> set[str]:
 
 
 def _reads(step: Step) -> Iterator[str]:
+    """The values and inputs that a step takes; TypeError for one that programs which are cut do not have."""
     if isinstance(step, NormLinear):
         yield from (given.value for given in step.inputs)
     elif isinstance(step, LinearResidual):
@@ -186,6 +187,11 @@ def _reads(step: Step) -> Iterator[str]:
         yield from step.values
     elif isinstance(step, Scale | Add | Reshape | _BETWEEN):
         yield step.value
+    else:
+        raise TypeError(
+            f"the step {type(step).__name__} is in a program that is cut, and what it reads is not known: expected one "
+            "that `_reads` names. Name it there"
+        )
     if isinstance(step, GatedDelta):
         yield step.gates
     if isinstance(step, GatedNorm):

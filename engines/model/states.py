@@ -1,8 +1,6 @@
 """What layers keep of the tokens before: the state of each, as engines take it, memory holds it and snapshots save it.
 
-A kind of state (`LayerState`) says which tensors it has (`tensors`), what of them a snapshot holds (`saved`), which
-inputs of a step a later commit asks for (`kept`) and to which earlier place it can be cut (`cut`); `ModelStates` of the
-runners does the same with each kind. Nobody else builds the names of these tensors.
+`ModelStates` of the runners does the same with each kind. Nobody else builds the names of these tensors.
 
 KV rows are written by the step itself, behind those that count; those of a window in a ring, over the oldest. Columns
 of a convolution and recurrent matrices are not: a step reads them, keeps its inputs, and a commit then takes those of
@@ -14,10 +12,10 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import WINDOW_SLACK, EngineLimits
@@ -31,43 +29,55 @@ PRESENT = "present_"
 _NAME = re.compile(r"(?:[kv]_(cache|scale)|(conv_columns|delta_matrix))_(?:0|[1-9][0-9]{0,3})")
 
 
-class LayerState(Protocol):
-    """What layer `index` keeps of the tokens before. B slots, T tokens of a step, C rows of memory."""
+@dataclass(frozen=True)
+class LayerState(ABC):
+    """What layer `index` keeps of the tokens before. B slots, T tokens of a step, C rows of memory.
+
+    As it stands here it is of the place where it is, and of no other: a recurrent state.
+    """
+
+    index: int
 
     @property
-    def index(self) -> int:
-        """The layer's number."""
-
-    @property
+    @abstractmethod
     def names(self) -> tuple[str, ...]:
         """Of its tensors."""
 
+    @abstractmethod
+    def of_sequence(self, rows: int) -> Edge:
+        """The tensors of one sequence, of so many rows where there are rows at all."""
+
     def tensors(self, slots: int, rows: int) -> Edge:
         """In memory, for so many slots, and so many rows where it has rows at all."""
+        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.of_sequence(rows).items()}
 
     def saved(self, tokens: int) -> Edge:
         """What a snapshot holds of one sequence of so many tokens."""
+        return self.of_sequence(tokens)
 
     def kept(self, slots: int, tokens: int) -> Edge:
         """The inputs that a step of so many tokens keeps for the commit of those that are accepted."""
+        return {}
 
     def first_saved(self, tokens: int) -> int:
         """Of a sequence of so many tokens, the row in memory where the first row that a snapshot holds stands; the
         others follow, row 0 behind the last."""
+        return 0
 
     def cut(self, held: int, wanted: int) -> int:
         """Which place, at most `wanted`, a state can be cut to that has taken `held` tokens since it began anew or was
         restored, those that were cut off meanwhile included (0: it begins anew)."""
+        return held if wanted >= held else 0
 
 
 @dataclass(frozen=True)
-class KVRows:
-    """Keys and values of attention layer `index`: a row of `size` elements for each token and key-value head.
+class KVRows(LayerState):
+    """Keys and values of an attention layer: a row of `size` elements for each token and key-value head.
 
-    `dtype` is "compute" or "int8"; rows of int8 have a scale each (`edgellm.kernels.quantization.rows`).
+    `dtype` is "compute" or "int8"; rows of int8 have a scale each (`edgellm.kernels.quantization.rows`). In memory
+    they are [B, n_kv, C, D], the scales [B, n_kv, C, 1] float32.
     """
 
-    index: int
     heads: int
     size: int
     dtype: str = "compute"
@@ -78,28 +88,12 @@ class KVRows:
         parts = ("cache",) if self.dtype == "compute" else ("cache", "scale")
         return tuple(f"{kind}_{part}_{self.index}" for part in parts for kind in ("k", "v"))
 
-    def tensors(self, slots: int, rows: int) -> Edge:
-        """Of so many sequences and rows: [B, n_kv, rows, D] of `dtype`, and scales [B, n_kv, rows, 1] float32."""
-        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved_rows(rows).items()}
-
-    def saved(self, tokens: int) -> Edge:
-        """What a snapshot holds of one sequence of so many tokens: their rows."""
-        return self.saved_rows(tokens)
-
-    def saved_rows(self, tokens: int) -> Edge:
-        """So many rows of a sequence."""
+    def of_sequence(self, rows: int) -> Edge:
+        """So many rows, and their scales."""
         kinds = ((self.size, self.dtype),) * 2 + ((1, "float32"),) * 2
         return {
-            name: ((self.heads, tokens, width), dtype) for name, (width, dtype) in zip(self.names, kinds, strict=False)
+            name: ((self.heads, rows, width), dtype) for name, (width, dtype) in zip(self.names, kinds, strict=False)
         }
-
-    def kept(self, slots: int, tokens: int) -> Edge:
-        """Nothing: the rows themselves are there."""
-        return {}
-
-    def first_saved(self, tokens: int) -> int:
-        """The first."""
-        return 0
 
     def cut(self, held: int, wanted: int) -> int:
         """Any place, by dropping rows."""
@@ -124,8 +118,8 @@ class WindowRows(KVRows):
         return super().tensors(slots, self.rows)
 
     def saved(self, tokens: int) -> Edge:
-        """What a snapshot holds: the latest rows, in the order of their positions."""
-        return self.saved_rows(min(tokens, self.reach))
+        """The latest rows, in the order of their positions."""
+        return self.of_sequence(min(tokens, self.reach))
 
     def first_saved(self, tokens: int) -> int:
         """The first in reach."""
@@ -138,13 +132,13 @@ class WindowRows(KVRows):
 
 
 @dataclass(frozen=True)
-class ConvColumns:
-    """The last `width` - 1 inputs of layer `index`'s short convolution over `channels`, the latest last, float32.
+class ConvColumns(LayerState):
+    """The last `width` - 1 inputs of a short convolution over `channels`, the latest last, [B, channels, width - 1]
+    float32.
 
     A sequence of fewer tokens has zeros before its first, as the convolution asks for.
     """
 
-    index: int
     channels: int
     width: int
 
@@ -153,12 +147,8 @@ class ConvColumns:
         """The columns."""
         return (f"conv_columns_{self.index}",)
 
-    def tensors(self, slots: int, rows: int) -> Edge:
-        """[B, channels, width - 1] float32."""
-        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved(rows).items()}
-
-    def saved(self, tokens: int) -> Edge:
-        """The columns, whatever the tokens are."""
+    def of_sequence(self, rows: int) -> Edge:
+        """The columns, whatever the rows are."""
         return dict.fromkeys(self.names, ((self.channels, self.width - 1), "float32"))
 
     @property
@@ -170,24 +160,15 @@ class ConvColumns:
         """What is convolved: [B, T, channels] float32."""
         return dict.fromkeys(self.kept_names, ((slots, tokens, self.channels), "float32"))
 
-    def first_saved(self, tokens: int) -> int:
-        """The first."""
-        return 0
-
-    def cut(self, held: int, wanted: int) -> int:
-        """The place where it is, or the beginning."""
-        return held if wanted >= held else 0
-
 
 @dataclass(frozen=True)
-class DeltaMatrix:
-    """The recurrent matrix S of each value head of layer `index`'s gated delta rule, float32.
+class DeltaMatrix(LayerState):
+    """The recurrent matrix S of each value head of a gated delta rule, float32.
 
     `heads` are the numbers of key and of value heads, `sizes` those of a key (Dk) and of a value (Dv). It is held
-    turned, [value heads, Dv, Dk], since the elements of a value are independent of each other.
+    turned, [B, value heads, Dv, Dk], since the elements of a value are independent of each other.
     """
 
-    index: int
     heads: tuple[int, int]
     sizes: tuple[int, int]
 
@@ -196,12 +177,8 @@ class DeltaMatrix:
         """The matrices."""
         return (f"delta_matrix_{self.index}",)
 
-    def tensors(self, slots: int, rows: int) -> Edge:
-        """[B, value heads, Dv, Dk] float32."""
-        return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.saved(rows).items()}
-
-    def saved(self, tokens: int) -> Edge:
-        """The matrices, whatever the tokens are."""
+    def of_sequence(self, rows: int) -> Edge:
+        """The matrices, whatever the rows are."""
         return dict.fromkeys(self.names, ((self.heads[1], self.sizes[1], self.sizes[0]), "float32"))
 
     @property
@@ -213,20 +190,9 @@ class DeltaMatrix:
         """Queries, keys and values behind the convolution, [B, T, 2 * key heads * Dk + value heads * Dv], and the
         logarithm of each value head's decay, then the weight of each one's new value, [B, T, 2 * value heads]; all
         float32."""
-        rows, gates = self.kept_names
         width = 2 * self.heads[0] * self.sizes[0] + self.heads[1] * self.sizes[1]
-        return {
-            rows: ((slots, tokens, width), "float32"),
-            gates: ((slots, tokens, 2 * self.heads[1]), "float32"),
-        }
-
-    def first_saved(self, tokens: int) -> int:
-        """The first."""
-        return 0
-
-    def cut(self, held: int, wanted: int) -> int:
-        """The place where it is, or the beginning."""
-        return held if wanted >= held else 0
+        widths = zip(self.kept_names, (width, 2 * self.heads[1]), strict=True)
+        return {name: ((slots, tokens, size), "float32") for name, size in widths}
 
 
 def decoder_states(

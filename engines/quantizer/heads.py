@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint, not_finite_error, overflow_error
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted, not_finite_error
 from edgellm.engines.formats.tensors import STORAGE, convert
 from edgellm.engines.model.decoder import HEAD
 from edgellm.engines.quantizer.rounding import Clipping, quantize_rows
@@ -82,7 +82,5 @@ def _values(checkpoint: Checkpoint, source: str, rows: np.ndarray, dtype: str) -
     if index >= 0:
         row, column = divmod(index, info.shape[1])
         raise not_finite_error(info, checkpoint.raw(source), int(rows[row]) * info.shape[1] + column)
-    _, overflowed = convert(stored, info.dtype, dtype)
-    if overflowed:
-        raise overflow_error(info, dtype, overflowed)
+    converted(info, stored, dtype)
     return convert(stored, info.dtype, "float32")[0]

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from edgellm.engines.checkpoints.checkpoint import Checkpoint, overflow_error
+from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
 from edgellm.engines.checkpoints.weights import load_numpy_weights, part_places
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.formats.tensors import STORAGE, convert
+from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program, single_weight
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
@@ -79,9 +79,7 @@ def layer_tensors(
         for name, part in _parts(spec):
             info = checkpoint.info(name)
             if whole is None or name.endswith(DENSE_PARTS):
-                values, overflowed = convert(weights[spec.name][part], "float32", info.dtype)
-                if overflowed:
-                    raise overflow_error(info, info.dtype, overflowed)
+                values = converted(info, weights[spec.name][part], info.dtype, source="float32")
                 elements = np.asarray(values, STORAGE[info.dtype]).reshape(info.shape)
                 tensors[info.name] = StoredTensor(info.dtype, elements)
             else:

@@ -43,7 +43,7 @@ def state_traffic(config: DecoderConfig, limits: EngineLimits, dtype: str, token
     for state in decoder_states(config, limits.kv_cache, limits):
         if isinstance(state, KVRows):
             window = state.window if isinstance(state, WindowRows) else tokens
-            rows |= state.saved_rows(min(tokens, window))
+            rows |= state.of_sequence(min(tokens, window))
         else:
             read += state_bytes(state.tensors(1, 1), dtype)
     return state_bytes(rows, dtype) + 2 * read

@@ -26,7 +26,7 @@ from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.program import Program
+from edgellm.engines.model.program import Normed, NormLinear, Program
 from edgellm.engines.model.segments import segment_shapes, segments_of
 from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -447,3 +447,12 @@ def test_recurrent_models_have_plans_of_segments_alone() -> None:
     assert "kernels cannot run the gated delta rule of layer 0: " in refusal and "value heads of 12. Take" in refusal
     assert refusal.endswith("--backend numpy")
     assert plan_refusal(odd, segment_shapes(model_program(odd, prefill))[0], "float16", 227 << 10, False) is None
+
+
+def test_a_step_that_is_not_known_is_refused_rather_than_left_without_its_inputs() -> None:
+    program = model_program(LLAMA, EngineLimits(prefill_chunk=16, kv_capacity=256).base_shape("prefill", 1, 16, 256))
+    *steps, head = program.steps
+    assert isinstance(head, NormLinear)
+    normed = Normed("logits", head.inputs[0].value, head.inputs[0].norms[0])
+    with pytest.raises(TypeError, match=r"the step Normed .* what it reads is not known"):
+        segments_of(replace(program, steps=(*steps, normed)))

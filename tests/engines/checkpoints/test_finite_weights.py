@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoint_files import entry, file_bytes
+from checkpoint_tensors import read_tensor
 from command_line import Edgellm
 from fixed_shape_backend import host_view
 from safetensors.numpy import load_file, save_file
@@ -256,7 +257,7 @@ def test_a_device_is_asked_once_for_all_tensors(tmp_path: Path, stored: str, dty
         found, read = uploaded_weights(checkpoint, SPECS, dtype)
         assert read == [6]
         for spec in SPECS:
-            expected = np.concatenate([checkpoint.read(name, dtype) for name, _ in spec.parts])
+            expected = np.concatenate([read_tensor(checkpoint, name, dtype) for name, _ in spec.parts])
             np.testing.assert_array_equal(found[spec.name], expected)
 
 

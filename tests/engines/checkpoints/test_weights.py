@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from checkpoint_tensors import read_tensor
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import iterate_weight_parts, load_numpy_weights
@@ -114,7 +115,7 @@ def test_parts_fill_every_buffer_once(tmp_path: Path, stored: type[np.generic], 
     with save(tmp_path, random_tensors(stored)) as checkpoint:
         buffers = buffers_filled_by_parts(checkpoint, SPECS, dtype)
         for spec in SPECS:
-            expected = np.concatenate([checkpoint.read(name, dtype) for name, _ in spec.parts])
+            expected = np.concatenate([read_tensor(checkpoint, name, dtype) for name, _ in spec.parts])
             np.testing.assert_array_equal(buffers[spec.name], expected)
 
 
@@ -171,8 +172,6 @@ def test_missing_and_mis_shaped_tensors_and_unknown_dtypes(tmp_path: Path) -> No
                 read(checkpoint, SPECS[1:2])
             with pytest.raises(CheckpointError, match=r"no tensor 'v\.bias'"):
                 read(checkpoint, SPECS[2:])
-        with pytest.raises(ValueError, match="'int8'"):
-            list(iterate_weight_parts(checkpoint, SPECS, "int8"))
 
 
 def test_weights_of_a_whole_decoder(tiny_checkpoint: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint_tensors import read_tensor
 
 from edgellm.engines.building.builder import describe_in_place
 from edgellm.engines.building.checks import choose_limits
@@ -52,7 +53,7 @@ def test_checkpoint_of_a_directory_has_the_weights(plain_directory: Path) -> Non
     directory = EngineDirectory.open(plain_directory)
     checkpoint = directory.checkpoint()
     checkpoint.check(decoder_weights(directory.config))
-    assert checkpoint.read("model.norm.weight", "float32").shape == (64,)
+    assert read_tensor(checkpoint, "model.norm.weight", "float32").shape == (64,)
     checkpoint.close()
 
 

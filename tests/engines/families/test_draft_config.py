@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ from safetensors.numpy import load_file, save_file
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, EdgeLLMError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.families.eagle import feature_layers, read_draft
-from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.families.eagle import DraftReader, read_draft
 from edgellm.engines.families.other_drafts import other_draft
 from edgellm.engines.model.config import DraftConfig
 from edgellm.engines.model.draft_decoder import draft_weights
@@ -362,6 +362,13 @@ def test_a_truncated_file_is_refused(size: int, draft: Path, tiny_checkpoint: Pa
         read(draft, tiny_checkpoint)
 
 
+def reader_of(config: dict[str, Any], layers: int) -> DraftReader:
+    """That of a head without tensors, whose base has so many layers."""
+    draft: Any = SimpleNamespace(config=config, tensors={}, dtype="float16")
+    base: Any = SimpleNamespace(num_layers=layers)
+    return DraftReader(draft, draft, base)
+
+
 @pytest.mark.parametrize(
     ("config", "eagle", "is_speculators", "expected"),
     [
@@ -377,15 +384,16 @@ def test_a_truncated_file_is_refused(size: int, draft: Path, tiny_checkpoint: Pa
 def test_conventions_that_are_known(
     config: dict[str, Any], eagle: dict[str, Any], is_speculators: bool, expected: tuple[int, ...]
 ) -> None:
-    fields = ConfigFields(config, None, "draft")
-    assert feature_layers(config, eagle, is_speculators, 32, fields) == expected
-    assert fields.wrong == []
+    declared = {"speculators_model_type": "eagle3"} if is_speculators else {}
+    reader = reader_of({**config, **declared, "eagle_config": eagle}, layers=32)
+    assert reader.feature_layers() == expected
+    assert reader.fields.wrong == []
 
 
 @pytest.mark.parametrize("layers", range(1, 12))
 def test_usual_layers_need_a_base_of_seven(layers: int) -> None:
-    fields = ConfigFields({}, None, "draft")
-    found = feature_layers({}, {}, False, layers, fields)
-    assert bool(fields.wrong) == (layers < 7)
+    reader = reader_of({}, layers)
+    found = reader.feature_layers()
+    assert bool(reader.fields.wrong) == (layers < 7)
     if layers >= 7:
         assert found == (2, layers // 2, layers - 3)

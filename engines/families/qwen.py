@@ -1,0 +1,103 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value. Qwen3: norms on query and key, and heads whose size does not
+follow from hidden_size. Qwen2.5-VL and Qwen3-VL: their layers, at positions in time, height and width."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from edgellm.engines.families.decoders import (
+    Family,
+    biases,
+    read_decoder,
+    text_fields,
+    vision_fields,
+    with_image_tokens,
+)
+from edgellm.engines.families.fields import ConfigFields
+from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.engines.model.config import DecoderConfig
+
+#: What the vision encoders have where the file does not say.
+_IMAGE_TOKEN, QWEN_MERGE_SIZE, _DEEPSTACK_LAYERS = 151655, 2, 3
+
+
+def _read_qwen2(fields: ConfigFields) -> DecoderConfig:
+    """`sliding_window` has no effect unless `use_sliding_window` is true."""
+    return read_decoder(fields, windowed=_behind_full_layers(fields), attention_bias=True)
+
+
+def _behind_full_layers(fields: ConfigFields) -> Callable[[int], bool]:
+    """Which layers look back on a window: those behind the first `max_window_layers`, which attend to all."""
+    value = fields.values.get("max_window_layers")
+    full = 28 if value is None else value
+    if not is_integer(full) or full < 0:
+        fields.expect("max_window_layers", value, "a whole number from 0 on")
+        full = 0
+    return lambda layer: layer >= full
+
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    _read_qwen2,
+    {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "use_sliding_window": False,
+    },
+)
+
+
+def read_qwen3(fields: ConfigFields, mrope: tuple[tuple[int, ...], bool] = ((), False)) -> DecoderConfig:
+    """`attention_bias` gives all four projections of the attention a bias; `mrope` is for `read_decoder`."""
+    windowed = _behind_full_layers(fields)
+    return read_decoder(fields, mrope=mrope, windowed=windowed, **biases(fields), qk_norm=True)
+
+
+QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3, {**QWEN2.defaults, "head_dim": 128})
+
+_QWEN2_5_VL_TEXT = {
+    **QWEN2.defaults,
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+}
+_QWEN3_VL_TEXT = {**QWEN3.defaults, "max_position_embeddings": 128000, "rope_theta": 500000.0}
+
+
+def _read_qwen2_5_vl(fields: ConfigFields) -> DecoderConfig:
+    text = text_fields(fields, _QWEN2_5_VL_TEXT)
+    config = read_decoder(text, mrope=((16, 24, 24), False), attention_bias=True)
+    return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
+
+
+QWEN2_5_VL = Family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _read_qwen2_5_vl)
+
+
+def _read_qwen3_vl(fields: ConfigFields) -> DecoderConfig:
+    """Positions are interleaved; features of the images are added to the first layers' outputs."""
+    config = read_qwen3(text_fields(fields, _QWEN3_VL_TEXT), mrope=((24, 20, 20), True))
+    taps = vision_fields(fields).get("deepstack_visual_indexes")
+    if taps is not None and not isinstance(taps, list):
+        fields.expect("vision_config: deepstack_visual_indexes", taps, "a list of layers")
+        taps = None
+    count = _DEEPSTACK_LAYERS if taps is None else len(taps)
+    if count > config.num_layers > 0:
+        fields.wrong.append(f"features of {count} layers are added to {config.num_layers} layers, expected no more")
+    config = with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
+    return replace(config, deepstack_layers=count)
+
+
+QWEN3_VL = Family("qwen3_vl", "Qwen3VLForConditionalGeneration", _read_qwen3_vl)
