@@ -232,18 +232,19 @@ def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> No
 
 
 def check_settings(
-    dtype: str, attention: str, weights: str = "copy", head: str = HEADS[0], embedding: str = EMBEDDINGS[0]
+    dtype: str | None, attention: str, weights: str = "copy", head: str = HEADS[0], embedding: str = EMBEDDINGS[0]
 ) -> None:
-    """Raise BuildError for an unknown dtype, attention setting, way of taking the weights, head or embedding."""
+    """Raise BuildError for an unknown dtype (None: to be chosen), attention setting, way of taking the weights, head or
+    embedding."""
     for option, value, choices in (
-        ("--dtype", dtype, DTYPES),
+        ("--dtype", dtype, (None, *DTYPES)),
         ("--attention", attention, ATTENTION_SETTINGS),
         ("--weights", weights, WEIGHT_MODES),
         ("--head", head, HEADS),
         ("--embedding", embedding, EMBEDDINGS),
     ):
         if value not in choices:
-            raise BuildError(f"{option} is {value!r}: expected one of {', '.join(choices)}")
+            raise BuildError(f"{option} is {value!r}: expected one of {', '.join(filter(None, choices))}")
 
 
 def leaves_out_embedding(config: DecoderConfig, head: str, embedding: str, planned: Callable[[], int]) -> bool:

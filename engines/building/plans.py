@@ -71,9 +71,11 @@ class BuildReport:
     dtype: str
     limits: EngineLimits
     draft: DraftConfig | None = None
-    weight_bytes: int = 0
-    published_bytes: int = 0
+    vision: VisionConfig | None = None
     weights: str = "copy"
+    weight_bytes: int = 0
+    head_bytes: int = 0
+    published_bytes: int = 0
     plans: list[BuiltPlan] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0
@@ -81,9 +83,7 @@ class BuildReport:
     notes: list[str] = field(default_factory=list)
     workers_peak_bytes: int = 0
     adapters: dict[str, int] = field(default_factory=dict)
-    vision: VisionConfig | None = None
     targets: list[str] = field(default_factory=list)
-    head_bytes: int = 0
     token_seconds: float = 0.0
 
     def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
