@@ -25,7 +25,6 @@ from edgellm.engines.backends.plan_files import (
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import (
     EMBEDDINGS,
-    check_disk_space,
     check_image_rows,
     check_limits,
     check_places,
@@ -62,7 +61,7 @@ from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError, En
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.digests import FileDigest, copy_hashed, current_digest, remember_digest
 from edgellm.engines.formats.small_files import size_limit
-from edgellm.engines.formats.staged_directory import StagedDirectory
+from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES
@@ -72,6 +71,7 @@ from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
 from edgellm.engines.quantization.config import folder_quantization
 
+_FOR_SPACE = "for the engine directory. Free some space, choose another disk, or take --weights link"
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
 #: "head" (rows) and "finish".
 Progress = Callable[[str, int, int], None]
@@ -113,7 +113,7 @@ def build_engine_directory(
     has its name, and the report; what it raises fails the build, in an error that names the checkpoint's files.
     Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
     """
-    started, progress = time.perf_counter(), progress or _no_progress
+    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     progress("check", 0, 1)
     source, target = Path(checkpoint_path), Path(engine_dir)
     check_places(source, target, force)
@@ -137,7 +137,8 @@ def build_engine_directory(
     report.adapters = dict(inputs.adapter_ranks)
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
     copied = inputs.head_bytes + (size if weights == "copy" else 0)
-    check_disk_space(target.absolute().parent, copied + plan_bytes_bound(config, _shapes_of(plans), encoder))
+    needed = copied + plan_bytes_bound(config, _shapes_of(plans), encoder)
+    check_space(target.absolute().parent, needed, BuildError, _FOR_SPACE)
     report.notes += [note] if note else []
     if config.image_token_id is None and _has_vision_part(source):
         report.notes.append("The vision encoder of this model is not supported: it is served without images.")
@@ -171,7 +172,7 @@ def refresh_plans(
     They are written into the directory, or into the user's cache where it cannot be written. Raises BuildError,
     EngineDirectoryError, MissingDependencyError.
     """
-    started, progress = time.perf_counter(), progress or _no_progress
+    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     directory = EngineDirectory.open(engine_dir)
     platforms, note = choose_platforms(targets)
     if not platforms:
@@ -185,7 +186,7 @@ def refresh_plans(
     report = BuildReport(directory.path, config, dtype, directory.limits, draft, vision)
     plans = _choose_plans(report, directory.models, platforms, all_plans, packed)
     needed = _shapes_of(plans)
-    check_disk_space(directory.path, plan_bytes_bound(config, needed, vision))
+    check_space(directory.path, plan_bytes_bound(config, needed, vision), BuildError, _FOR_SPACE)
     networks = {shape: directory_network(directory, shape) for shape in set(needed)}
     missing: dict[Platform, list[EngineShape]] = {platform: [] for platform in plans}
     for platform, shapes in plans.items():
@@ -417,7 +418,3 @@ def _finished(report: BuildReport, started: float) -> BuildReport:
     report.peak_host_bytes = report.peak_host_bytes or peak_memory() + report.workers_peak_bytes
     report.total_seconds = time.perf_counter() - started - report.token_seconds
     return report
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass

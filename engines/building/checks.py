@@ -14,7 +14,7 @@ from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, lo
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
 from edgellm.engines.errors import BuildError, CheckpointError
 from edgellm.engines.formats.small_files import check_tokenizer_file
-from edgellm.engines.formats.staged_directory import holds, is_vacant, lack_of_space
+from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.lora.adapter import LARGEST_RANK
 from edgellm.engines.model.config import HEADS, DecoderConfig
 from edgellm.engines.model.limits import (
@@ -337,12 +337,3 @@ def plan_bytes_bound(config: DecoderConfig, shapes: Sequence[EngineShape], visio
     depths = {"base": config.num_layers, "draft": 1, "vision": vision.num_layers if vision else 0}
     layers = sum(depths[shape.model] if shape.segment is None else 1 for shape in shapes)
     return len(shapes) * _PLAN_BYTES + layers * _PLAN_BYTES_PER_LAYER
-
-
-def check_disk_space(folder: Path, needed: int) -> None:
-    """Raise BuildError where `needed` bytes and a little more are not free in the nearest existing parent."""
-    lack = lack_of_space(folder, needed)
-    if lack is not None:
-        raise BuildError(
-            f"{lack} for the engine directory. Free some space, choose another disk, or take --weights link"
-        )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 import threading
 import time
@@ -13,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from edgellm.engines.checkpoints.torch_file import TorchFile
 from edgellm.engines.checkpoints.torch_pickle import TensorView
@@ -21,10 +20,18 @@ from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.digests import copy_hashed
-from edgellm.engines.formats.safetensors_file import DTYPES, LARGEST_HEADER, SafetensorsFile
+from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import check_ordinary, size_limit
-from edgellm.engines.formats.staged_directory import StagedDirectory, lack_of_space
+from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
+from edgellm.engines.quantizer.written_layout import (
+    FOR_SPACE,
+    StoredTensor,
+    StreamedTensor,
+    shard_names,
+    write_index,
+    write_tensors,
+)
 from edgellm.kernels.user_paths import printable
 
 #: `progress(stage, done, total)` in bytes; stages are "weights" and "verify".
@@ -77,7 +84,7 @@ def convert_checkpoint(
     replaced, once the new one is complete; whatever goes wrong, Ctrl-C included, nothing is left behind.
     `max_shard_size` in bytes. Raises CheckpointError.
     """
-    started, progress = time.perf_counter(), progress or _no_progress
+    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     source, target = Path(source), Path(target)
     if max_shard_size < 1:
         raise CheckpointError(f"The largest size of a shard is {max_shard_size} bytes: expected at least 1")
@@ -88,7 +95,8 @@ def convert_checkpoint(
         tensors = _merged(opened, weight_map)
         copied = _files_to_copy(source)
         total = sum(tensor.view.nbytes for tensor in tensors)
-        _check_disk_space(target, total + sum((source / name).stat().st_size for name in copied))
+        needed = total + sum((source / name).stat().st_size for name in copied)
+        check_space(target.parent, needed, CheckpointError, FOR_SPACE)
         try:
             written = _write(source, target, copied, _sharded(tensors, max_shard_size), force, progress)
         except OSError as error:
@@ -114,17 +122,16 @@ def _write(
             copy_hashed(source / name, staged.path / name, never, limit=size_limit(name))
         names = [SINGLE_FILE]
         if len(shards) > 1:
-            names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+            names = shard_names(len(shards))
             weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (staged.path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+            write_index(staged.path, weight_map, total)
+        digests: dict[str, bytes] = {}
         advance = _counter("weights", total, progress)
-        digests = [
-            write_safetensors(staged.path / name, shard, advance) for name, shard in zip(names, shards, strict=True)
-        ]
+        for name, shard in zip(names, shards, strict=True):
+            write_tensors(staged.path / name, {tensor.name: _streamed(tensor, digests, advance) for tensor in shard})
         advance = _counter("verify", total, progress)
-        for name, shard, expected in zip(names, shards, digests, strict=True):
-            verify_safetensors(staged.path / name, shard, expected, advance)
+        for name, shard in zip(names, shards, strict=True):
+            _verify(staged.path / name, shard, digests, advance)
         staged.commit(force)
     return len(names)
 
@@ -219,12 +226,6 @@ def _files_to_copy(source: Path) -> list[str]:
     return names
 
 
-def _check_disk_space(target: Path, needed: int) -> None:
-    lack = lack_of_space(target.parent, needed)
-    if lack is not None:
-        raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
-
-
 def _notes(source: Path, files: Sequence[TorchFile], copied: Sequence[str]) -> Iterator[str]:
     shared = [name for file in files for name in file.shared]
     if shared:
@@ -251,14 +252,6 @@ def _counter(stage: str, total: int, progress: Progress) -> Callable[[int], None
     return advance
 
 
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass
-
-
-_BLOCK_BYTES = 4 << 20
-_SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
-
-
 @dataclass(frozen=True)
 class SourceTensor:
     """A tensor of an open file: its name, and its place there (`view`)."""
@@ -272,41 +265,24 @@ class SourceTensor:
         return self.source.tensors[self.name]
 
 
-def write_safetensors(path: Path, tensors: Sequence[SourceTensor], advance: Callable[[int], None]) -> dict[str, str]:
-    """Write one file, tensor by tensor; SHA-256 of each tensor's bytes by name. Raises OSError, CheckpointError."""
-    # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.view.storage.item_size, tensor.name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in ordered:
-        view = tensor.view
-        offsets = [position, position + view.nbytes]
-        dtype = _SAFETENSORS_NAMES[view.storage.dtype]
-        header[tensor.name] = {"dtype": dtype, "shape": list(view.shape), "data_offsets": offsets}
-        position = offsets[1]
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    if len(encoded) > LARGEST_HEADER:
-        raise CheckpointError(
-            f"The names and shapes take {len(encoded):,} bytes, safetensors allows {LARGEST_HEADER:,}"
-        )
-    digests = {}
-    with path.open("xb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in ordered:
-            digest = hashlib.sha256()
-            for block in _blocks(tensor):
-                file.write(block)
-                digest.update(block)
-                advance(len(block))
-            digests[tensor.name] = digest.hexdigest()
-        file.flush()
-        os.fsync(file.fileno())
-    return digests
+def _streamed(tensor: SourceTensor, digests: dict[str, bytes], advance: Callable[[int], None]) -> StreamedTensor:
+    """The tensor as it is written, when its SHA-256 is put into `digests`."""
+    dtype = tensor.view.storage.dtype
+
+    def pieces() -> Iterator[np.ndarray]:
+        digest = hashlib.sha256()
+        if tensor.view.nbytes:
+            for piece in StoredTensor(dtype, tensor.source.elements(tensor.name)).pieces():
+                yield piece
+                digest.update(piece)
+                advance(piece.size)
+        digests[tensor.name] = digest.digest()
+
+    return StreamedTensor(dtype, tensor.view.shape, pieces)
 
 
-def verify_safetensors(
-    path: Path, tensors: Sequence[SourceTensor], digests: Mapping[str, str], advance: Callable[[int], None]
+def _verify(
+    path: Path, tensors: Sequence[SourceTensor], digests: Mapping[str, bytes], advance: Callable[[int], None]
 ) -> None:
     """Read a file back and compare every tensor with its digest from the source; raises CheckpointError."""
     file = SafetensorsFile(path)
@@ -315,10 +291,7 @@ def verify_safetensors(
             info, view = file.tensors.get(tensor.name), tensor.view
             if info is None or (info.dtype, info.shape) != (view.storage.dtype, view.shape):
                 raise _not_read_back(tensor.name)
-            digest, data = hashlib.sha256(), file.bytes_of(info)
-            for start in range(0, info.nbytes, _BLOCK_BYTES):
-                digest.update(data[start : start + _BLOCK_BYTES])
-            if digest.hexdigest() != digests[tensor.name]:
+            if hashlib.sha256(file.bytes_of(info)).digest() != digests[tensor.name]:
                 raise _not_read_back(tensor.name)
             advance(info.nbytes)
         if len(file.tensors) != len(tensors):
@@ -331,11 +304,3 @@ def _not_read_back(name: str) -> CheckpointError:
     return CheckpointError(
         f"{name!r:.80} did not read back as it was written, and nothing was left behind: check disk and memory"
     )
-
-
-def _blocks(tensor: SourceTensor) -> Iterator[memoryview]:
-    if tensor.view.nbytes == 0:
-        return
-    flat = memoryview(tensor.source.elements(tensor.name).reshape(-1)).cast("B")
-    for start in range(0, len(flat), _BLOCK_BYTES):
-        yield flat[start : start + _BLOCK_BYTES]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -25,7 +24,7 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.digests import copy_hashed
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import size_limit
-from edgellm.engines.formats.staged_directory import StagedDirectory, lack_of_space
+from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import STORAGE, VISION_PREFIXES
 from edgellm.engines.model.config import DecoderConfig
@@ -44,7 +43,15 @@ from edgellm.engines.quantizer.layers import (
     scale_layer,
 )
 from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
-from edgellm.engines.quantizer.written_layout import StoredTensor, quantization_config, write_tensors
+from edgellm.engines.quantizer.written_layout import (
+    FOR_SPACE,
+    StoredTensor,
+    quantization_config,
+    shard_names,
+    write_index,
+    write_json,
+    write_tensors,
+)
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
@@ -111,7 +118,7 @@ def quantize_checkpoint(
     `restart` thrown away. With `force` an existing checkpoint is replaced. `arithmetic` computes. Raises
     CheckpointError and UnsupportedModelError.
     """
-    started, progress = time.perf_counter(), progress or _no_progress
+    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     source, target = Path(source), Path(target)
     refuse_quantized(source)
     check_checkpoint_places(source, target, force)
@@ -125,9 +132,7 @@ def quantize_checkpoint(
         _check_groups(config, options)
         longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
         texts = [text[:longest] for text in texts if len(text) > 0]
-        lack = lack_of_space(target.parent, _total_bytes(checkpoint))
-        if lack is not None:
-            raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
+        check_space(target.parent, _total_bytes(checkpoint), CheckpointError, FOR_SPACE)
         try:
             with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
                 layers = _Layers(checkpoint, config, options, arithmetic)
@@ -195,8 +200,8 @@ def _quantize_head(
         with StagedDirectory(target) as staged:
             copied = _copy_others(checkpoint.path, staged.path)
             write_tensors(staged.path / SINGLE_FILE, tensors)
-            values = checkpoint.config | {"quantization_config": quantization_config(format, ["lm_head"])}
-            (staged.path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            settings = quantization_config(format, ["lm_head"])
+            write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
             staged.commit(force)
     except OSError as error:
         raise CheckpointError(f"{target} was not written: {error.strerror or error}") from error
@@ -271,7 +276,7 @@ def _assemble(
         for name, info in checkpoint.tensors.items()
         if name not in done
     }
-    names = [f"model-{number:05}-of-{count + 1:05}.safetensors" for number in range(1, count + 2)]
+    names = shard_names(count + 1)
     weight_map: dict[str, str] = {}
     size = 0
     with StagedDirectory(target) as staged:
@@ -284,11 +289,9 @@ def _assemble(
             weight_map |= dict.fromkeys(file.tensors, name)
             size += sum(info.nbytes for info in file.tensors.values())
             file.close()
-        contents = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        write_index(staged.path, weight_map, size)
         settings = quantization_config(options.format(checkpoint.dtype or config.dtype), _ignored(checkpoint, config))
-        values = checkpoint.config | {"quantization_config": settings}
-        for name, content in ((INDEX_FILE, contents), ("config.json", values)):
-            (staged.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
         staged.commit(force)
     work.remove()
     return QuantizationReport(target, options, count, 0, _total_bytes(checkpoint), size, 0, copied)
@@ -401,7 +404,3 @@ def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:
             else "Take --bits 8, which has no groups"
         )
     )
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass

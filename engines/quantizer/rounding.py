@@ -54,14 +54,13 @@ def quantize_rows(
         factors = factors.reshape(counts, 1, group)
     codes = np.empty((rows, columns), np.uint8)
     scales, zeros = np.empty((rows, counts), np.float32), np.empty((rows, counts), np.uint8)
-    search = _search_zeros if format.zeros else _search_symmetric
 
     def quantize_block(block: tuple[slice, slice]) -> None:
         own, groups = block
         part = slice(groups.start * group, groups.stop * group)
         grouped = weights[own, part].reshape(-1, groups.stop - groups.start, group).transpose(1, 0, 2)
         grouped = np.ascontiguousarray(grouped, np.float32)
-        found, zero = search(grouped, format, None if factors is None else factors[groups], clipping)
+        found, zero = _search(grouped, format, None if factors is None else factors[groups], clipping)
         values = np.rint(grouped / found[..., None])
         values += zero[..., None]
         np.clip(values, 0, (1 << format.bits) - 1, out=values)
@@ -91,34 +90,14 @@ def _blocks(rows: int, counts: int, group: int) -> Iterator[tuple[slice, slice]]
             yield slice(start, min(rows, start + high)), slice(first, min(counts, first + wide))
 
 
-def _search_symmetric(
+def _search(
     weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of groups [groups, R, size]: scales, and the middle of the codes, [groups, R]."""
-    middle = 1 << format.bits - 1
-    largest = np.maximum(weights.max(-1), -weights.min(-1)) / np.float32(middle - 1)
-    best, scales = np.full(largest.shape, np.inf, np.float32), np.ones_like(largest)
-    steps, whole, error = np.empty_like(weights), np.empty_like(weights), np.empty_like(weights)
-    for share in clipping:
-        tried = _scales(largest, share, format.dtype)
-        np.divide(weights, tried[..., None], out=steps)
-        np.rint(steps, out=whole)
-        for sign in (1, -1):
-            # Below the middle there is one code more than above it: of a negative scale it is above.
-            lowest = -middle if sign > 0 else 1 - middle
-            np.clip(whole, lowest, lowest + 2 * middle - 1, out=error)
-            better = _keep_better(best, _squared(error, steps, factors) * (tried * tried))
-            scales[better] = sign * tried[better]
-    return scales, np.full(largest.shape, middle, np.float32)
-
-
-def _search_zeros(
-    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of groups [groups, R, size]: scales and zero points, [groups, R]."""
+    """Of groups [groups, R, size]: scales and zero points (or the middle of the codes), [groups, R]."""
     last = (1 << format.bits) - 1
-    low = np.minimum(weights.min(-1), 0)
-    largest = (np.maximum(weights.max(-1), 0) - low) / np.float32(last)
+    middle = np.float32(last + 1 >> 1)
+    low, high = np.minimum(weights.min(-1), 0), np.maximum(weights.max(-1), 0)
+    largest = (high - low) / np.float32(last) if format.zeros else np.maximum(high, -low) / (middle - 1)
     best, scales = np.full(largest.shape, np.inf, np.float32), np.ones_like(largest)
     zeros = np.zeros_like(largest)
     steps, whole, error = np.empty_like(weights), np.empty_like(weights), np.empty_like(weights)
@@ -126,13 +105,18 @@ def _search_zeros(
         tried = _scales(largest, share, format.dtype)
         np.divide(weights, tried[..., None], out=steps)
         np.rint(steps, out=whole)
-        nearest = np.rint(-low * np.float32(share) / tried)
-        for beside in _ZERO_STEPS:
-            zero = np.clip(nearest + np.float32(beside), 0, last)
+        if format.zeros:
+            nearest = np.rint(-low * np.float32(share) / tried)
+            places = [(np.clip(nearest + np.float32(beside), 0, last), 1) for beside in _ZERO_STEPS]
+        else:  # below the middle there is one code more than above it: of a negative scale it is above
+            places = [(middle, 1), (middle - 1, -1)]
+        for zero, sign in places:
             np.clip(whole, -zero[..., None], last - zero[..., None], out=error)
-            better = _keep_better(best, _squared(error, steps, factors) * (tried * tried))
-            scales[better], zeros[better] = tried[better], zero[better]
-    return scales, zeros
+            found = _squared(error, steps, factors) * (tried * tried)
+            better = found < best
+            for kept, new in ((best, found), (scales, sign * tried), (zeros, zero)):
+                np.copyto(kept, new, where=better)
+    return scales, zeros if format.zeros else np.full_like(zeros, middle)
 
 
 def _scales(largest: np.ndarray, share: float, dtype: str) -> np.ndarray:
@@ -150,10 +134,3 @@ def _squared(error: np.ndarray, steps: np.ndarray, factors: np.ndarray | None) -
     elif factors is not None:
         error = np.matmul(error, factors)
     return np.einsum("grk,grk->gr", error, error)
-
-
-def _keep_better(best: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Where `found` is less than `best`, which takes it over."""
-    better = found < best
-    best[better] = found[better]
-    return better
