@@ -8,7 +8,6 @@ import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, overflow_error
 from edgellm.engines.checkpoints.weights import load_numpy_weights, part_places
-from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.tensors import STORAGE, convert
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program, single_weight
@@ -103,19 +102,8 @@ def head_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def head_tensors(
     checkpoint: Checkpoint, format: WeightFormat, arithmetic: Arithmetic, progress: Callable[[str, int, int], None]
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Of an EAGLE head what each linear layer is stored as, by the names of their weights. Raises CheckpointError for
-    groups that do not divide a row."""
+    """Of an EAGLE head what each linear layer is stored as, by the names of their weights."""
     shapes = head_shapes(checkpoint)
-    wrong = [
-        f"{name.removesuffix('.weight')} ({columns})"
-        for name, (_, columns) in shapes.items()
-        if columns % (format.group or 1)
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"Groups of {format.group} do not divide the columns of {', '.join(wrong)}. Take a smaller --group-size, "
-            "or --bits 8, which has no groups"
-        )
     tensors: dict[str, dict[str, StoredTensor]] = {}
     for name, shape in shapes.items():
         progress("layers", len(tensors), len(shapes))

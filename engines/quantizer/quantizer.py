@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import STORAGE, VISION_PREFIXES
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
-from edgellm.engines.model.program import Linear, Program
+from edgellm.engines.model.program import Program
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantizer.feedback import quantize_in_turn
@@ -42,6 +42,7 @@ from edgellm.engines.quantizer.layers import (
     linears,
     scale_layer,
 )
+from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
 from edgellm.engines.quantizer.written_layout import (
     FOR_SPACE,
@@ -129,14 +130,13 @@ def quantize_checkpoint(
         _check_options(options, texts)
         config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
         checkpoint.check(decoder_weights(config), unread_tensors(config))
-        _check_groups(config, options)
+        _check_groups(_columns(config), options)
         longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
         texts = [text[:longest] for text in texts if len(text) > 0]
         check_space(target.parent, _total_bytes(checkpoint), CheckpointError, FOR_SPACE)
         try:
             with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
-                layers = _Layers(checkpoint, config, options, arithmetic)
-                resumed = layers.quantize(texts, work, progress)
+                resumed = _quantize_layers(checkpoint, config, options, arithmetic, texts, work, progress)
                 report = _assemble(checkpoint, config, options, target, work, force)
         except OSError as error:
             raise CheckpointError(
@@ -189,6 +189,7 @@ def _quantize_head(
         )
     _check_options(options, ())
     format = options.format(checkpoint.dtype or "float16")
+    _check_groups({name: shape[1] for name, shape in head_shapes(checkpoint).items()}, options)
     packed = head_tensors(checkpoint, format, arithmetic, progress)
     others = {
         info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
@@ -209,54 +210,55 @@ def _quantize_head(
     return QuantizationReport(target, options, len(packed), 0, _total_bytes(checkpoint), size, 0, copied)
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """Those of a checkpoint, one after the other."""
-
-    checkpoint: Checkpoint
-    config: DecoderConfig
-    options: QuantizationOptions
-    arithmetic: Arithmetic
-
-    def quantize(self, texts: Sequence[Sequence[int]], work: WorkFolder, progress: Progress) -> int:
-        """Write every layer that is not done; how many were."""
-        count = self.config.num_layers
-        due = [index for index in range(count) if not work.has(index)]
-        done, rows = count - len(due), None
-        progress("layers", done, count)
-        if texts and due:
-            group = self.options.group_size
-            in_turn = self.options.method == "gptq"
-            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic, in_turn)
-        for index in range(due[-1] + 1) if due else ():
-            if index in due:
-                work.write(index, self._tensors(index, rows))
-                done += 1
-                progress("layers", done, count)
-            elif rows is not None:
-                rows.pass_layer(index, _weights(self.checkpoint, layer_program(self.config, index, 1)))
-        return count - len(due)
-
-    def _tensors(self, index: int, rows: CalibrationRows | None) -> dict[str, StoredTensor]:
-        """The tensors of a layer, quantized; the `rows` pass it."""
-        checkpoint, program = self.checkpoint, layer_program(self.config, index, 1)
-        weights = _weights(checkpoint, program)
+def _quantize_layers(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    options: QuantizationOptions,
+    arithmetic: Arithmetic,
+    texts: Sequence[Sequence[int]],
+    work: WorkFolder,
+    progress: Progress,
+) -> int:
+    """Write every layer that is not done; how many were."""
+    count = config.num_layers
+    due = [index for index in range(count) if not work.has(index)]
+    done, rows = count - len(due), None
+    progress("layers", done, count)
+    if texts and due:
+        rows = CalibrationRows(config, checkpoint, texts, options.group_size, arithmetic, options.method == "gptq")
+    for index in due if rows is None else range(due[-1] + 1):
+        program = layer_program(config, index, 1)
+        weights = load_numpy_weights(checkpoint, list(program.weights.values()))
+        if rows is not None and index not in due:
+            rows.pass_layer(index, weights)
+            continue
         seen = {} if rows is None else rows.observe_layer(index, weights)
-        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
-        format = self.options.format(checkpoint.dtype or self.config.dtype)
-        if self.options.method != "rtn":
-            seen = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
-
-        def quantize(name: str, weight: np.ndarray) -> PackedWeight:
-            if self.options.method == "gptq":
-                return quantize_in_turn(weight, format, seen.pop(name), self.arithmetic)
-            return self.arithmetic.quantize_rows(weight, format, seen[name].factors if seen else None)
-
-        return layer_tensors(checkpoint, program, weights, quantize)
+        work.write(index, _quantized(checkpoint, program, weights, seen, options, arithmetic))
+        done += 1
+        progress("layers", done, count)
+    return count - len(due)
 
 
-def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:
-    return load_numpy_weights(checkpoint, list(program.weights.values()))
+def _quantized(
+    checkpoint: Checkpoint,
+    program: Program,
+    weights: dict[str, np.ndarray],
+    seen: dict[str, InputStatistics],
+    options: QuantizationOptions,
+    arithmetic: Arithmetic,
+) -> dict[str, StoredTensor]:
+    """The tensors of a layer, quantized; the `weights` are changed, and what was `seen` is let go of."""
+    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
+    format = options.format(checkpoint.dtype or "float16")
+    if options.method != "rtn":
+        seen = scale_layer(program, weights, seen, format, dtypes, arithmetic)
+
+    def quantize(name: str, weight: np.ndarray) -> PackedWeight:
+        if options.method == "gptq":
+            return quantize_in_turn(weight, format, seen.pop(name), arithmetic)
+        return arithmetic.quantize_rows(weight, format, seen[name].factors if seen else None)
+
+    return layer_tensors(checkpoint, program, weights, quantize)
 
 
 def _assemble(
@@ -290,7 +292,7 @@ def _assemble(
             size += sum(info.nbytes for info in file.tensors.values())
             file.close()
         write_index(staged.path, weight_map, size)
-        settings = quantization_config(options.format(checkpoint.dtype or config.dtype), _ignored(checkpoint, config))
+        settings = quantization_config(options.format(checkpoint.dtype or "float16"), _ignored(checkpoint, config))
         write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
         staged.commit(force)
     work.remove()
@@ -368,7 +370,7 @@ def largest_group(source: Path) -> int | None:
             fitting = _fitting(shape[1] for shape in head_shapes(checkpoint).values())
         else:
             config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
-            fitting = _fitting(linear.weight.shape[1] for linear in _linears(config))
+            fitting = _fitting(_columns(config).values())
     return next(iter(fitting), None)
 
 
@@ -378,26 +380,22 @@ def _fitting(columns: Iterable[int]) -> list[int]:
     return [size for size in GROUP_SIZES if divisor % size == 0]
 
 
-def _linears(config: DecoderConfig) -> list[Linear]:
-    """The linear layers of one decoder layer of each kind."""
+def _columns(config: DecoderConfig) -> dict[str, int]:
+    """The columns of the linear layers of one decoder layer of each kind, by the names of their weights."""
     kinds = {config.layer_kind(index): index for index in reversed(range(config.num_layers))}
-    return [linear for index in sorted(kinds.values()) for linear in linears(layer_program(config, index, 1))]
+    layers = [linear for index in sorted(kinds.values()) for linear in linears(layer_program(config, index, 1))]
+    return {name: linear.weight.shape[1] for linear in layers for name, _ in linear.weight.parts}
 
 
-def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:
-    """CheckpointError that names the layers whose columns are no whole groups, and what would divide."""
-    layers = _linears(config)
-    wrong = [linear for linear in layers if linear.weight.shape[1] % (options.group_size or 1)]
+def _check_groups(columns: Mapping[str, int], options: QuantizationOptions) -> None:
+    """CheckpointError that names the layers whose `columns` are no whole groups, and what would divide."""
+    wrong = {name: count for name, count in columns.items() if count % (options.group_size or 1)}
     if not wrong:
         return
-    listed = ", ".join(
-        f"{part.removesuffix('.weight')} ({linear.weight.shape[1]})"
-        for linear in wrong
-        for part, _ in linear.weight.parts
-    )
-    fitting = _fitting(linear.weight.shape[1] for linear in layers)[::-1]
+    listed = ", ".join(f"{name.removesuffix('.weight')} ({count})" for name, count in wrong.items())
+    fitting = _fitting(columns.values())[::-1]
     raise CheckpointError(
-        f"Groups of {options.group_size} do not divide the columns of {listed}, nor of the other layers' like these. "
+        f"Groups of {options.group_size} do not divide the columns of {listed}, nor of layers like these. "
         + (
             f"--group-size {' or '.join(map(str, fitting))} divides them all"
             if fitting
