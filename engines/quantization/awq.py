@@ -17,7 +17,6 @@ from edgellm.engines.quantization.layout import (
     Quantization,
     Settings,
     Stored,
-    group_problem,
     in_decoder,
 )
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, awq_order, unpacked
@@ -39,7 +38,6 @@ class AwqGemm(Layout):
     scale_tensor = "scales"
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        """Codes, zero points, scales."""
         groups = 1 if self.group is None else columns // self.group
         return {
             "qweight": Stored.of((columns, rows // 8), *WORDS),
@@ -48,17 +46,13 @@ class AwqGemm(Layout):
         }
 
     def format(self, scale_dtype: str) -> WeightFormat:
-        """As the packages compute it: in the dtype of the scales."""
         return WeightFormat("int4", self.group, self.zeros, scale_dtype)
 
     def problem(self, rows: int, columns: int) -> str | None:
-        """Rows are whole groups, and eight of them fill a word."""
-        return group_problem(self.group, columns) or (
-            f"8 does not divide its {rows} rows, which share words" if rows % 8 else None
-        )
+        shared = f"8 does not divide its {rows} rows, which share words" if rows % 8 else None
+        return super().problem(rows, columns) or shared
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
-        """The weight."""
         rows = tensors.shape[0]
         zeros = unpacked(tensors.integers("qzeros"), 4, 1, rows)[:, awq_order(rows)]
         if not self.zeros:
@@ -87,6 +81,5 @@ class Awq(Quantization):
         self._dense = settings.names("modules_to_not_convert")
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
-        """The one there is."""
         is_packed = in_decoder(names[0]) and not any(part in name for part in self._dense for name in names)
         return self._layout if is_packed else None

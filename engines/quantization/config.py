@@ -39,13 +39,9 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
 
     Raises CheckpointError for a method or a setting that is not read, by its name.
     """
-    place, values = path / "config.json", next(filter(None, map(config.get, _KEYS)), None)
-    text = config.get("text_config")
-    if values is None and isinstance(text, dict):
-        values = next(filter(None, map(text.get, _KEYS)), None)
+    place, (_, values) = path / "config.json", quantization_settings(config)
     if values is None and (path / MODELOPT_FILE).exists():
-        place = path / MODELOPT_FILE
-        values = {"quant_method": "modelopt"}
+        place, values = path / MODELOPT_FILE, {"quant_method": "modelopt"}
     if values is None:
         values = config.get("quantization")
         if not (isinstance(values, dict) and "bits" in values):
@@ -75,16 +71,24 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
     return made(Settings(values, f"{place}{key}"), _dtype(config))
 
 
+def quantization_settings(config: dict[str, Any]) -> tuple[str, Any]:
+    """Under which key a `config.json` says how weights are quantized, and what; "" and None where it does not."""
+    found = ((key, values[key]) for values in _objects(config) for key in _KEYS if values.get(key))
+    return next(found, ("", None))
+
+
 def folder_quantization(path: Path) -> Quantization | None:
     """`read_quantization` of the folder's own `config.json`."""
     return read_quantization(path, JSONObject.read(path / "config.json", CheckpointError).values)
 
 
+def _objects(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """A configuration, and that of its language model where it is inside."""
+    text = config.get("text_config")
+    return (config, text) if isinstance(text, dict) else (config,)
+
+
 def _dtype(config: dict[str, Any]) -> str:
     """The model's own, in which some packages round weights."""
-    inner = config.get("text_config")
-    for values in (config, inner if isinstance(inner, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            if values.get(key) in _DTYPES:
-                return str(values[key])
-    return "bfloat16"
+    named = (values.get(key) for values in _objects(config) for key in ("dtype", "torch_dtype"))
+    return next((str(name) for name in named if name in _DTYPES), "bfloat16")

@@ -27,9 +27,9 @@ class Fp8Layout(Layout):
     scale_tensor: str = "weight_scale"
     dtype: str | None = None
     rounds_scale: bool = False
+    group = None  # the last block of a row may be cut
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        """The weight and its scales."""
         if self.strategy == "tensor":
             shapes: tuple[tuple[int, ...], ...] = ((1,), (), (1, 1))
         elif self.strategy == "channel":
@@ -75,14 +75,11 @@ class FineGrainedFp8(Quantization):
         settings.choice("fmt", ("e4m3",), "e4m3")
         if settings.names("modules_to_convert"):
             raise settings.refused("modules_to_convert", "nothing: tables are not read packed")
-        block = settings.values.get("weight_block_size")
         scale = "weight_scale_inv" if "weight_block_size" in settings.values else "weight_scale"
-        if block is None:
+        if settings.values.get("weight_block_size") is None:
             self._layout = Fp8Layout("FP8", "tensor", scale_tensor=scale, dtype=dtype)
-        elif isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
-            self._layout = Fp8Layout("fine-grained FP8", "block", (block[0], block[1]), scale, dtype)
         else:
-            raise settings.refused("weight_block_size", "two whole numbers, or null")
+            self._layout = Fp8Layout("fine-grained FP8", "block", settings.block("weight_block_size"), scale, dtype)
         listed = settings.names("modules_to_not_convert") or settings.names("ignored_layers") or ("lm_head",)
         self._names = listed
         self._patterns = [settings.pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in listed]

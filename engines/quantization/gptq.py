@@ -22,11 +22,10 @@ from edgellm.engines.quantization.layout import (
     Settings,
     Stored,
     column_order,
-    group_problem,
     in_decoder,
 )
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpacked
-from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
 _HEAD = "lm_head"
 #: What AutoRound may name behind a layout: the kernel that was thought of, which changes nothing of the tensors.
@@ -52,7 +51,6 @@ class Gptq(Layout):
     scale_tensor = "scales"
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        """Codes, zero points, scales, the groups of columns."""
         groups, each = 1 if self.group is None else columns // self.group, 32 // self.bits
         return {
             "qweight": Stored.of((columns // each, rows), *WORDS),
@@ -62,22 +60,17 @@ class Gptq(Layout):
         }
 
     def format(self, scale_dtype: str) -> WeightFormat:
-        """As the packages compute it: in the dtype of the scales."""
-        return WeightFormat(
-            "int4" if self.bits == 4 else "int8", self.group, not self.symmetric, scale_dtype, permuted=self.ordered
-        )
+        codes: Codes = "int4" if self.bits == 4 else "int8"
+        return WeightFormat(codes, self.group, not self.symmetric, scale_dtype, permuted=self.ordered)
 
     def problem(self, rows: int, columns: int) -> str | None:
-        """Rows are whole groups; words are full, along rows and along columns."""
-        each = 32 // self.bits
-        problem = group_problem(self.group, columns)
+        each, problem = 32 // self.bits, super().problem(rows, columns)
         for count, what in ((columns, "columns"), (rows, "rows")):
             if problem is None and count % each:
                 problem = f"{each} does not divide its {count} {what}, which share words"
         return problem
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
-        """The weight, its columns to be put in the order of their groups."""
         rows = tensors.shape[0]
         zeros = unpacked(tensors.integers("qzeros"), self.bits, 1, rows)
         zeros = (zeros + np.uint8(self.shift)) & np.uint8((1 << self.bits) - 1)
@@ -128,7 +121,6 @@ class GptqModel(Quantization):
         return Gptq(settings.values["bits"], settings.group(default=128), symmetric, ordered, self._shift)
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
-        """By the first rule that fits, else as all have it."""
         is_listed = not self._parts or names[0].endswith(self._parts)
         if not ((in_decoder(names[0]) and is_listed) or (self._head and names[0] == _HEAD)):
             return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.quantization.layout import FLOATS, FP8, Layout, LinearTensors, Stored, group_problem
+from edgellm.engines.quantization.layout import FLOATS, FP8, Layout, LinearTensors, Stored
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
@@ -27,9 +27,9 @@ class Nvfp4Layout(Layout):
     divides: bool
     dtype: str
     scaled: bool = False
+    group = GROUP
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        """Codes and two kinds of scales."""
         wanted = {
             self.codes: Stored.of((rows, columns // 2), "uint8"),
             "weight_scale": Stored.of((rows, columns // GROUP), *FP8),
@@ -40,12 +40,7 @@ class Nvfp4Layout(Layout):
         return wanted
 
     def format(self, scale_dtype: str) -> WeightFormat:
-        """4-bit floats in groups of 16."""
         return WeightFormat("fp4", GROUP, False, self.dtype, scaled=self.scaled)
-
-    def problem(self, rows: int, columns: int) -> str | None:
-        """Rows are whole groups."""
-        return group_problem(GROUP, columns)
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
         """The weight. A group of small weights may have the scale 0, which 8 bits round it to."""
@@ -53,7 +48,6 @@ class Nvfp4Layout(Layout):
         whole = tensors.scales(self.whole).reshape(())
         scales = scales / whole if self.divides else scales * whole
         codes = StoredCodes(tensors.integers(self.codes), "rows", 4, tensors.shape)
-        scaled = self.scaled and tensors.has("pre_quant_scale")
-        inputs = tensors.scales("pre_quant_scale") if scaled else None
-        format = WeightFormat("fp4", GROUP, False, self.dtype, scaled=scaled)
+        inputs = tensors.input_scales() if self.scaled else None
+        format = WeightFormat("fp4", GROUP, False, self.dtype, scaled=inputs is not None)
         return StoredWeight(format, (codes,), np.asarray(scales, np.float32), input_scales=inputs)

@@ -30,6 +30,7 @@ from edgellm.engines.formats.tensors import STORAGE, VISION_PREFIXES
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
 from edgellm.engines.model.program import Program
+from edgellm.engines.quantization.config import quantization_settings
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantizer.feedback import quantize_in_turn
@@ -159,18 +160,15 @@ def refuse_quantized(source: Path) -> None:
     path = source / "config.json"
     if not path.is_file():
         return  # opening it says what is wrong
-    values = JSONObject.read(path, CheckpointError, _COPY_AGAIN).values
-    text = values.get("text_config")
-    for place in (values, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            if settings := place.get(key):
-                method = settings.get("quant_method") if isinstance(settings, dict) else None
-                raise CheckpointError(
-                    f"{path}: by {key!r} the weights are quantized already"
-                    + (f" with the method {method!r:.60}" if isinstance(method, str) else "")
-                    + "; expected float16, bfloat16 or float32. Build from it as it is (edgellm build), or quantize "
-                    "the model's unquantized checkpoint"
-                )
+    key, settings = quantization_settings(JSONObject.read(path, CheckpointError, _COPY_AGAIN).values)
+    if settings is not None:
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        raise CheckpointError(
+            f"{path}: by {key!r} the weights are quantized already"
+            + (f" with the method {method!r:.60}" if isinstance(method, str) else "")
+            + "; expected float16, bfloat16 or float32. Build from it as it is (edgellm build), or quantize the "
+            "model's unquantized checkpoint"
+        )
 
 
 def _quantize_head(
