@@ -48,8 +48,8 @@ class NumpyReadback:
         return self._values
 
 
-class NumpySignal:
-    """Everything is done already."""
+class NumpyWork:
+    """A signal or a transfer: everything is done already."""
 
     def give(self) -> None:
         """Nothing is to be done."""
@@ -67,13 +67,6 @@ class NumpyTimestamp:
     def seconds(self) -> float:
         """When it was made."""
         return self._seconds
-
-
-class NumpyTransfer:
-    """A copy that is done already."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
 
 
 class NumpyEngine:
@@ -115,25 +108,11 @@ class NumpyBackend:
         self._configs: dict[str, ModelConfig | None] = {"base": config, "draft": draft, "vision": vision}
         self.kernels = NumpySampling()
 
-    @cached_property
-    def draft_tree(self) -> NumpyTree:
-        """The kernels of the draft's tree."""
-        return NumpyTree()
-
-    @cached_property
-    def acceptance(self) -> NumpyAcceptance:
-        """The kernels of acceptance."""
-        return NumpyAcceptance()
-
-    @cached_property
-    def recurrent(self) -> NumpyRecurrent:
-        """The kernels of recurrent layers."""
-        return NumpyRecurrent()
-
-    @cached_property
-    def image_kernels(self) -> NumpyImages:
-        """The kernels of images."""
-        return NumpyImages()
+    # What kernels do, made when it is first asked for.
+    draft_tree = cached_property(lambda self: NumpyTree())
+    acceptance = cached_property(lambda self: NumpyAcceptance())
+    recurrent = cached_property(lambda self: NumpyRecurrent())
+    image_kernels = cached_property(lambda self: NumpyImages())
 
     def empty(self, shape: Sequence[int], dtype: str) -> np.ndarray:
         """Uninitialized memory."""
@@ -155,13 +134,11 @@ class NumpyBackend:
         """Copy values."""
         np.copyto(array, values)
 
-    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
-        """Copy values."""
-        np.copyto(target, source)
+    copy = upload
 
-    def signal(self) -> NumpySignal:
+    def signal(self) -> NumpyWork:
         """Nothing is ever waited for."""
-        return NumpySignal()
+        return NumpyWork()
 
     def seen(self, array: np.ndarray) -> np.ndarray:
         """The array itself."""
@@ -175,29 +152,29 @@ class NumpyBackend:
         """Memory like any other."""
         return self.empty((nbytes,), "uint8")
 
-    def upload_rows(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyTransfer:
+    def upload_rows(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
         """Copy the rows."""
         check_rows(target.shape, target.dtype, values, rows, first)
         for own, of_values in row_pieces(target.shape[1], rows, first):
             np.copyto(target[:, own], values[:, of_values])
-        return NumpyTransfer()
+        return NumpyWork()
 
     def begin_beside(self) -> None:
         """Everything is done."""
 
-    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyTransfer:
+    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
         """Copy the rows."""
         return self.upload_rows(target, values, rows, first)
 
-    def wait_for(self, transfer: NumpyTransfer) -> None:
+    def wait_for(self, transfer: NumpyWork) -> None:
         """It is done already."""
 
-    def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyTransfer:
+    def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
         """Copy the rows."""
         check_rows(source.shape, source.dtype, values, rows, first)
         for own, of_values in row_pieces(source.shape[1], rows, first):
             np.copyto(values[:, of_values], source[:, own])
-        return NumpyTransfer()
+        return NumpyWork()
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None

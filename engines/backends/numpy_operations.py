@@ -394,16 +394,10 @@ class VisibleKeys:
     """
 
     def __init__(self, mask: np.ndarray) -> None:
-        if mask.shape[0] == 1 and mask.shape[2] == 1:
-            row = mask.reshape(mask.shape[3])
-            self.count = row.size - int(row[::-1].argmax()) if row.any() else 0
-            shown = row[: self.count]
-            self.first_hidden = self.count if shown.all() else int(shown.argmin())
-        else:
-            columns = np.asarray(mask.any(axis=(0, 1, 2)))
-            self.count = columns.size - int(columns[::-1].argmax()) if columns.any() else 0
-            shown = np.asarray(mask[..., : self.count].all(axis=(0, 1, 2)))
-            self.first_hidden = self.count if shown.all() else int(shown.argmin())
+        columns = mask.any(axis=(0, 1, 2))
+        self.count = columns.size - int(columns[::-1].argmax()) if columns.any() else 0
+        shown = mask[..., : self.count].all(axis=(0, 1, 2))
+        self.first_hidden = self.count if shown.all() else int(shown.argmin())
         if self.count == 0:
             raise EngineError("the attention mask hides every key; each query must see at least one")
         self.bias: np.ndarray | None = None
