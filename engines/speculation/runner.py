@@ -31,7 +31,7 @@ from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DraftPlan
-from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
+from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, SlotProgress, StepReadback, padded_trees
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.kernels.arrays import Array
@@ -86,7 +86,7 @@ class DecodingRunner:
         self.draft: EagleDraftEngineRunner | None = None
         if draft is not None and draft_checkpoint is not None:
             self.draft = EagleDraftEngineRunner(
-                backend, DraftRunnerConfig(draft, limits), draft_checkpoint, self.base.weights, self._engines
+                backend, draft, limits, draft_checkpoint, self.base.weights, self._engines
             )
             if draft.decoder.mrope_section or not config.mrope_section:  # else rows are the draft's positions
                 self.draft.use_offsets(self.base.offsets)
@@ -333,10 +333,6 @@ class DecodingRunner:
         if current is None:
             current = self._rounds[key] = Round(self.base, self.draft, self.verification, key)
         return current
-
-    def set_adapter(self, slot: int, name: str | None) -> None:
-        """See `BaseEngineRunner.set_adapter`: what the slot's sequence is verified and decoded with."""
-        self.base.set_adapter(slot, name)
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The base's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
