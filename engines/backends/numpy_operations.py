@@ -394,9 +394,9 @@ class VisibleKeys:
     """
 
     def __init__(self, mask: np.ndarray) -> None:
-        columns = mask.any(axis=(0, 1, 2))
+        columns = np.asarray(mask.any(axis=(0, 1, 2)))
         self.count = columns.size - int(columns[::-1].argmax()) if columns.any() else 0
-        shown = mask[..., : self.count].all(axis=(0, 1, 2))
+        shown = np.asarray(mask[..., : self.count].all(axis=(0, 1, 2)))
         self.first_hidden = self.count if shown.all() else int(shown.argmin())
         if self.count == 0:
             raise EngineError("the attention mask hides every key; each query must see at least one")

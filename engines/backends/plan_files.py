@@ -32,7 +32,6 @@ logger = logging.getLogger("edgellm.plans")
 
 MANIFEST_VERSION = 1
 _FOLDER = re.compile(r"(sm_\d{2,3})-(rtx|trt)-(\d+(?:\.\d+)*[a-z0-9.+]*)")
-_MANIFEST_KEYS = ("format_version", "created_with", "sha256", "size", "network", "dtype", "attention")
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,7 @@ def gpu_platform(gpu: GPU, library: TensorRTLibrary) -> Platform:
 class PlanManifest:
     """What the JSON beside a plan says; `network` is the `network_digest` that it was built from."""
 
+    format_version: int
     sha256: str
     size: int
     network: str
@@ -98,12 +98,12 @@ class PlanManifest:
         cls, data: bytes, shape: EngineShape, platform: Platform, network: str, dtype: str, attention: str
     ) -> PlanManifest:
         """The manifest of a plan that was just built."""
-        return cls(hash_bytes(data), len(data), network, shape, platform, dtype, attention, edgellm_version())
+        facts = hash_bytes(data), len(data), network, shape, platform, dtype, attention, edgellm_version()
+        return cls(MANIFEST_VERSION, *facts)
 
     def to_json(self) -> bytes:
         """The content of the file."""
-        values = asdict(self) | {"shape": plain_values(self.shape)}
-        return (json.dumps({"format_version": MANIFEST_VERSION, **values}, indent=2) + "\n").encode()
+        return (json.dumps(asdict(self) | {"shape": plain_values(self.shape)}, indent=2) + "\n").encode()
 
     @classmethod
     def read(cls, path: Path, advice: str) -> PlanManifest:
@@ -112,14 +112,7 @@ class PlanManifest:
         version = values.get("format_version", "int")
         if version != MANIFEST_VERSION:
             raise values.error(f"'format_version' is {version}, this EdgeLLM reads {MANIFEST_VERSION}")
-        values.refuse_other_keys(*_MANIFEST_KEYS, "shape", "platform")
-        texts = {key: values.get(key, "str") for key in ("sha256", "network", "dtype", "attention", "created_with")}
-        return cls(
-            size=values.get("size", "int"),
-            shape=values.object("shape").dataclass(EngineShape),
-            platform=values.object("platform").dataclass(Platform),
-            **texts,
-        )
+        return values.dataclass(cls, shape=EngineShape, platform=Platform)
 
 
 def plan_path(plans: Path, shape: EngineShape, platform: Platform) -> Path:

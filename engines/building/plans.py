@@ -12,9 +12,9 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -116,44 +116,42 @@ def build_plans(
             plan = build_plan(models[shape.model], shape, dtype, attention, target)
             yield PlanBytes(shape, plan, time.perf_counter() - started, 0)
         return
-    requests: queue.SimpleQueue[tuple[EngineShape, bytes]] = queue.SimpleQueue()
-    for shape in shapes:
-        requests.put((shape, request_line(models[shape.model], shape, dtype, attention, target)))
-    results: queue.SimpleQueue[PlanBytes | BaseException] = queue.SimpleQueue()
-    pool = [_Worker(requests, results) for _ in range(min(count, len(shapes)))]
+    processes = [_Worker() for _ in range(min(count, len(shapes)))]
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in processes:
+        idle.put(worker)
+
+    def build(shape: EngineShape) -> PlanBytes:
+        worker = idle.get()
+        data, seconds = worker.build(shape, request_line(models[shape.model], shape, dtype, attention, target))
+        idle.put(worker)
+        return PlanBytes(shape, data, seconds, sum(each.peak_bytes for each in processes))
+
+    pool = ThreadPoolExecutor(count, "edgellm-plans")
+    waiting = {pool.submit(build, shape) for shape in shapes}
     try:
-        for worker in pool:
-            worker.start()
-        remaining = len(shapes)
-        while remaining and not is_in_vain():
-            try:
-                result = results.get(timeout=0.5)
-            except queue.Empty:
-                continue
-            if isinstance(result, BaseException):
-                raise result
-            remaining -= 1
-            peak = sum(worker.peak_bytes for worker in pool)
-            yield PlanBytes(result.shape, result.data, result.seconds, peak)
+        while waiting and not is_in_vain():
+            done, _ = wait(waiting, 0.5, FIRST_COMPLETED)
+            if done:
+                waiting.remove(future := done.pop())
+                yield future.result()
     finally:
-        for worker in pool:
-            worker.end()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in processes:
+            worker.process.kill()
+        pool.shutdown()
+        for worker in processes:
+            worker.close()
 
 
 class _Worker:
-    """A building process, and the thread that talks to it."""
+    """A building process. Ctrl-C is for the parent alone, which then ends it."""
 
-    def __init__(self, requests: queue.SimpleQueue, results: queue.SimpleQueue) -> None:
+    def __init__(self) -> None:
         self.peak_bytes = 0
-        self._requests, self._results = requests, results
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="edgellm-plans", daemon=True)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-
-    def start(self) -> None:
-        """Start process and thread. Ctrl-C is for the parent alone, which then ends the process."""
         folders = [str(Path(entry).absolute()) for entry in sys.path if entry]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-c", "from edgellm.engines.building.plans import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -162,39 +160,26 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
             start_new_session=True,
         )
-        self._thread.start()
 
-    def end(self) -> None:
-        """End the process, at work or not, and wait for the thread."""
-        if self._process is not None:
-            self._process.kill()
-            self._thread.join()
-            self._process.communicate()
+    def build(self, shape: EngineShape, line: bytes) -> tuple[bytes, float]:
+        """The plan and the seconds that it took. Raises BuildError, with the process's last words where it ended."""
+        requests, answers = self.process.stdin, self.process.stdout
+        assert requests is not None and answers is not None
+        try:
+            requests.write(line)
+            requests.flush()
+            data, seconds, self.peak_bytes = read_answer(answers)
+        except (EOFError, OSError):
+            raise BuildError(f"The process that built {shape.name} ended: {self._last_words()}") from None
+        return data, seconds
+
+    def close(self) -> None:
+        """Let go of the process, which was killed."""
+        self.process.communicate()
         self._log.close()
 
-    def _run(self) -> None:
-        assert self._process is not None
-        requests, answers = self._process.stdin, self._process.stdout
-        assert requests is not None and answers is not None
-        while True:
-            try:
-                shape, line = self._requests.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                requests.write(line)
-                requests.flush()
-                data, seconds, self.peak_bytes = read_answer(answers)
-                self._results.put(PlanBytes(shape, data, seconds, self.peak_bytes))
-            except (EOFError, OSError):
-                self._results.put(BuildError(f"The process that built {shape.name} ended: {self._last_words()}"))
-                return
-            except BaseException as error:  # it belongs to the thread that asked
-                self._results.put(error)
-                return
-
     def _last_words(self) -> str:
-        code = self._process.wait() if self._process else None
+        code = self.process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else "it said nothing"
