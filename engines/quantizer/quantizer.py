@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -125,27 +125,18 @@ def quantize_checkpoint(
     refuse_quantized(source)
     check_checkpoint_places(source, target, force)
     with Checkpoint.open(source) as checkpoint:
-        if is_eagle_head(checkpoint):
-            report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
-            return replace(report, seconds=time.perf_counter() - started)
-        _check_options(options, texts)
-        config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
-        checkpoint.check(decoder_weights(config), unread_tensors(config))
-        _check_groups(_columns(config), options)
-        longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
-        texts = [text[:longest] for text in texts if len(text) > 0]
-        check_space(target.parent, _total_bytes(checkpoint), CheckpointError, FOR_SPACE)
+        is_head = is_eagle_head(checkpoint)
         try:
-            with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
-                resumed = _quantize_layers(checkpoint, config, options, arithmetic, texts, work, progress)
-                report = _assemble(checkpoint, config, options, target, work, force)
+            if is_head:
+                report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
+            else:
+                report = _quantize_model(checkpoint, target, options, texts, force, restart, progress, arithmetic)
         except OSError as error:
             raise CheckpointError(
                 f"{target} was not written: {error.strerror or error}"
                 + (f" ({error.filename})" if error.filename else "")
-                + ". The layers that were done are kept: give the command again to go on"
+                + ("" if is_head else ". The layers that were done are kept: give the command again to go on")
             ) from error
-    report.resumed, report.tokens = resumed, sum(map(len, texts))
     report.seconds = time.perf_counter() - started
     return report
 
@@ -189,23 +180,36 @@ def _quantize_head(
     format = options.format(checkpoint.dtype or "float16")
     _check_groups({name: shape[1] for name, shape in head_shapes(checkpoint).items()}, options)
     packed = head_tensors(checkpoint, format, arithmetic, progress)
-    others = {
-        info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
-        for name, info in checkpoint.tensors.items()
-        if name not in packed
-    }
-    tensors = others | {name: tensor for stored in packed.values() for name, tensor in stored.items()}
-    try:
-        with StagedDirectory(target) as staged:
-            copied = _copy_others(checkpoint.path, staged.path)
-            write_tensors(staged.path / SINGLE_FILE, tensors)
-            settings = quantization_config(format, ["lm_head"])
-            write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
-            staged.commit(force)
-    except OSError as error:
-        raise CheckpointError(f"{target} was not written: {error.strerror or error}") from error
-    size = sum(tensor.elements.nbytes for tensor in tensors.values())
-    return QuantizationReport(target, options, len(packed), 0, _total_bytes(checkpoint), size, 0, copied)
+    tensors = {name: tensor for stored in packed.values() for name, tensor in stored.items()}
+    return _assemble(checkpoint, target, options, force, packed.keys(), ["lm_head"], tensors)
+
+
+def _quantize_model(
+    checkpoint: Checkpoint,
+    target: Path,
+    options: QuantizationOptions,
+    texts: Sequence[Sequence[int]],
+    force: bool,
+    restart: bool,
+    progress: Progress,
+    arithmetic: Arithmetic,
+) -> QuantizationReport:
+    """A language model, layer by layer."""
+    _check_options(options, texts)
+    config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
+    checkpoint.check(decoder_weights(config), unread_tensors(config))
+    _check_groups(_columns(config), options)
+    longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
+    texts = [text[:longest] for text in texts if len(text) > 0]
+    check_space(target.parent, _total_bytes(checkpoint), CheckpointError, FOR_SPACE)
+    programs = [layer_program(config, index, 1) for index in range(config.num_layers)]
+    done = {name for program in programs for spec in program.weights.values() for name, _ in spec.parts}
+    with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
+        resumed = _quantize_layers(checkpoint, config, options, arithmetic, texts, work, progress)
+        layers = [work.layer(index) for index in range(config.num_layers)]
+        report = _assemble(checkpoint, target, options, force, done, _ignored(checkpoint, config), {}, layers)
+        work.remove()
+    return replace(report, layers=len(layers), resumed=resumed, tokens=sum(map(len, texts)))
 
 
 def _quantize_layers(
@@ -261,40 +265,40 @@ def _quantized(
 
 def _assemble(
     checkpoint: Checkpoint,
-    config: DecoderConfig,
-    options: QuantizationOptions,
     target: Path,
-    work: WorkFolder,
+    options: QuantizationOptions,
     force: bool,
+    done: Collection[str],
+    ignored: list[str],
+    tensors: dict[str, StoredTensor],
+    layers: Sequence[Path] = (),
 ) -> QuantizationReport:
-    """The directory: a file of weights for each layer, one for all else, the index, and the source's other files."""
-    count = config.num_layers
-    layers = [spec for index in range(count) for spec in layer_program(config, index, 1).weights.values()]
-    done = {name for spec in layers for name, _ in spec.parts}
+    """The directory: a file of `tensors` and of those of the checkpoint that are not `done`, one for each of the files
+    `layers`, with an index of all, and the source's other files."""
     others = {
         info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
         for name, info in checkpoint.tensors.items()
         if name not in done
     }
-    names = shard_names(count + 1)
+    names = shard_names(len(layers) + 1) if layers else [SINGLE_FILE]
     weight_map: dict[str, str] = {}
     size = 0
     with StagedDirectory(target) as staged:
         copied = _copy_others(checkpoint.path, staged.path)
-        write_tensors(staged.path / names[0], others)
-        for index in range(count):
-            _link(work.layer(index), staged.path / names[index + 1])
+        write_tensors(staged.path / names[0], others | tensors)
+        for layer, name in zip(layers, names[1:], strict=True):
+            _link(layer, staged.path / name)
         for name in names:
             file = SafetensorsFile(staged.path / name)
             weight_map |= dict.fromkeys(file.tensors, name)
             size += sum(info.nbytes for info in file.tensors.values())
             file.close()
-        write_index(staged.path, weight_map, size)
-        settings = quantization_config(options.format(checkpoint.dtype or "float16"), _ignored(checkpoint, config))
+        if layers:
+            write_index(staged.path, weight_map, size)
+        settings = quantization_config(options.format(checkpoint.dtype or "float16"), ignored)
         write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
         staged.commit(force)
-    work.remove()
-    return QuantizationReport(target, options, count, 0, _total_bytes(checkpoint), size, 0, copied)
+    return QuantizationReport(target, options, len(done), 0, _total_bytes(checkpoint), size, 0, copied)
 
 
 def _elements(checkpoint: Checkpoint, name: str) -> np.ndarray:
