@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.quantization.fp8 import Fp8Layout
+from edgellm.engines.quantization.floats import Fp8Layout, Nvfp4Layout
 from edgellm.engines.quantization.layout import (
     FLOATS,
     WORDS,
@@ -21,7 +21,6 @@ from edgellm.engines.quantization.layout import (
     Stored,
     column_order,
 )
-from edgellm.engines.quantization.nvfp4 import Nvfp4Layout
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpacked
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 

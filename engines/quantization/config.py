@@ -8,10 +8,9 @@ from typing import Any
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.engines.quantization.awq import Awq
 from edgellm.engines.quantization.compressed_tensors import CompressedTensors
-from edgellm.engines.quantization.fp8 import FineGrainedFp8
-from edgellm.engines.quantization.gptq import AutoRound, GptqModel
+from edgellm.engines.quantization.floats import FineGrainedFp8
+from edgellm.engines.quantization.gptq_awq import AutoRound, Awq, GptqModel
 from edgellm.engines.quantization.layout import Quantization, Settings
 from edgellm.engines.quantization.modelopt import ModelOpt
 

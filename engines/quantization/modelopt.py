@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.engines.quantization.compressed_tensors import used_notes
-from edgellm.engines.quantization.fp8 import Fp8Layout
+from edgellm.engines.quantization.floats import Fp8Layout, Nvfp4Layout
 from edgellm.engines.quantization.layout import FLOATS, Layout, LinearTensors, Quantization, Settings, Stored
-from edgellm.engines.quantization.nvfp4 import Nvfp4Layout
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
