@@ -222,7 +222,7 @@ def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform:
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
     for shape in planned_shapes(models, limits, dtype, platform.compute_capability, True, packed):
-        plan, refusals = find_plan(directory, shape, platform)
+        plan, refusals = find_plan(directory, shape, platform, directory_network(directory, shape))
         problems += refusals
         if plan is not None:
             sizes[shape] = len(plan)

@@ -176,13 +176,10 @@ def write_plan(plan: Path, data: bytes, manifest: PlanManifest) -> None:
 
 
 def find_plan(
-    directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str | None = None
+    directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str
 ) -> tuple[bytes | None, list[str]]:
-    """The verified bytes of a plan or None, and why each file that was there before it is refused.
-
-    `network` is the `network_digest`, where the caller has it.
-    """
-    network = network or directory_network(directory, shape)
+    """The verified bytes of a plan of a `network_digest` or None, and why each file that was there before it is
+    refused."""
     advice = f"Build it again: {refresh_command(directory, platform, shape)}"
     refusals: list[str] = []
     for plan in plan_candidates(directory, shape, platform, network):

@@ -8,14 +8,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from edgellm.engines.checkpoints.torch_file import TorchFile
-from edgellm.engines.checkpoints.torch_pickle import TensorView
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
 from edgellm.engines.errors import CheckpointError
@@ -36,6 +35,8 @@ from edgellm.kernels.user_paths import printable
 
 #: `progress(stage, done, total)` in bytes; stages are "weights" and "verify".
 Progress = Callable[[str, int, int], None]
+#: Tensors by name: the open file in which each is.
+Tensors = dict[str, TorchFile]
 
 LARGEST_SHARD = 5_000_000_000
 PICKLED_FILE = "pytorch_model.bin"
@@ -94,7 +95,7 @@ def convert_checkpoint(
         opened = [stack.enter_context(TorchFile(path)) for path in files]
         tensors = _merged(opened, weight_map)
         copied = _files_to_copy(source)
-        total = sum(tensor.view.nbytes for tensor in tensors)
+        total = sum(file.tensors[name].nbytes for name, file in tensors.items())
         needed = total + sum((source / name).stat().st_size for name in copied)
         check_space(target.parent, needed, CheckpointError, FOR_SPACE)
         try:
@@ -104,7 +105,7 @@ def convert_checkpoint(
                 f"{target} was not written, and nothing was left behind: {error.strerror or error}"
                 + (f" ({error.filename})" if error.filename else "")
             ) from error
-        dtypes = Counter(tensor.view.storage.dtype for tensor in tensors)
+        dtypes = Counter(file.tensors[name].storage.dtype for name, file in tensors.items())
         report = ConversionReport(target, len(tensors), total, written, dtypes, copied)
         report.notes += _notes(source, opened, copied)
     report.seconds = time.perf_counter() - started
@@ -112,9 +113,9 @@ def convert_checkpoint(
 
 
 def _write(
-    source: Path, target: Path, copied: Sequence[str], shards: list[list[SourceTensor]], force: bool, progress: Progress
+    source: Path, target: Path, copied: Sequence[str], shards: list[Tensors], force: bool, progress: Progress
 ) -> int:
-    total = sum(tensor.view.nbytes for shard in shards for tensor in shard)
+    total = sum(file.tensors[tensor].nbytes for shard in shards for tensor, file in shard.items())
     never = threading.Event()
     with StagedDirectory(target) as staged:
         for name in copied:
@@ -123,12 +124,13 @@ def _write(
         names = [SINGLE_FILE]
         if len(shards) > 1:
             names = shard_names(len(shards))
-            weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             write_index(staged.path, weight_map, total)
         digests: dict[str, bytes] = {}
         advance = _counter("weights", total, progress)
         for name, shard in zip(names, shards, strict=True):
-            write_tensors(staged.path / name, {tensor.name: _streamed(tensor, digests, advance) for tensor in shard})
+            streamed = {tensor: _streamed(tensor, file, digests, advance) for tensor, file in shard.items()}
+            write_tensors(staged.path / name, streamed)
         advance = _counter("verify", total, progress)
         for name, shard in zip(names, shards, strict=True):
             _verify(staged.path / name, shard, digests, advance)
@@ -177,21 +179,21 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
     return [path.parent / shard for shard in shards], weight_map
 
 
-def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) -> list[SourceTensor]:
+def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) -> Tensors:
     """All tensors, each of which must be in one file alone, and where the index says."""
-    places: dict[str, SourceTensor] = {}
+    places: Tensors = {}
     for file in files:
         for name in file.tensors:
             if name in places:
                 raise CheckpointError(
-                    f"{file.path}: tensor {name!r:.80} is in {places[name].source.path.name} too; which is meant is "
+                    f"{file.path}: tensor {name!r:.80} is in {places[name].path.name} too; which is meant is "
                     "unknown. Remove one"
                 )
             if name == "__metadata__":
                 raise CheckpointError(f"{file.path}: no tensor of a safetensors file can be named {name!r}")
-            places[name] = SourceTensor(name, file)
+            places[name] = file
     if weight_map is not None:
-        found = {name: tensor.source.path.name for name, tensor in places.items()}
+        found = {name: file.path.name for name, file in places.items()}
         wrong = [name for name, shard in weight_map.items() if found.get(name) != shard]
         wrong += [name for name in found if name not in weight_map]
         if wrong:
@@ -200,19 +202,19 @@ def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) ->
                 f"{files[0].path.parent / PICKLED_INDEX}: {len(wrong)} tensors are not where 'weight_map' says: "
                 f"{listed}. Copy the checkpoint anew from its source"
             )
-    return list(places.values())
+    return places
 
 
-def _sharded(tensors: Sequence[SourceTensor], largest: int) -> list[list[SourceTensor]]:
+def _sharded(tensors: Tensors, largest: int) -> list[Tensors]:
     """In the order of the source; a tensor that is larger than a shard gets one of its own."""
-    shards: list[list[SourceTensor]] = [[]]
+    shards: list[Tensors] = [{}]
     size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.view.nbytes > largest:
-            shards.append([])
+    for name, file in tensors.items():
+        if shards[-1] and size + file.tensors[name].nbytes > largest:
+            shards.append({})
             size = 0
-        shards[-1].append(tensor)
-        size += tensor.view.nbytes
+        shards[-1][name] = file
+        size += file.tensors[name].nbytes
     return shards
 
 
@@ -252,55 +254,33 @@ def _counter(stage: str, total: int, progress: Progress) -> Callable[[int], None
     return advance
 
 
-@dataclass(frozen=True)
-class SourceTensor:
-    """A tensor of an open file: its name, and its place there (`view`)."""
-
-    name: str
-    source: TorchFile
-
-    @property
-    def view(self) -> TensorView:
-        """What the file says of it: dtype, shape and size."""
-        return self.source.tensors[self.name]
-
-
-def _streamed(tensor: SourceTensor, digests: dict[str, bytes], advance: Callable[[int], None]) -> StreamedTensor:
+def _streamed(
+    name: str, source: TorchFile, digests: dict[str, bytes], advance: Callable[[int], None]
+) -> StreamedTensor:
     """The tensor as it is written, when its SHA-256 is put into `digests`."""
-    dtype = tensor.view.storage.dtype
+    view = source.tensors[name]
 
     def pieces() -> Iterator[np.ndarray]:
         digest = hashlib.sha256()
-        if tensor.view.nbytes:
-            for piece in StoredTensor(dtype, tensor.source.elements(tensor.name)).pieces():
+        if view.nbytes:
+            for piece in StoredTensor(view.storage.dtype, source.elements(name)).pieces():
                 yield piece
                 digest.update(piece)
                 advance(piece.size)
-        digests[tensor.name] = digest.digest()
+        digests[name] = digest.digest()
 
-    return StreamedTensor(dtype, tensor.view.shape, pieces)
+    return StreamedTensor(view.storage.dtype, view.shape, pieces)
 
 
-def _verify(
-    path: Path, tensors: Sequence[SourceTensor], digests: Mapping[str, bytes], advance: Callable[[int], None]
-) -> None:
+def _verify(path: Path, tensors: Tensors, digests: Mapping[str, bytes], advance: Callable[[int], None]) -> None:
     """Read a file back and compare every tensor with its digest from the source; raises CheckpointError."""
-    file = SafetensorsFile(path)
-    try:
-        for tensor in tensors:
-            info, view = file.tensors.get(tensor.name), tensor.view
-            if info is None or (info.dtype, info.shape) != (view.storage.dtype, view.shape):
-                raise _not_read_back(tensor.name)
-            if hashlib.sha256(file.bytes_of(info)).digest() != digests[tensor.name]:
-                raise _not_read_back(tensor.name)
+    with closing(SafetensorsFile(path)) as file:
+        for name, source in tensors.items():
+            info, view = file.tensors.get(name), source.tensors[name]
+            is_there = info is not None and (info.dtype, info.shape) == (view.storage.dtype, view.shape)
+            if info is None or not is_there or hashlib.sha256(file.bytes_of(info)).digest() != digests[name]:
+                raise CheckpointError(
+                    f"{name!r:.80} did not read back as it was written, and nothing was left behind: check disk and "
+                    "memory"
+                )
             advance(info.nbytes)
-        if len(file.tensors) != len(tensors):
-            raise _not_read_back("another tensor")
-    finally:
-        file.close()
-
-
-def _not_read_back(name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{name!r:.80} did not read back as it was written, and nothing was left behind: check disk and memory"
-    )
