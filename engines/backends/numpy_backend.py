@@ -115,11 +115,9 @@ class NumpyBackend:
     image_kernels = cached_property(lambda self: NumpyImages())
 
     def empty(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """Uninitialized memory."""
         return self._allocate(np.empty, shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """Zeroed memory."""
         return self._allocate(np.zeros, shape, dtype)
 
     def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, np.ndarray]:
@@ -127,11 +125,9 @@ class NumpyBackend:
         return {name: self.zeros(shape, dtype) for name, (shape, dtype) in edge.items()}
 
     def host_visible(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """Zeroed memory, like any other."""
         return self.zeros(shape, dtype)
 
     def upload(self, array: np.ndarray, values: np.ndarray) -> None:
-        """Copy values."""
         np.copyto(array, values)
 
     copy = upload
@@ -141,11 +137,9 @@ class NumpyBackend:
         return NumpyWork()
 
     def seen(self, array: np.ndarray) -> np.ndarray:
-        """The array itself."""
         return array
 
     def read(self, array: np.ndarray) -> NumpyReadback:
-        """Take a copy."""
         return NumpyReadback(array)
 
     def host_memory(self, nbytes: int) -> np.ndarray:
@@ -153,7 +147,6 @@ class NumpyBackend:
         return self.empty((nbytes,), "uint8")
 
     def upload_rows(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
-        """Copy the rows."""
         check_rows(target.shape, target.dtype, values, rows, first)
         for own, of_values in row_pieces(target.shape[1], rows, first):
             np.copyto(target[:, own], values[:, of_values])
@@ -163,14 +156,12 @@ class NumpyBackend:
         """Everything is done."""
 
     def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
-        """Copy the rows."""
         return self.upload_rows(target, values, rows, first)
 
     def wait_for(self, transfer: NumpyWork) -> None:
         """It is done already."""
 
     def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
-        """Copy the rows."""
         check_rows(source.shape, source.dtype, values, rows, first)
         for own, of_values in row_pieces(source.shape[1], rows, first):
             np.copyto(values[:, of_values], source[:, own])
@@ -179,7 +170,6 @@ class NumpyBackend:
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, np.ndarray]:
-        """All weights as float32."""
         return load_numpy_weights(checkpoint, specs, progress)
 
     @property
@@ -192,7 +182,6 @@ class NumpyBackend:
         return False
 
     def load_engine(self, shape: EngineShape) -> NumpyEngine:
-        """An interpreter for the shape."""
         config = self._configs[shape.model]
         if config is None:
             what = "vision encoder" if shape.model == "vision" else "draft model"
@@ -204,7 +193,6 @@ class NumpyBackend:
         return 0
 
     def check_memory(self, plan: MemoryPlan) -> None:
-        """Compare the plan with the memory that the system calls available."""
         available = available_memory()
         if available is not None and plan.total > available:
             raise DeviceMemoryError(

@@ -28,7 +28,6 @@ from edgellm.engines.building.checks import (
     check_image_rows,
     check_limits,
     check_places,
-    check_range,
     check_settings,
     choose_limits,
     choose_platforms,
@@ -310,7 +309,10 @@ def _read(
     if dtype is None:  # float32 would need twice the memory for nothing that one can see
         narrow = "bfloat16" if config.post_norms else "float16"
         dtype = narrow if config.dtype == "float32" else config.dtype
-    check_range(config, dtype)
+    if config.post_norms and dtype == "float16":  # what attention and MLP give is far beyond it before it is normed
+        raise BuildError(
+            f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
+        )
     return read_inputs(source, drafted, config, loras, encoder, vision, vocabulary), limits, dtype
 
 

@@ -158,15 +158,6 @@ def with_window_rows(config: DecoderConfig, limits: EngineLimits) -> EngineLimit
     return limits if limits.window_rows else replace(limits, window_rows=limits.rows_for_window(config.window))
 
 
-def check_range(config: DecoderConfig, dtype: str) -> None:
-    """Raise BuildError for a model whose values do not stay in the range of a dtype: what Gemma 3's attention and MLP
-    give is far beyond that of float16 before it is normed."""
-    if config.post_norms and dtype == "float16":
-        raise BuildError(
-            f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
-        )
-
-
 def check_limits(
     config: DecoderConfig,
     limits: EngineLimits,
