@@ -208,7 +208,13 @@ def load_or_build_plan(
     if found is not None:
         return found, False
     if build is None:
-        raise PlanError("\n".join(refusals) or _missing(directory, shape, platform))
+        others = [other.describe() for other, plans in platforms_with_plans(directory.plans_path) if plans]
+        raise PlanError(
+            "\n".join(refusals)
+            or f"{directory.path} has no plan {shape.name} for {platform.describe()}: it has "
+            + (f"plans for {'; '.join(others)}" if others else "no plans")
+            + f". Build it: {refresh_command(directory, platform, shape)}"
+        )
     for refusal in refusals:
         logger.warning("%s (doing so now)", refusal)
     data = build()
@@ -252,15 +258,6 @@ def refresh_command(directory: EngineDirectory, platform: Platform, shape: Engin
     if shape is None or refusal_on(directory.model_config(shape.model), shape, directory.dtype, capability):
         return command
     return f"{command} --all-plans"
-
-
-def _missing(directory: EngineDirectory, shape: EngineShape, platform: Platform) -> str:
-    others = [other.describe() for other, plans in platforms_with_plans(directory.plans_path) if plans]
-    found = f"it has plans for {'; '.join(others)}" if others else "it has no plans"
-    return (
-        f"{directory.path} has no plan {shape.name} for {platform.describe()}: {found}. "
-        f"Build it: {refresh_command(directory, platform, shape)}"
-    )
 
 
 def network_digest(config: ModelConfig, shape: EngineShape, dtype: str, attention: str) -> str:

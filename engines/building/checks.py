@@ -175,25 +175,24 @@ def check_limits(
             f"--prefill-chunk is {chunk}: expected a multiple of {PREFILL_CHUNK_STEP} from {PREFILL_CHUNK_STEP} to "
             f"{LARGEST_PREFILL_CHUNK}"
         )
+    trained, capacity = config.max_position_embeddings, limits.kv_capacity
     for name, bound in context_bounds(config).items():
         if bound < PREFILL_CHUNK_STEP:
             raise BuildError(
                 f"config.json has {name}, which is not supported. Up to {bound} tokens of context it changes nothing, "
                 f"but the least context is {PREFILL_CHUNK_STEP}: choose another model"
             )
-    trained, capacity = config.max_position_embeddings, limits.kv_capacity
+        if capacity > bound:
+            raise BuildError(
+                f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
+                f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
+            )
     if capacity < chunk or (capacity > trained and not beyond_trained_context) or capacity > LARGEST_CONTEXT:
         trained = min(trained, LARGEST_CONTEXT)
         raise BuildError(
             f"--kv-capacity is {capacity}: expected a whole number from {chunk} (the prefill chunk) to {trained} (the "
             "positions that the model was made for; --beyond-trained-context lifts this bound)"
         )
-    for name, bound in context_bounds(config).items():
-        if capacity > bound:
-            raise BuildError(
-                f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
-                f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
-            )
     if (problem := limits.window_problem(config)) is not None:
         raise BuildError(f"the limits' window_rows: {problem}")
     if limits.image_rows and (problem := limits.image_problem(config)) is not None:

@@ -23,8 +23,9 @@ from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
+from edgellm.engines.runners.image_inputs import ImageInputs
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import bound_inputs
 from edgellm.engines.runners.states import ModelStates
@@ -40,7 +41,8 @@ class EagleDraftEngineRunner:
     """Owns engines, weights, KV caches and pending entries of a draft model with the dimensions `config`. Not
     thread-safe.
 
-    `base_weights` are the base runner's, of which the draft takes embedding and head where it has none of its own.
+    Of the `base` runner the draft takes embedding and head where it has none of its own, images where it sees them, and
+    each slot's difference of position and row, unless rows are its positions.
     Everything is given to the device in order and nothing is waited for.
     """
 
@@ -50,7 +52,7 @@ class EagleDraftEngineRunner:
         draft: DraftConfig,
         limits: EngineLimits,
         checkpoint: Checkpoint,
-        base_weights: dict[str, Array],
+        base: BaseEngineRunner,
         engines: LoadedEngines,
     ) -> None:
         self.backend, self.config, self.limits = backend, draft, limits
@@ -58,12 +60,13 @@ class EagleDraftEngineRunner:
         self._engines = engines
         own = backend.load_weights(checkpoint, draft_weights(draft))
         self._weights = {
-            phase: draft_engine_weights(draft, phase, own, base_weights) for phase in ("prefill", "accept", "propose")
+            phase: draft_engine_weights(draft, phase, own, base.weights) for phase in ("prefill", "accept", "propose")
         }
+        is_rotated_alike = bool(draft.decoder.mrope_section) or not base.config.mrope_section
         self._tables = ModelTables(
-            own[DRAFT_EMBEDDING] if draft.has_embedding else base_weights[draft.base_embedding],
+            own[DRAFT_EMBEDDING] if draft.has_embedding else base.weights[draft.base_embedding],
             uploaded(backend, rotary_table(draft.decoder, limits.kv_rows, limits.kv_capacity)),
-            backend.zeros((limits.max_batch,), "int32"),
+            base.offsets if is_rotated_alike else backend.zeros((limits.max_batch,), "int32"),
         )
         mapping = load_draft_to_target(checkpoint, draft)
         self.draft_to_target = uploaded(backend, mapping)
@@ -76,6 +79,8 @@ class EagleDraftEngineRunner:
         self._candidates = CandidateBuffers(backend, limits.max_batch, *sizes)
         self._given = backend.zeros((3 * limits.max_batch * sizes[-1],), "int32")
         self._image_inputs = ImageInputs(backend, draft.decoder, limits, self._tables.rotary)
+        if draft.image_embeddings:
+            self._image_inputs.rows = base.image_rows
         self._allocate_buffers()
 
     def prefill(
@@ -210,14 +215,6 @@ class EagleDraftEngineRunner:
     def hidden_states(self, batch: int, nodes: int) -> Array:
         """[B, nodes, H] compute that the latest step put out, what the next propose step takes."""
         return leading(self._hidden, (batch, nodes, self.config.hidden_size))
-
-    def use_offsets(self, position_offsets: Array) -> None:
-        """Take each slot's difference of position and row [S] int32 from `position_offsets`, as the base does."""
-        self._tables = self._tables._replace(position_offsets=position_offsets)
-
-    def use_image_rows(self, image_rows: ImageRows) -> None:
-        """Take images by the base's `image_rows`."""
-        self._image_inputs.rows = image_rows
 
     def accept_shape_tokens(self, batch: int, most_pending: int) -> int:
         """The number of tokens to give `accept` where no slot has more than `most_pending` entries."""

@@ -85,13 +85,7 @@ class DecodingRunner:
         )
         self.draft: EagleDraftEngineRunner | None = None
         if draft is not None and draft_checkpoint is not None:
-            self.draft = EagleDraftEngineRunner(
-                backend, draft, limits, draft_checkpoint, self.base.weights, self._engines
-            )
-            if draft.decoder.mrope_section or not config.mrope_section:  # else rows are the draft's positions
-                self.draft.use_offsets(self.base.offsets)
-            if draft.image_embeddings:
-                self.draft.use_image_rows(self.base.image_rows)
+            self.draft = EagleDraftEngineRunner(backend, draft, limits, draft_checkpoint, self.base, self._engines)
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         self._steps = CapturedSteps(backend)
         self._rounds: dict[RoundKey, Round] = {}

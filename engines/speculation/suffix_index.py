@@ -19,6 +19,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -250,12 +251,8 @@ class SuffixIndex:
             if len(found) >= enough:
                 break
             below = length
-        found.sort(key=_longest_first)
+        found.sort(key=itemgetter(0), reverse=True)
         return found[:_VISITS]
-
-
-def _longest_first(place: tuple[int, _History, int]) -> int:
-    return -place[0]
 
 
 def _chain(weight: float, following: list[int], doubts: list[float], highest: float, match: int) -> Proposal:
@@ -286,13 +283,8 @@ def _grown(followers: list[list], doubts: list[float], nodes: int, width: int, h
     while len(tokens) < nodes:
         if len(speaking) == 1:
             weight, following = speaking[0]
-            token = following[level]
-            if token != _GAP:
-                total = weight + doubts[level]
-                path = cost + log(total / weight)
-                if path <= highest:
-                    push(waiting, (path, made, node, token, level + 1, weight / total, speaking))
-                    made += 1
+            total, token = weight + doubts[level], following[level]
+            children = [] if token == _GAP else [(weight, token, speaking)]
         else:
             shares: dict[int, list] = {}
             total = doubts[level]
@@ -307,12 +299,12 @@ def _grown(followers: list[list], doubts: list[float], nodes: int, width: int, h
                         shares[token] = [follower]
             children = [(sum([weight for weight, _ in agreed]), token, agreed) for token, agreed in shares.items()]
             if len(children) > width:
-                children = sorted(children, key=_heaviest_first)[:width]
-            for weight, token, agreed in children:
-                path = cost + log(total / weight)
-                if path <= highest:
-                    push(waiting, (path, made, node, token, level + 1, weight / total, agreed))
-                    made += 1
+                children = sorted(children, key=itemgetter(0), reverse=True)[:width]
+        for weight, token, agreed in children:
+            path = cost + log(total / weight)
+            if path <= highest:
+                push(waiting, (path, made, node, token, level + 1, weight / total, agreed))
+                made += 1
         if not waiting:
             break
         cost, _, parent, token, level, promise, speaking = pop(waiting)
@@ -322,10 +314,6 @@ def _grown(followers: list[list], doubts: list[float], nodes: int, width: int, h
         scores.append(-cost)
         promises.append(promise)
     return Proposal(tokens, parents, scores, promises, match)
-
-
-def _heaviest_first(child: tuple[float, int, list]) -> float:
-    return -child[0]
 
 
 def _slots(tokens: int) -> int:
