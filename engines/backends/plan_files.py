@@ -94,18 +94,6 @@ class PlanManifest:
     created_with: str
 
     @classmethod
-    def of(
-        cls, data: bytes, shape: EngineShape, platform: Platform, network: str, dtype: str, attention: str
-    ) -> PlanManifest:
-        """The manifest of a plan that was just built."""
-        facts = hash_bytes(data), len(data), network, shape, platform, dtype, attention, edgellm_version()
-        return cls(MANIFEST_VERSION, *facts)
-
-    def to_json(self) -> bytes:
-        """The content of the file."""
-        return (json.dumps(asdict(self) | {"shape": plain_values(self.shape)}, indent=2) + "\n").encode()
-
-    @classmethod
     def read(cls, path: Path, advice: str) -> PlanManifest:
         """Parse strictly; raises PlanError."""
         values = JSONObject.read(path, PlanError, advice)
@@ -166,13 +154,19 @@ def read_plan(plan: Path, shape: EngineShape, platform: Platform, network: str, 
     return data
 
 
-def write_plan(plan: Path, data: bytes, manifest: PlanManifest) -> None:
-    """Write plan and manifest, each whole or not at all; raises OSError."""
+def write_plan(
+    plans: Path, data: bytes, shape: EngineShape, platform: Platform, network: str, dtype: str, attention: str
+) -> None:
+    """Write a plan that was just built, and its manifest, below a `plans` folder, each whole or not at all; raises
+    OSError."""
+    facts = hash_bytes(data), len(data), network, shape, platform, dtype, attention, edgellm_version()
+    manifest = asdict(PlanManifest(MANIFEST_VERSION, *facts)) | {"shape": plain_values(shape)}
+    plan = plan_path(plans, shape, platform)
     plan.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):  # an old manifest beside a new plan would be a lie until it is replaced
         manifest_path(plan).unlink()
     write_atomically(plan, data)
-    write_atomically(manifest_path(plan), manifest.to_json())
+    write_atomically(manifest_path(plan), (json.dumps(manifest, indent=2) + "\n").encode())
 
 
 def find_plan(
@@ -225,15 +219,15 @@ def load_or_build_plan(
 def store_plan(
     directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str, data: bytes
 ) -> Path | None:
-    """Write a plan to the first place that can be written; None, with a warning, where none can."""
-    manifest = PlanManifest.of(data, shape, platform, network, directory.dtype, directory.attention)
+    """Write a plan to the first `plans` folder that can be written, and give that; None, with a warning, where none
+    can."""
     reasons = []
-    for plan in plan_candidates(directory, shape, platform, network):
+    for plans in (directory.plans_path, cached_plans_path(network)):
         try:
-            write_plan(plan, data, manifest)
-            return plan
+            write_plan(plans, data, shape, platform, network, directory.dtype, directory.attention)
+            return plans
         except OSError as error:
-            reasons.append(f"{plan.parent}: {error.strerror or error}")
+            reasons.append(f"{plans / platform.folder}: {error.strerror or error}")
     logger.warning("The plan %s was built but cannot be kept (%s)", shape.name, "; ".join(reasons))
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -13,12 +14,10 @@ from pathlib import Path
 from edgellm.engines.backends.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.plan_files import (
-    PlanManifest,
     Platform,
     directory_network,
     find_plan,
     network_digest,
-    plan_path,
     store_plan,
     write_plan,
 )
@@ -37,11 +36,12 @@ from edgellm.engines.building.checks import (
 )
 from edgellm.engines.building.inputs import (
     BuildInputs,
-    WeightTransfer,
+    counted,
     read_adapters,
     read_decoder_config,
     read_inputs,
     read_vision_config,
+    transfer_weights,
     with_packed_heads,
     write_made_files,
 )
@@ -258,10 +258,8 @@ def describe_in_place(
     draft, vision_source = folder if has_folder else None, vision if vision.exists() else None
     inputs, limits, dtype = _read(directory, draft, adapters, vision_source, limits, dtype, beyond_trained_context)
     names = described_file_names(directory)
-    if vision_source is not None:
-        names += [f"{VISION_FOLDER}/{name}" for name in described_file_names(vision)]
-    if has_folder:
-        names += [f"{DRAFT_FOLDER}/{name}" for name in described_file_names(folder)]
+    for part in filter(None, (vision_source, draft)):
+        names += [f"{part.name}/{name}" for name in described_file_names(part)]
     names += [f"{LORA_FOLDER}/{name}/{file}" for name in adapters for file in ADAPTER_FILES]
     files = {name: current_digest(directory / name, trust_memory=False) for name in names}
     try:
@@ -332,13 +330,7 @@ def _make(
 ) -> None:
     """Write the directory under another name, let it be checked, then move it to its place. `describe` gives the
     content of `edgellm.json` for the digests of all files."""
-    copied, total, target = 0, inputs.weight_bytes, report.path
-
-    def advance(count: int) -> None:
-        nonlocal copied
-        copied += count
-        progress("weights", copied, total)
-
+    target, advance = report.path, counted(inputs.weight_bytes, partial(progress, "weights"))
     with StagedDirectory(target) as staged:
         started, never = time.perf_counter(), threading.Event()
         for name in (*inputs.published, *inputs.weights):
@@ -350,18 +342,27 @@ def _make(
 
         def keep(platform: Platform, plan: PlanBytes) -> None:
             network = network_digest(inputs.models[plan.shape.model], plan.shape, report.dtype, attention)
-            manifest = PlanManifest.of(plan.data, plan.shape, platform, network, report.dtype, attention)
-            write_plan(plan_path(staged.path / "plans", plan.shape, platform), plan.data, manifest)
+            write_plan(staged.path / "plans", plan.data, plan.shape, platform, network, report.dtype, attention)
 
-        transfer = WeightTransfer(inputs.weights, staged.path, report.weights == "link", advance)
-        try:
-            _build_plans(plans, inputs.models, attention, report, progress, keep, transfer.has_failed)
-            report.seconds["plans"] = time.perf_counter() - started
-            made = write_made_files(inputs, staged.path, partial(progress, "head"))
-            digests = transfer.result() | made
-        finally:
-            transfer.cancel()
-        report.seconds["weights"] = transfer.seconds
+        stop, is_link = threading.Event(), report.weights == "link"
+        with ThreadPoolExecutor(1, "edgellm-weights") as pool:  # while plans are built
+            transfer = pool.submit(transfer_weights, inputs.weights, staged.path, is_link, advance, stop)
+            try:
+                _build_plans(
+                    plans,
+                    inputs.models,
+                    attention,
+                    report,
+                    progress,
+                    keep,
+                    is_in_vain=lambda: transfer.done() and transfer.exception() is not None,
+                )
+                report.seconds["plans"] = time.perf_counter() - started
+                made = write_made_files(inputs, staged.path, partial(progress, "head"))
+                weights, report.seconds["weights"] = transfer.result()
+                digests = weights | made
+            finally:
+                stop.set()
         progress("finish", 0, 1)
         write_description(staged.path, describe(published | digests))
         report.published_bytes = sum(digest.size for digest in published.values())
@@ -403,7 +404,8 @@ def _build_plans(
         with closing(build_plans(models, shapes, report.dtype, attention, target, is_in_vain)) as built:
             for plan in built:
                 keep(platform, plan)
-                report.add_plan(platform, plan)
+                report.plans.append(BuiltPlan(platform, plan.shape, len(plan.data), plan.seconds))
+                report.workers_peak_bytes = max(report.workers_peak_bytes, plan.workers_peak_bytes)
                 progress("plans", len(report.plans), count)
 
 

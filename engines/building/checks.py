@@ -12,8 +12,7 @@ from typing import Any
 from edgellm.engines.backends.plan_files import Platform, present_platform
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
-from edgellm.engines.errors import BuildError, CheckpointError
-from edgellm.engines.formats.small_files import check_tokenizer_file
+from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.lora.adapter import LARGEST_RANK
 from edgellm.engines.model.config import HEADS, DecoderConfig
@@ -309,17 +308,6 @@ def check_target(target: str, library: TensorRTLibrary) -> None:
         f"--target is {target}: {name} {library.version} cannot build for it on this machine (it can for: {possible}). "
         f"{advice}: edgellm build CHECKPOINT ENGINE_DIR without --target."
     )
-
-
-def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
-    """Raise CheckpointError where `tokenizer.json` is missing, cannot be read or has ids beyond the vocabulary."""
-    path = checkpoint / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(
-            f"{path} is missing: expected the tokenizer in the format of the tokenizers library. Convert an older one "
-            "with transformers: AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT)"
-        )
-    check_tokenizer_file(path, vocab_size, CheckpointError)
 
 
 def plan_bytes_bound(config: DecoderConfig, shapes: Sequence[EngineShape], vision: VisionConfig | None = None) -> int:

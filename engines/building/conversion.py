@@ -10,10 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from edgellm.engines.building.inputs import counted
 from edgellm.engines.checkpoints.torch_file import TorchFile
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
@@ -127,11 +129,13 @@ def _write(
             weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             write_index(staged.path, weight_map, total)
         digests: dict[str, bytes] = {}
-        advance = _counter("weights", total, progress)
+        advance = counted(total, partial(progress, "weights"))
+        advance(0)
         for name, shard in zip(names, shards, strict=True):
             streamed = {tensor: _streamed(tensor, file, digests, advance) for tensor, file in shard.items()}
             write_tensors(staged.path / name, streamed)
-        advance = _counter("verify", total, progress)
+        advance = counted(total, partial(progress, "verify"))
+        advance(0)
         for name, shard in zip(names, shards, strict=True):
             _verify(staged.path / name, shard, digests, advance)
         staged.commit(force)
@@ -240,18 +244,6 @@ def _notes(source: Path, files: Sequence[TorchFile], copied: Sequence[str]) -> I
         yield f"Only weights were converted. Copy config.json and the tokenizer beside them, or convert {source.parent}"
     elif "config.json" not in copied:
         yield "The source has no config.json: edgellm build needs it beside the weights"
-
-
-def _counter(stage: str, total: int, progress: Progress) -> Callable[[int], None]:
-    done = 0
-    progress(stage, 0, total)
-
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(stage, done, total)
-
-    return advance
 
 
 def _streamed(

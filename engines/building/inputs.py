@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from edgellm.engines.backends.device_layouts import with_delta_products
-from edgellm.engines.building.checks import check_tokenizer
 from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary, write_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
@@ -39,7 +37,7 @@ from edgellm.engines.families.mtp import has_packed_head, read_mtp
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, current_digest, hash_file
-from edgellm.engines.formats.small_files import check_ordinary, size_limit
+from edgellm.engines.formats.small_files import check_ordinary, check_tokenizer_file, size_limit
 from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import DRAFT_HEAD, HEADS, MTP, DecoderConfig, DraftConfig
@@ -198,7 +196,13 @@ def read_inputs(
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         config = with_delta_products(config, checkpoint)
         weights = _weight_files(checkpoint, "", published)
-        check_tokenizer(source, config.vocab_size)
+        if not (source / "tokenizer.json").exists():
+            raise CheckpointError(
+                f"{source / 'tokenizer.json'} is missing: expected the tokenizer in the format of the tokenizers "
+                "library. Convert an older one with transformers: "
+                "AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT)"
+            )
+        check_tokenizer_file(source / "tokenizer.json", config.vocab_size, CheckpointError)
         if draft_source == MTP:
             if vocabulary_file is not None:
                 vocabulary = read_vocabulary(vocabulary_file, config.vocab_size)
@@ -267,16 +271,10 @@ def write_made_files(inputs: BuildInputs, folder: Path, progress: Callable[[int,
     """Write what no checkpoint has, packed heads and the ids of a draft, to a folder; gives the digests by name.
     `progress` gets rows of heads done and in all. Raises OSError and CheckpointError."""
     made, heads = dict[str, FileDigest](), inputs.heads
-    done, total = 0, sum(head.shape[0] for head in heads.values())
+    advance = counted(sum(head.shape[0] for head in heads.values()), progress)
     if inputs.vocabulary is not None:
         name = f"{_DRAFT_PREFIX}{VOCABULARY_FILE}"
         made[name] = write_vocabulary(folder / name, inputs.vocabulary)
-
-    def advance(rows: int) -> None:
-        nonlocal done
-        done += rows
-        progress(done, total)
-
     for name, head in heads.items():
         with Checkpoint.open(head.checkpoint) as checkpoint:
             write_head(folder / name, checkpoint, head.name, head.format, advance, head.rows)
@@ -293,47 +291,33 @@ def _weight_files(
     return {f"{prefix}{path.name}": path for path in checkpoint.files}
 
 
-class WeightTransfer:
-    """Copies (or links) and hashes files in a thread of its own, while plans are built; `seconds` that it took.
+def counted(total: int, progress: Callable[[int, int], None]) -> Callable[[int], None]:
+    """What takes each further count, and tells `progress` how much is done, and of how much."""
+    done = 0
 
-    `sources` has the files by the names that they get below `destination`, in folders that are there.
-    """
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
 
-    def __init__(
-        self, sources: Mapping[str, Path], destination: Path, link: bool, advance: Callable[[int], None]
-    ) -> None:
-        self._destination, self._link, self._advance = destination, link, advance
-        self.seconds = 0.0
-        self._stop = threading.Event()
-        pool = ThreadPoolExecutor(1, "edgellm-weights")
-        self._future = pool.submit(self._run, sources)
-        pool.shutdown(wait=False)
+    return advance
 
-    def has_failed(self) -> bool:
-        """Whether it has ended with an error, so that other work is in vain."""
-        return self._future.done() and self._future.exception() is not None
 
-    def result(self) -> dict[str, FileDigest]:
-        """Wait for the end: digests by name. Raises OSError."""
-        return self._future.result()
-
-    def cancel(self) -> None:
-        """Stop after the present block and wait for the thread, so that it writes nothing more."""
-        self._stop.set()
-        wait([self._future])
-
-    def _run(self, sources: Mapping[str, Path]) -> dict[str, FileDigest]:
-        started = time.perf_counter()
-        digests = {name: self._transfer(self._destination / name, source) for name, source in sources.items()}
-        self.seconds = time.perf_counter() - started
-        return digests
-
-    def _transfer(self, target: Path, source: Path) -> FileDigest:
-        if not self._link:
-            return copy_hashed(source, target, self._stop, self._advance)
-        if self._stop.is_set():
+def transfer_weights(
+    sources: Mapping[str, Path], destination: Path, link: bool, advance: Callable[[int], None], stop: threading.Event
+) -> tuple[dict[str, FileDigest], float]:
+    """Copy (or link) and hash files, which get the names of `sources` below `destination`, in folders that are there:
+    the digests by name, and the seconds that it took. Raises OSError, and Cancelled after the present block once `stop`
+    is set."""
+    started, digests = time.perf_counter(), dict[str, FileDigest]()
+    for name, source in sources.items():
+        target = destination / name
+        if stop.is_set():
             raise Cancelled
-        target.symlink_to(os.path.realpath(source))
-        digest = current_digest(target)
-        self._advance(digest.size)
-        return digest
+        if link:
+            target.symlink_to(os.path.realpath(source))
+            digests[name] = current_digest(target)
+            advance(digests[name].size)
+        else:
+            digests[name] = copy_hashed(source, target, stop, advance)
+    return digests, time.perf_counter() - started

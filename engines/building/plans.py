@@ -86,11 +86,6 @@ class BuildReport:
     targets: list[str] = field(default_factory=list)
     token_seconds: float = 0.0
 
-    def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
-        """Note a plan that was built."""
-        self.plans.append(BuiltPlan(platform, plan.shape, len(plan.data), plan.seconds))
-        self.workers_peak_bytes = max(self.workers_peak_bytes, plan.workers_peak_bytes)
-
 
 def build_plans(
     models: Mapping[str, ModelConfig],

@@ -17,14 +17,8 @@ from edgellm.engines.quantization.modelopt import ModelOpt
 #: ModelOpt's own file; newer releases of it write the same into `config.json`.
 MODELOPT_FILE = "hf_quant_config.json"
 _KEYS = ("quantization_config", "compression_config")
-_METHODS: dict[str, Callable[[Settings, str], Quantization]] = {
-    "compressed-tensors": CompressedTensors,
-    "awq": Awq,
-    "gptq": GptqModel,
-    "auto-round": AutoRound,
-    "fp8": FineGrainedFp8,
-    "modelopt": ModelOpt,
-}
+_CLASSES = (CompressedTensors, Awq, GptqModel, AutoRound, FineGrainedFp8, ModelOpt)
+_METHODS: dict[str, Callable[[Settings, str], Quantization]] = {each.method: each for each in _CLASSES}
 #: Spellings of the same.
 _OTHER_NAMES = {"auto_round": "auto-round", "autoround": "auto-round", "intel/auto-round": "auto-round"}
 _OTHER_NAMES |= {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "compressed_tensors": "compressed-tensors"}

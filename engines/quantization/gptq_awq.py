@@ -214,22 +214,21 @@ class AutoRound(Quantization):
         self._blocks = tuple(name.strip() for name in listed)
         extra = settings.inner("extra_config")
         self._own = {
-            name: self._made({**settings.values, **extra.inner(name).values}, f"{extra.place}: {name}")
+            name: self._made(Settings({**settings.values, **extra.inner(name).values}, f"{extra.place}: {name}"))
             for name in extra.values
         }
         self._patterns = [
             (settings.pattern(name), layout) for name, layout in self._own.items() if not re.fullmatch(r"[\w.]+", name)
         ]
-        self._layout = self._made(settings.values, settings.place)
+        self._layout = self._made(settings)
 
-    def _made(self, values: Mapping[str, Any], place: str) -> Layout | None:
-        settings = Settings(values, place)
-        bits = values.get("bits")
+    def _made(self, settings: Settings) -> Layout | None:
+        bits = settings.values.get("bits")
         if isinstance(bits, int) and bits >= 16:
             return None
         settings.choice("act_bits", (16, 32), 16)
-        packing = _packing(values)
-        if (values.get("data_type") or "int") not in ("int", "int_sym", "int_asym"):
+        packing = _packing(settings.values)
+        if (settings.values.get("data_type") or "int") not in ("int", "int_sym", "int_asym"):
             raise settings.refused("data_type", "'int'", "Take a release of whole numbers, or in compressed-tensors")
         if packing in _SHIFTS and bits in (4, 8):
             symmetric, shift = settings.switch("sym", True), _SHIFTS[packing]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, overflow_error
-from edgellm.engines.checkpoints.weights import load_numpy_weights, part_places
+from edgellm.engines.checkpoints.weights import part_places
 from edgellm.engines.formats.tensors import STORAGE, convert
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program, single_weight
+from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.scaling import foldings, scale_norm, search_scales
 from edgellm.engines.quantizer.statistics import InputStatistics
@@ -97,21 +97,6 @@ def head_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         for name, info in checkpoint.tensors.items()
         if name.endswith(".weight") and len(info.shape) == 2 and not name.endswith(_TABLES)
     }
-
-
-def head_tensors(
-    checkpoint: Checkpoint, format: WeightFormat, arithmetic: Arithmetic, progress: Callable[[str, int, int], None]
-) -> dict[str, dict[str, StoredTensor]]:
-    """Of an EAGLE head what each linear layer is stored as, by the names of their weights."""
-    shapes = head_shapes(checkpoint)
-    tensors: dict[str, dict[str, StoredTensor]] = {}
-    for name, shape in shapes.items():
-        progress("layers", len(tensors), len(shapes))
-        weight = load_numpy_weights(checkpoint, [single_weight(name, *shape)])[name]
-        module = checkpoint.info(name).name.removesuffix(".weight")
-        tensors[name] = packed_tensors(module, arithmetic.quantize_rows(weight, format))
-    progress("layers", len(shapes), len(shapes))
-    return tensors
 
 
 def _parts(spec: WeightSpec) -> list[tuple[str, slice]]:

@@ -29,7 +29,7 @@ from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import STORAGE, VISION_PREFIXES
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
-from edgellm.engines.model.program import Program
+from edgellm.engines.model.program import Program, single_weight
 from edgellm.engines.quantization.config import quantization_settings
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
@@ -38,7 +38,6 @@ from edgellm.engines.quantizer.layers import (
     DENSE_PARTS,
     DENSE_PATTERN,
     head_shapes,
-    head_tensors,
     layer_tensors,
     linears,
     scale_layer,
@@ -48,6 +47,7 @@ from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
 from edgellm.engines.quantizer.written_layout import (
     FOR_SPACE,
     StoredTensor,
+    packed_tensors,
     quantization_config,
     shard_names,
     write_index,
@@ -178,10 +178,16 @@ def _quantize_head(
         )
     _check_options(options, ())
     format = options.format(checkpoint.dtype or "float16")
-    _check_groups({name: shape[1] for name, shape in head_shapes(checkpoint).items()}, options)
-    packed = head_tensors(checkpoint, format, arithmetic, progress)
-    tensors = {name: tensor for stored in packed.values() for name, tensor in stored.items()}
-    return _assemble(checkpoint, target, options, force, packed.keys(), ["lm_head"], tensors)
+    shapes = head_shapes(checkpoint)
+    _check_groups({name: columns for name, (_, columns) in shapes.items()}, options)
+    tensors: dict[str, StoredTensor] = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        progress("layers", number, len(shapes))
+        weight = load_numpy_weights(checkpoint, [single_weight(name, *shape)])[name]
+        module = checkpoint.info(name).name.removesuffix(".weight")
+        tensors |= packed_tensors(module, arithmetic.quantize_rows(weight, format))
+    progress("layers", len(shapes), len(shapes))
+    return _assemble(checkpoint, target, options, force, shapes.keys(), ["lm_head"], tensors)
 
 
 def _quantize_model(

@@ -223,6 +223,7 @@ class DraftPlan:
             return
         if not limits.has_draft:
             raise EngineError("the engine directory has no draft model: build it with edgellm build --draft")
+        described = f"tree of {len(self.choices)} choices" if self.kind == "choices" else self.kind
         for name, found, most in (
             ("draft_top_k", self.top_k, limits.draft_top_k),
             ("draft_steps", self.longest - 1, limits.draft_steps),
@@ -230,15 +231,9 @@ class DraftPlan:
         ):
             if found > most:
                 raise EngineError(
-                    f"{name} is {found} for {self._described}: the engines were built for at most {most}. Use a "
+                    f"{name} is {found} for a {described}: the engines were built for at most {most}. Use a "
                     f"smaller one, or build with --{name.replace('_', '-')} {found}"
                 )
-
-    @property
-    def _described(self) -> str:
-        if self.kind == "choices":
-            return f"a tree of {len(self.choices)} choices"
-        return f"a {self.kind}"
 
     @cached_property
     def _numbered(self) -> tuple[dict[Choice, int], dict[Choice, int]]:

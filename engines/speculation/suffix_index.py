@@ -1,11 +1,10 @@
 """Drafts without a model: what followed the last time that these tokens were said.
 
-Answers repeat: they quote the prompt, edit a text that it holds, or follow the form of earlier answers. Where the last
-tokens of a sequence stood somewhere before, what followed there is a good guess at what follows now. Prompt lookup
-decoding looks for the last few tokens in the prompt and proposes the rest as a chain. Suffix decoding takes the longest
-suffix, looks into earlier answers too, and proposes a tree by how often each continuation followed. This index does the
-latter without a suffix tree: as in a compressor of the LZ77 family, every token is linked with the place where the same
-2 or 8 last tokens stood before, the places on the links are compared backwards, and the longest matches speak.
+Where the last tokens of a sequence stood somewhere before, what followed there is a good guess at what follows now. As
+suffix decoding does, this index takes the longest suffix, looks into earlier answers too, and proposes a tree by how
+often each continuation followed; but without a suffix tree: as in a compressor of the LZ77 family, every token is
+linked with the place where the same 2 or 8 last tokens stood before, the places on the links are compared backwards,
+and the longest matches speak.
 
 Whatever is proposed, the base model verifies it: under greedy and drawn acceptance, tokens of another request can make
 an answer faster or slower, never another one. (Typical acceptance is lossy: there, the candidates offered have a say in
