@@ -44,7 +44,6 @@ class NumpyReadback:
         self._values = values.copy()
 
     def wait(self) -> np.ndarray:
-        """The values."""
         return self._values
 
 
@@ -65,7 +64,6 @@ class NumpyTimestamp:
         self._seconds = time.perf_counter()
 
     def seconds(self) -> float:
-        """When it was made."""
         return self._seconds
 
 

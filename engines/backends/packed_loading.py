@@ -59,7 +59,8 @@ class PackedLoader:
         for spec, weight in computed_ahead(lambda spec: _prepare(checkpoint, spec, self._dtype), specs):
             data = self._device.part(memory[spec.name], 0, weight.layout.shape, "uint8")
             assert data.nbytes <= memory[spec.name].nbytes
-            inputs, block = self._uploaded(weight.inputs), 0
+            inputs = weight.inputs and InputPermutation(*map(self._uploaded, weight.inputs))
+            block = 0
             found[spec.name] = PackedMatrix(weight.layout, data, inputs)
             for piece in _pieces(weight):
                 blocks = len(piece.tails)
@@ -78,15 +79,13 @@ class PackedLoader:
         self._device.upload(tails, weight.tails)
         shuffle(self._module, weight.layout, codes, tails, data)()
 
-    def _uploaded(self, inputs: InputPermutation | None) -> InputPermutation | None:
+    def _uploaded(self, values: np.ndarray | None) -> DeviceArray | None:
         """The same in the memory of the device."""
-        if inputs is None:
+        if values is None:
             return None
-        arrays = [None if each is None else self._device.empty(each.shape, each.dtype.name) for each in inputs]
-        for values, array in zip(inputs, arrays, strict=True):
-            if values is not None and array is not None:
-                self._device.upload(array, values)
-        return InputPermutation(*arrays)
+        array = self._device.empty(values.shape, values.dtype.name)
+        self._device.upload(array, values)
+        return array
 
     def _codes(self, weight: _Prepared) -> DeviceArray:
         """The codes of all rows in the columns of the file, uint8 [N, bytes of a row], as `shuffle` takes them."""

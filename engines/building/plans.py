@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import Any
 
 from edgellm.engines.backends.plan_files import Platform
 from edgellm.engines.backends.platform import usable_cores
@@ -117,8 +117,9 @@ def build_plans(
         idle.put(worker)
 
     def build(shape: EngineShape) -> PlanBytes:
-        worker = idle.get()
-        data, seconds = worker.build(shape, request_line(models[shape.model], shape, dtype, attention, target))
+        worker, config = idle.get(), plain_values(models[shape.model])
+        values = {"config": config, "shape": plain_values(shape), "dtype": dtype, "attention": attention}
+        data, seconds = worker.build(shape.name, values | {"target": target})
         idle.put(worker)
         return PlanBytes(shape, data, seconds, sum(each.peak_bytes for each in processes))
 
@@ -156,17 +157,26 @@ class _Worker:
             start_new_session=True,
         )
 
-    def build(self, shape: EngineShape, line: bytes) -> tuple[bytes, float]:
-        """The plan and the seconds that it took. Raises BuildError, with the process's last words where it ended."""
+    def build(self, name: str, request: dict[str, Any]) -> tuple[bytes, float]:
+        """The plan `name` that is asked for, and the seconds that it took.
+
+        Raises BuildError with the reason that the process gives, or its last words where it has ended.
+        """
         requests, answers = self.process.stdin, self.process.stdout
         assert requests is not None and answers is not None
         try:
-            requests.write(line)
+            requests.write(json.dumps(request).encode() + b"\n")
             requests.flush()
-            data, seconds, self.peak_bytes = read_answer(answers)
-        except (EOFError, OSError):
-            raise BuildError(f"The process that built {shape.name} ended: {self._last_words()}") from None
-        return data, seconds
+            answer = json.loads(answers.readline() or "{}")
+            plan = answers.read(answer.get("size", 0))
+        except (OSError, ValueError):  # a line that was cut is no JSON
+            answer = {}
+        if "error" in answer:
+            raise BuildError(answer["error"])
+        if not answer or len(plan) != answer["size"]:
+            raise BuildError(f"The process that built {name} ended: {self._last_words()}")
+        self.peak_bytes = answer["peak_bytes"]
+        return plan, answer["seconds"]
 
     def close(self) -> None:
         """Let go of the process, which was killed."""
@@ -190,48 +200,9 @@ def _worker_count() -> int:
     return max(1, min(_MOST_WORKERS, usable_cores(), (available_memory() or 0) // _WORKER_BYTES))
 
 
-def request_line(config: ModelConfig, shape: EngineShape, dtype: str, attention: str, target: str) -> bytes:
-    """What the process reads for one plan."""
-    values = {"config": plain_values(config), "shape": plain_values(shape), "dtype": dtype, "attention": attention}
-    return json.dumps(values | {"target": target}).encode() + b"\n"
-
-
-def read_answer(stream: IO[bytes]) -> tuple[bytes, float, int]:
-    """The plan, the seconds that it took and the process's peak memory in bytes.
-
-    Raises BuildError with the reason that the process gives, and EOFError where it has ended.
-    """
-    line = stream.readline()
-    if not line.endswith(b"\n"):
-        raise EOFError
-    answer = json.loads(line)
-    if "error" in answer:
-        raise BuildError(answer["error"])
-    plan = stream.read(answer["size"])
-    if len(plan) != answer["size"]:
-        raise EOFError
-    return plan, answer["seconds"], answer["peak_bytes"]
-
-
 def peak_memory() -> int:
     """The largest resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until there are no more."""
-    for line in requests:
-        started = time.perf_counter()
-        try:
-            plan = _build(line)
-        except EdgeLLMError as error:
-            answers.write(json.dumps({"error": str(error)}).encode() + b"\n")
-        else:
-            seconds = time.perf_counter() - started
-            header = {"size": len(plan), "seconds": seconds, "peak_bytes": peak_memory()}
-            answers.write(json.dumps(header).encode() + b"\n")
-            answers.write(plan)
-        answers.flush()
 
 
 def _build(line: bytes) -> bytes:
@@ -248,7 +219,16 @@ def _build(line: bytes) -> bytes:
 
 
 def main() -> None:
-    """Serve on standard input and output; what libraries print goes to standard error."""
+    """Answer requests on standard input until there are no more; what libraries print goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    serve(sys.stdin.buffer, answers)
+    for line in sys.stdin.buffer:
+        started = time.perf_counter()
+        plan, header = b"", dict[str, Any]()
+        try:
+            plan = _build(line)
+            header = {"size": len(plan), "seconds": time.perf_counter() - started, "peak_bytes": peak_memory()}
+        except EdgeLLMError as error:
+            header = {"error": str(error)}
+        answers.write(json.dumps(header).encode() + b"\n" + plan)
+        answers.flush()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.numpy_backend import one_blas_thread
-from edgellm.engines.quantizer.rounding import CLIPPING, Clipping, quantize_rows
+from edgellm.engines.quantizer.rounding import CLIPPING, Clipping, quantize_rows, side_by_side
 from edgellm.engines.quantizer.statistics import InputStatistics, Observation
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.gpu import find_gpu
@@ -54,8 +51,7 @@ class Arithmetic:
 
     def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
         """What the function gives for each item, side by side where that can be."""
-        with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(function, items))
+        return side_by_side(function, items)
 
 
 NUMPY = Arithmetic()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.formats.tensors import convert, float32_into
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 #: Shares of the full scale, which the largest weight of a group asks for.
 Clipping = Sequence[float]
 #: Those that are tried. Above 1 there is room for a zero point that is rounded, and for a grid that fits the columns
@@ -67,10 +70,14 @@ def quantize_rows(
         codes[own, part] = values.transpose(1, 0, 2).reshape(-1, part.stop - part.start)
         scales[own, groups], zeros[own, groups] = found.T, zero.T
 
-    with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy lets other threads run as it computes
-        for _ in pool.map(quantize_block, _blocks(rows, counts, group)):
-            pass
+    side_by_side(quantize_block, _blocks(rows, counts, group))
     return PackedWeight(format, codes, scales, zeros if format.zeros else None)
+
+
+def side_by_side(function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
+    """What the function gives for each item, on all processors: NumPy lets other threads run as it computes."""
+    with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, items))
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -74,11 +74,8 @@ class DecodingRunner:
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
         shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
-        if draft is None:
-            shapes = []
-        self._engines = LoadedEngines(
-            backend, [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
-        )
+        rounds = [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
+        self._engines = LoadedEngines(backend, [] if draft is None else rounds)
         user = None if draft is None else self
         self.base = BaseEngineRunner(
             backend, config, limits, checkpoint, progress, draft, user, adapters, vision_memory
