@@ -33,9 +33,9 @@ _LONGEST = 32
 _VISITS = 8
 #: The weight with which a match of n tokens speaks for what followed it, and the weight of something else. A match that
 #: grows along a path lessens the doubt. Fitted to what tools/bench/suffix_replay.py replays.
-_WEIGHTS = [1 + length / 4 + (length / 10) ** 4 for length in range(2 * _LONGEST)]
+_WEIGHTS = [1 + length / 4 + (length / 10) ** 4 for length in range(2 * _LONGEST + 1)]
 _DOUBTS = [
-    [1.1 * math.sqrt(_WEIGHTS[match] / _WEIGHTS[match + level]) for level in range(_LONGEST)]
+    [1.1 * math.sqrt(_WEIGHTS[match] / _WEIGHTS[match + level]) for level in range(_LONGEST + 1)]
     for match in range(_LONGEST + 1)
 ]
 #: Stands before, between and behind sequences: no token equals it.
