@@ -64,20 +64,17 @@ class PackedLoader:
             found[spec.name] = PackedMatrix(weight.layout, data, inputs)
             for piece in _pieces(weight):
                 blocks = len(piece.tails)
-                self._shuffle(piece, None if inputs is None else inputs.order, data[block : block + blocks])
+                codes, tails = self._codes(piece), self._staged("tails", piece.tails.shape, "uint8")
+                if inputs is not None and inputs.order is not None:
+                    arranged = self._staged("words", codes.shape, "uint8")
+                    arrange(self._module, codes, arranged, inputs.order)()
+                    codes = arranged
+                self._device.upload(tails, piece.tails)
+                shuffle(self._module, piece.layout, codes, tails, data[block : block + blocks])()
                 block += blocks
             progress(data.nbytes)
         self._device.synchronize()  # staging is let go of with the loader
         return found
-
-    def _shuffle(self, weight: _Prepared, order: DeviceArray | None, data: DeviceArray) -> None:
-        codes, tails = self._codes(weight), self._staged("tails", weight.tails.shape, "uint8")
-        if order is not None:
-            arranged = self._staged("words", codes.shape, "uint8")
-            arrange(self._module, codes, arranged, order)()
-            codes = arranged
-        self._device.upload(tails, weight.tails)
-        shuffle(self._module, weight.layout, codes, tails, data)()
 
     def _uploaded(self, values: np.ndarray | None) -> DeviceArray | None:
         """The same in the memory of the device."""

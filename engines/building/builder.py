@@ -347,16 +347,12 @@ def _make(
         stop, is_link = threading.Event(), report.weights == "link"
         with ThreadPoolExecutor(1, "edgellm-weights") as pool:  # while plans are built
             transfer = pool.submit(transfer_weights, inputs.weights, staged.path, is_link, advance, stop)
+
+            def has_failed() -> bool:
+                return transfer.done() and transfer.exception() is not None
+
             try:
-                _build_plans(
-                    plans,
-                    inputs.models,
-                    attention,
-                    report,
-                    progress,
-                    keep,
-                    is_in_vain=lambda: transfer.done() and transfer.exception() is not None,
-                )
+                _build_plans(plans, inputs.models, attention, report, progress, keep, has_failed)
                 report.seconds["plans"] = time.perf_counter() - started
                 made = write_made_files(inputs, staged.path, partial(progress, "head"))
                 weights, report.seconds["weights"] = transfer.result()
