@@ -95,7 +95,9 @@ class CudaArithmetic(Arithmetic):
 
     def linear(self, inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
         own, outputs = self._copy(inputs), self._device.empty((len(inputs), len(weight)), "float32")
-        linear_rows(self._module, own, self._kept(weight), outputs)()
+        if id(weight) not in self._resident:
+            self._resident[id(weight)] = weight, self._copy(weight)
+        linear_rows(self._module, own, self._resident[id(weight)][1], outputs)()
         return self._device.download(outputs)
 
     def forget(self) -> None:
@@ -109,12 +111,6 @@ class CudaArithmetic(Arithmetic):
 
     def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
         return list(map(function, items))
-
-    def _kept(self, values: np.ndarray) -> DeviceArray:
-        """The values in the device's memory until `forget`."""
-        if id(values) not in self._resident:
-            self._resident[id(values)] = values, self._copy(values)
-        return self._resident[id(values)][1]
 
     def _copy(self, values: np.ndarray) -> DeviceArray:
         array = self._device.empty(values.shape, "float32")
