@@ -119,8 +119,10 @@ def build_plans(
     def build(shape: EngineShape) -> PlanBytes:
         worker, config = idle.get(), plain_values(models[shape.model])
         values = {"config": config, "shape": plain_values(shape), "dtype": dtype, "attention": attention}
-        data, seconds = worker.build(shape.name, values | {"target": target})
-        idle.put(worker)
+        try:
+            data, seconds = worker.build(shape.name, values | {"target": target})
+        finally:
+            idle.put(worker)  # the next one waits for it, to fail as well
         return PlanBytes(shape, data, seconds, sum(each.peak_bytes for each in processes))
 
     pool = ThreadPoolExecutor(count, "edgellm-plans")
