@@ -148,13 +148,21 @@ class NumpyOperations(Operations[np.ndarray]):
             flat = x.reshape(size)
             result = x * x.dtype.type(1 / math.sqrt(float(np.dot(flat, flat)) / size + epsilon))
         else:
-            result = x / _root_mean_square(x, epsilon)
+            scale = np.einsum("...k,...k->...", x, x)[..., None]
+            scale /= size
+            scale += epsilon
+            np.sqrt(scale, out=scale)
+            result = x / scale
         result *= weight if offset == 0.0 else weight + np.float32(offset)
         return result
 
     def layer_norm(self, x: np.ndarray, weight: np.ndarray, bias: np.ndarray, epsilon: float) -> np.ndarray:
         result = x - x.mean(axis=-1, keepdims=True)
-        result /= _root_mean_square(result, epsilon)
+        scale = np.einsum("...k,...k->...", result, result)[..., None]
+        scale /= x.shape[-1]
+        scale += epsilon
+        np.sqrt(scale, out=scale)
+        result /= scale
         result *= weight
         result += bias
         return result
@@ -345,14 +353,6 @@ class NumpyOperations(Operations[np.ndarray]):
         if self._visible is None or mask is not self._mask:
             self._visible, self._mask = VisibleKeys(mask), mask
         return self._visible
-
-
-def _root_mean_square(x: np.ndarray, epsilon: float) -> np.ndarray:
-    """sqrt(mean(x^2) + epsilon) of each row, [..., 1]."""
-    scale = np.einsum("...k,...k->...", x, x)[..., None]
-    scale /= x.shape[-1]
-    scale += epsilon
-    return np.sqrt(scale, out=scale)
 
 
 def _hidden_in_window(mask: np.ndarray, start: int, window: int) -> tuple[int, np.ndarray | None]:

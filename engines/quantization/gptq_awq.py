@@ -27,7 +27,6 @@ from edgellm.engines.quantization.layout import (
 from edgellm.engines.quantization.stored import Arrangement, StoredCodes, StoredWeight, awq_order, unpacked
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
-_HEAD = "lm_head"
 #: What AutoRound may name behind a layout: the kernel that was thought of, which changes nothing of the tensors.
 _KERNELS = ("exllamav2", "triton", "tritonv2")
 
@@ -174,7 +173,7 @@ class GptqModel(Quantization):
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
         is_listed = not self._parts or names[0].endswith(self._parts)
-        if not ((in_decoder(names[0]) and is_listed) or (self._head and names[0] == _HEAD)):
+        if not ((in_decoder(names[0]) and is_listed) or (self._head and names[0] == "lm_head")):
             return None
         found = (layout for pattern, layout in self._rules if any(pattern.match(name) for name in names))
         return next(found, self._layout)

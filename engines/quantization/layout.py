@@ -58,7 +58,7 @@ class Stored:
         """Which shapes are expected, in words, where `shape` is none of them."""
         if any(shape == expected for expected, _ in self.forms):
             return None
-        return " or ".join(dict.fromkeys(_written(expected) for expected, _ in self.forms))
+        return " or ".join(dict.fromkeys(str(list(expected)) for expected, _ in self.forms))
 
     def dtype_problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
         """Which dtypes are expected of a tensor of `shape`, in words, where `dtype` is none of them."""
@@ -281,7 +281,3 @@ def column_order(tensors: LinearTensors, ending: str, group: int | None) -> np.n
     if np.array_equal(of_column, np.arange(columns) // size):
         return None
     return np.argsort(of_column, kind="stable").astype(np.int32)
-
-
-def _written(shape: tuple[int, ...]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"
