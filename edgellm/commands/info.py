@@ -194,7 +194,9 @@ def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform:
     sizes: dict[EngineShape, int] = {}
     problems: list[str] = []
     for shape in planned_shapes(*described, True, packed):
-        plan, refusals = plan_files.find_plan(directory, shape, platform)
+        plan, refusals = plan_files.find_plan(
+            directory, shape, platform, plan_files.directory_network(directory, shape)
+        )
         problems += refusals
         if plan is not None:
             sizes[shape] = len(plan)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,6 +25,8 @@ _PIECE = 1 << 22
 _ALIGNMENT = 64
 #: More than a few threads wait for memory.
 _THREADS = 4
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 class FiniteCheck:
@@ -106,6 +110,22 @@ def load_numpy_weights(
                 progress(done, total)
     check.conclude(found)
     return weights
+
+
+def computed_ahead(
+    function: Callable[[_Item], _Found], items: Iterable[_Item], threads: int = _THREADS
+) -> Iterator[tuple[_Item, _Found]]:
+    """Each item with what a function gives for it, in their order. Threads compute a few that are to come, and no more,
+    so that few results are in memory."""
+    waiting: deque[tuple[_Item, Future[_Found]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            waiting.append((item, pool.submit(function, item)))
+            if len(waiting) > threads:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
 
 
 def described_parts(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, tuple[int, int]]:

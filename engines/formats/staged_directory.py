@@ -11,6 +11,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from edgellm.engines.errors import EdgeLLMError
 from edgellm.kernels.atomic_write import sync_directory
 
 _AT_CURRENT_DIRECTORY = -100  # AT_FDCWD of fcntl.h
@@ -80,15 +81,15 @@ def holds(target: Path, source: Path) -> bool:
     return target.resolve() in (source.resolve(), *source.resolve().parents)
 
 
-def lack_of_space(folder: Path, needed: int) -> str | None:
-    """What is wrong where `needed` bytes and a little more are not free in the nearest existing parent, else None."""
+def check_space(folder: Path, needed: int, error_class: type[EdgeLLMError], purpose: str) -> None:
+    """Raise an error where `needed` bytes and a little more are not free in the nearest existing parent; its message
+    ends with the `purpose`, and what to do."""
     folder, needed = folder.absolute(), needed + _SPARE_DISK_BYTES
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    if free >= needed:
-        return None
-    return f"{folder} has {free >> 20:,} MiB free, {needed >> 20:,} MiB are needed"
+    if free < needed:
+        raise error_class(f"{folder} has {free >> 20:,} MiB free, {needed >> 20:,} MiB are needed {purpose}")
 
 
 def _locked(path: Path) -> int:
