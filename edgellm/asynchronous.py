@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from edgellm.drafting.controller import DraftingReport
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
 from edgellm.llm import LLM, ServedModel, with_others
@@ -16,17 +15,26 @@ from edgellm.runtime import SpecDecodeRuntime
 from edgellm.serving.async_generation import AsyncGeneration, AsyncSession, asked_in_thread
 from edgellm.serving.batch_handling import failure_of
 from edgellm.serving.thread import EngineThread
+from edgellm.snapshots.system_prompt import CachedPrompt
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from edgellm.drafting.config import DraftingConfig
-    from edgellm.drafting.controller import DraftingReport
-    from edgellm.observing.observer import Observer
-    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
+Found = TypeVar("Found")
+#: What gives such a thing when it is awaited.
+Awaited = Coroutine[Any, Any, Found]
 
 
-class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], AsyncSession]):
+class AsyncLLM(
+    ServedModel[
+        AsyncGeneration,
+        Awaited[Response],
+        AsyncSession,
+        Awaited[CachedPrompt],
+        Awaited[DraftingReport | None],
+        Awaited[None],
+    ]
+):
     """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`.
 
     It has what `LLM` has, under the same names and with the same arguments; what waits there is awaited here, and
@@ -51,11 +59,6 @@ class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], Async
             self._is_open = True
         return self
 
-    @property
-    async def drafting_report(self) -> DraftingReport | None:
-        """See `LLM.drafting_report`; `await llm.drafting_report`."""
-        return await self.call(lambda runtime: runtime.drafting_report)
-
     async def submit(self, request: Request) -> AsyncGeneration:
         """See `LLM.submit`."""
         return await self._streamed(request)
@@ -76,34 +79,6 @@ class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], Async
         await self.open()
         return await asyncio.to_thread(self.served.count_tokens, prompt, **options)
 
-    async def cache_system_prompt(
-        self,
-        text: SystemPrompt,
-        adapter: str | None = None,
-        save: str | Path | None = None,
-        *,
-        tools: Tools | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> CachedPrompt:
-        """See `LLM.cache_system_prompt`."""
-        return await self.call(
-            lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(
-                text, adapter, save, tools=tools, template_variables=template_variables
-            )
-        )
-
-    async def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
-        """See `LLM.load_snapshot`."""
-        return await self.call(lambda runtime: runtime.load_snapshot(path, adapters))
-
-    async def use_drafting(self, drafting: DraftingConfig | None) -> None:
-        """See `LLM.use_drafting`."""
-        await self.call(lambda runtime: runtime.use_drafting(drafting))
-
-    async def observe(self, observer: Observer | None) -> None:
-        """See `LLM.observe`."""
-        await self.call(lambda runtime: runtime.observe(observer))
-
     async def call(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
         """See `LLM.call`; gives what the function returns."""
         await self.open()
@@ -121,9 +96,7 @@ class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], Async
             self._thread.stop()
             raise
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     @property
@@ -132,6 +105,9 @@ class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], Async
         if not self._thread.opened.done():
             raise RequestError("the model is not open yet: await llm.open() first, or use it in `async with`")
         return self._thread.opened.result()
+
+    def _called(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
+        return self.call(function)
 
     def _streamed(self, request: Request) -> AsyncGeneration:
         return AsyncGeneration(lambda: self._ask(self.served.submit, request))

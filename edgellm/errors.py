@@ -2,46 +2,20 @@
 
 from __future__ import annotations
 
-from edgellm.engines.errors import (
-    AdapterError,
-    BuildError,
-    CheckpointError,
-    ConstraintError,
-    DeviceMemoryError,
-    EdgeLLMError,
-    EngineDirectoryError,
-    EngineError,
-    ImageError,
-    KernelError,
-    MissingDependencyError,
-    PlanError,
-    UnsupportedModelError,
-)
-from edgellm.kernels.errors import shown
-
-__all__ = [
-    "AdapterError",
-    "BuildError",
-    "CheckpointError",
-    "ConstraintError",
-    "ContextError",
-    "DeviceMemoryError",
-    "EdgeLLMError",
-    "EngineDirectoryError",
-    "EngineError",
-    "ImageError",
-    "KernelError",
-    "MissingDependencyError",
-    "PlanError",
-    "QueueFullError",
-    "RequestError",
-    "SettingsError",
-    "SnapshotError",
-    "TemplateError",
-    "UnsupportedModelError",
-    "did_you_mean",
-    "shown",
-]
+from edgellm.engines.errors import AdapterError as AdapterError
+from edgellm.engines.errors import BuildError as BuildError
+from edgellm.engines.errors import CheckpointError as CheckpointError
+from edgellm.engines.errors import ConstraintError as ConstraintError
+from edgellm.engines.errors import DeviceMemoryError as DeviceMemoryError
+from edgellm.engines.errors import EdgeLLMError as EdgeLLMError
+from edgellm.engines.errors import EngineDirectoryError as EngineDirectoryError
+from edgellm.engines.errors import EngineError as EngineError
+from edgellm.engines.errors import ImageError as ImageError
+from edgellm.engines.errors import KernelError as KernelError
+from edgellm.engines.errors import MissingDependencyError as MissingDependencyError
+from edgellm.engines.errors import PlanError as PlanError
+from edgellm.engines.errors import UnsupportedModelError as UnsupportedModelError
+from edgellm.kernels.errors import shown as shown
 
 
 class RequestError(EdgeLLMError):

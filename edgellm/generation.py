@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from numbers import Real
-from types import TracebackType
 from typing import Any
 
 from edgellm.decoding.sequence import DecodingSequence
@@ -313,9 +312,7 @@ class Generation:
     def __enter__(self) -> Generation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self.finished:
             self.cancel()
 

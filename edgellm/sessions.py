@@ -7,8 +7,7 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -33,6 +32,8 @@ NEARLY_FULL = 0.9
 #: An answer on its way, and a whole one: `Generation` and `Response`, or `AsyncGeneration` and what gives a `Response`.
 Growing = TypeVar("Growing")
 Answer = TypeVar("Answer")
+#: What of a conversation a message is said behind, and the message.
+Turn = Callable[[], tuple[list[dict[str, Any]], list[dict[str, Any]]]]
 #: Of one run, where nobody says otherwise.
 MOST_ANSWERS = 10
 
@@ -179,7 +180,7 @@ class Conversation(Generic[Growing, Answer]):
         The conversation goes on with what of the answer stands where `stop_when` ended it (see `Request`). Raises
         RequestError while the one before is growing.
         """
-        return self._asked(self._say, content, params, deadline, options)
+        return self._asked(lambda: (self._messages, _messages_of(content)), params, deadline, options)
 
     def send(
         self,
@@ -202,7 +203,7 @@ class Conversation(Generic[Growing, Answer]):
 
         Raises RequestError where there is no message of the user, and while an answer is growing.
         """
-        return self._asked(self._retry, params, deadline, options)
+        return self._asked(self._last_question, params, deadline, options)
 
     def run(
         self,
@@ -228,8 +229,10 @@ class Conversation(Generic[Growing, Answer]):
         """
         return self._to_its_end(self._run(content, params, deadline, max_answers, raise_errors, options))
 
-    def _asked(self, ask: Callable[..., Generation], *arguments: Any) -> Growing:
-        """What `ask` gives for these arguments and an event, as one who waits for it sees it."""
+    def _asked(
+        self, turn: Turn, params: SamplingParams | None, deadline: float | None, options: TurnOptions
+    ) -> Growing:
+        """What `_ask_turn` gives, as one who waits for it sees it."""
         raise NotImplementedError
 
     def _result(self, growing: Growing) -> Answer:
@@ -242,59 +245,39 @@ class Conversation(Generic[Growing, Answer]):
         """What a function of a run returns, or what gives it when it is awaited."""
         raise NotImplementedError
 
-    def _retry(
-        self, params: SamplingParams | None, deadline: float | None, options: TurnOptions, given_up: threading.Event
-    ) -> Generation:
-        """As `retry`; `given_up` as of `_say`."""
-        with self._ready_for_more(given_up):
-            places = [place for place, message in enumerate(self._messages) if message["role"] == "user"]
-            if not places:
-                raise RequestError("nothing was asked yet: there is no answer to give again")
-            last = places[-1]
-            asked = self._messages[last : last + 1]
-            return self._answer(self._messages[:last], asked, params, deadline, options, given_up)
+    def _last_question(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What was said before the last message of the user, and that message."""
+        places = [place for place, message in enumerate(self._messages) if message["role"] == "user"]
+        if not places:
+            raise RequestError("nothing was asked yet: there is no answer to give again")
+        return self._messages[: places[-1]], self._messages[places[-1] :][:1]
 
-    def _say(
+    def _ask_turn(
         self,
-        content: Content,
+        given_up: threading.Event,
+        turn: Turn,
         params: SamplingParams | None,
         deadline: float | None,
         options: TurnOptions,
-        given_up: threading.Event,
     ) -> Generation:
-        """As `stream`. Who no longer waits for this call to return, as it goes on in another thread, sets
-        `given_up`: what is not said yet stays unsaid (a RequestError), and the answer to what is said counts as let go
-        of.
-        """
-        with self._ready_for_more(given_up):
-            return self._answer(self._messages, _messages_of(content), params, deadline, options, given_up)
+        """Ask for the answer to messages behind others, once the latest answer has ended; RequestError where it grows.
 
-    @contextmanager
-    def _ready_for_more(self, given_up: threading.Event) -> Iterator[None]:
-        """The lock, once the latest answer has ended; RequestError where it grows, or what comes was given up."""
+        Who no longer waits for this call to return, as it goes on in another thread, sets `given_up`: what is not said
+        yet stays unsaid (a RequestError), and the answer to what is said counts as let go of.
+        """
         with self._lock:
             if given_up.is_set():
                 raise RequestError("the message was given up before it was said")
             self._settle()
-            yield
-
-    def _answer(
-        self,
-        before: list[dict[str, Any]],
-        messages: list[dict[str, Any]],
-        params: SamplingParams | None,
-        deadline: float | None,
-        options: TurnOptions,
-        given_up: threading.Event,
-    ) -> Generation:
-        """Ask for the answer to messages behind others; they are the conversation once it is there."""
-        asked: TurnOptions = {"tool_choice": self.tool_choice, "priority": self.priority, **self._options, **options}
-        params = self.params if params is None else params
-        request = Request.of(None, [*before, *messages], params, self.adapter, deadline=deadline, **asked)
-        generation = self._ask(request, self._conversation)
-        kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
-        self._open = _OpenTurn(kept, messages, generation.request_state, given_up)
-        return generation
+            before, messages = turn()
+            own: TurnOptions = {"tool_choice": self.tool_choice, "priority": self.priority, **self._options}
+            asked: TurnOptions = {**own, **options}
+            params = self.params if params is None else params
+            request = Request.of(None, [*before, *messages], params, self.adapter, deadline=deadline, **asked)
+            generation = self._ask(request, self._conversation)
+            kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
+            self._open = _OpenTurn(kept, messages, generation.request_state, given_up)
+            return generation
 
     async def _run(
         self,
@@ -396,8 +379,8 @@ class Session(Conversation[Generation, Response]):
     `options` (see `TurnOptions`) say of one answer goes before that.
     """
 
-    def _asked(self, ask: Callable[..., Generation], *arguments: Any) -> Generation:
-        return ask(*arguments, threading.Event())
+    def _asked(self, *asked: Any) -> Generation:
+        return self._ask_turn(threading.Event(), *asked)
 
     def _result(self, growing: Generation) -> Response:
         with growing:

@@ -6,7 +6,6 @@ import asyncio
 import inspect
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from edgellm.generation import Generation
@@ -79,9 +78,7 @@ class AsyncGeneration:
     async def __aenter__(self) -> AsyncGeneration:
         return await self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     async def _begun(self) -> Generation:
@@ -134,8 +131,8 @@ class AsyncSession(Conversation[AsyncGeneration, Coroutine[Any, Any, Response]])
         yield from self._open_model().__await__()
         return self
 
-    def _asked(self, ask: Callable[..., Generation], *arguments: Any) -> AsyncGeneration:
-        return AsyncGeneration(lambda: self._asked_in_turn(ask, *arguments))
+    def _asked(self, *asked: Any) -> AsyncGeneration:
+        return AsyncGeneration(lambda: self._asked_in_turn(*asked))
 
     def _result(self, growing: AsyncGeneration) -> Coroutine[Any, Any, Response]:
         return growing.result()
@@ -147,12 +144,12 @@ class AsyncSession(Conversation[AsyncGeneration, Coroutine[Any, Any, Response]])
         awaited = inspect.iscoroutinefunction(function)
         return function(**arguments) if awaited else asyncio.to_thread(function, **arguments)
 
-    async def _asked_in_turn(self, ask: Callable[..., Generation], *arguments: Any) -> Generation:
+    async def _asked_in_turn(self, *asked: Any) -> Generation:
         await asyncio.sleep(0)  # a task that was cancelled in this turn gives its message up first
         await self._open_model()
         given_up = threading.Event()
         try:
-            return await asked_in_thread(ask, *arguments, given_up)
+            return await asked_in_thread(self._ask_turn, given_up, *asked)
         except BaseException:  # a cancellation, too, after which the thread goes on
             given_up.set()
             raise
