@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from edgellm.asynchronous import AsyncGeneration as AsyncGeneration
     from edgellm.asynchronous import AsyncLLM as AsyncLLM
+    from edgellm.asynchronous import AsyncSession as AsyncSession
     from edgellm.drafting.acceptance import DraftingStatistics as DraftingStatistics
     from edgellm.drafting.config import DraftingConfig as DraftingConfig
     from edgellm.drafting.controller import DraftingReport as DraftingReport
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
     from edgellm.runtime import SHIPPED_MODEL as SHIPPED_MODEL
     from edgellm.runtime import SpecDecodeRuntime as SpecDecodeRuntime
     from edgellm.sampling_params import SamplingParams as SamplingParams
-    from edgellm.serving.async_generation import AsyncGeneration as AsyncGeneration
-    from edgellm.serving.async_generation import AsyncSession as AsyncSession
     from edgellm.sessions import Content as Content
     from edgellm.sessions import Session as Session
     from edgellm.snapshots.system_prompt import CachedPrompt as CachedPrompt
@@ -84,7 +84,7 @@ _REQUESTS = (
     "Chunk Messages Request RequestOptions Response SamplingOptions StopWhen Timings TokenLogprobs Tool TurnOptions"
 )
 _NAMES = {
-    "asynchronous": "AsyncLLM",
+    "asynchronous": "AsyncGeneration AsyncLLM AsyncSession",
     "drafting.acceptance": "DraftingStatistics",
     "drafting.config": "DraftingConfig",
     "drafting.controller": "DraftingReport",
@@ -94,7 +94,6 @@ _NAMES = {
     "requests": f"{_REQUESTS} TurnOptions Usage",
     "runtime": "SHIPPED_MODEL SpecDecodeRuntime",
     "sampling_params": "SamplingParams",
-    "serving.async_generation": "AsyncGeneration AsyncSession",
     "sessions": "Content Session",
     "snapshots.system_prompt": "CachedPrompt",
     "structure.description": "Structure",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from edgellm.engines.errors import AdapterError as AdapterError
 from edgellm.engines.errors import BuildError as BuildError
 from edgellm.engines.errors import CheckpointError as CheckpointError
@@ -15,11 +17,28 @@ from edgellm.engines.errors import KernelError as KernelError
 from edgellm.engines.errors import MissingDependencyError as MissingDependencyError
 from edgellm.engines.errors import PlanError as PlanError
 from edgellm.engines.errors import UnsupportedModelError as UnsupportedModelError
-from edgellm.kernels.errors import shown as shown
+from edgellm.kernels.errors import shown
 
 
 class RequestError(EdgeLLMError):
     """A request asks for something impossible: a number out of range, an empty prompt, a malformed message."""
+
+
+def require(condition: bool, name: str, value: Any, expected: str) -> None:
+    """Raise RequestError where the `condition` on the `value` of an argument does not hold."""
+    if not condition:
+        raise RequestError(f"{name} is {shown(value)}: expected {expected}")
+
+
+def require_kind(condition: bool, name: str, value: Any, expected: str) -> None:
+    """As `require`, where the type is wrong and the value says less."""
+    if not condition:
+        raise RequestError(f"{name} is a {type(value).__name__}: expected {expected}")
+
+
+def is_whole(value: Any, low: int, high: float = float("inf")) -> bool:
+    """Whether a value is a whole number from `low` to `high`."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 class ContextError(RequestError):

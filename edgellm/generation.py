@@ -8,11 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EngineError, RequestError, shown
+from edgellm.errors import EngineError, require, require_kind, shown
 from edgellm.requests import Chunk, Response, StopWhen
 from edgellm.sampling_params import as_float
 from edgellm.text.output import FinishReason
@@ -25,8 +24,8 @@ UNREAD_CHUNKS = 64
 class RequestState:
     """A request between the engine and its readers: what it has produced, who listens, and whether it is to end.
 
-    `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None: so many
-    `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes
+    `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or
+    infinite: so many `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes
     a request that was not begun out of the queue. `stop_when` is called by whoever reads; what it ends is the reader's
     answer at once, and the engine's at its next round.
     """
@@ -39,7 +38,7 @@ class RequestState:
         stop_when: StopWhen | None = None,
     ) -> None:
         self.sequence = sequence
-        self.deadline = None if seconds is None else sequence.clock.accepted + seconds
+        self.deadline = math.inf if seconds is None else sequence.clock.accepted + seconds
         #: Where there is no slot for all, the larger goes first.
         self.priority = sequence.priority
         self._discard = discard
@@ -86,7 +85,7 @@ class RequestState:
             return "stop"
         if self.cancelled:
             return "cancelled"
-        return "deadline" if self.deadline is not None and now >= self.deadline else None
+        return "deadline" if now >= self.deadline else None
 
     def deliver(self, chunks: Sequence[Chunk]) -> None:
         """Hand over what came of the answer at a time, token by token: read as one piece, unless a `stop_when` is to
@@ -304,8 +303,7 @@ class Generation:
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever there is something new to `poll`: from the thread that computes, so it must only set an
         event or the like. It is called once now."""
-        if not callable(wake):
-            raise RequestError(f"wake is a {type(wake).__name__}: expected a callable without arguments")
+        require_kind(callable(wake), "wake", wake, "a callable without arguments")
         self._request_state.listen(wake)
         wake()
 
@@ -335,9 +333,8 @@ def _time_of(timeout: Any) -> float:
     """When so many seconds from now are over, in seconds of `time.monotonic`; never for None."""
     if timeout is None:
         return math.inf
-    seconds = as_float(timeout) if isinstance(timeout, Real) and not isinstance(timeout, bool) else math.nan
-    if math.isnan(seconds):
-        raise RequestError(f"timeout is {shown(timeout)}: expected a number of seconds, or None")
+    seconds = as_float(timeout)
+    require(not math.isnan(seconds), "timeout", timeout, "a number of seconds, or None")
     return time.monotonic() + seconds
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from weakref import finalize
 
 from edgellm.drafting.controller import DraftingReport
-from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
 from edgellm.requests import Messages, Request, RequestOptions, Response, TurnOptions
@@ -358,8 +358,7 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
 
     def call(self, function: Callable[[SpecDecodeRuntime], Any]) -> Future[Any]:
         """Run a function of the runtime in its thread, in turn, when no request is being computed."""
-        if not callable(function):
-            raise RequestError(f"a call is a {type(function).__name__}: expected a function that takes the runtime")
+        require_kind(callable(function), "a call", function, "a function that takes the runtime")
         return self._thread.call(function)
 
     def close(self) -> None:

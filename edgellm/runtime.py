@@ -24,7 +24,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
+from edgellm.errors import EdgeLLMError, RequestError, closed_error, require, require_kind
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.metrics import Metrics
@@ -33,7 +33,7 @@ from edgellm.requests import (
     Request,
     Response,
     check_adapter_names,
-    check_bytes,
+    check_budgets,
     check_choices,
     check_drafting,
     check_observer,
@@ -96,11 +96,10 @@ class SpecDecodeRuntime:
         metrics: Metrics | None = None,
     ) -> None:
         path, vision_path = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
-        check_options(path, vision_path, backend, adapters, drafting, snapshots, snapshot_budget, progress)
-        if not isinstance(metrics, (Metrics, type(None))):
-            raise RequestError(f"metrics is a {type(metrics).__name__}: expected edgellm.metrics.Metrics(), or None")
-        check_bytes("preemption_budget", preemption_budget)
-        check_bytes("state_budget", state_budget)
+        check_options(path, vision_path, backend, adapters, drafting, snapshots, progress)
+        check_budgets(snapshot_budget=snapshot_budget, preemption_budget=preemption_budget, state_budget=state_budget)
+        is_counter = isinstance(metrics, (Metrics, type(None)))
+        require_kind(is_counter, "metrics", metrics, "edgellm.metrics.Metrics(), or None")
         self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
@@ -359,8 +358,7 @@ class SpecDecodeRuntime:
         """The rows of a system prompt, kept nowhere yet; `label` is a name for people (None: the first words)."""
         snapshots = self._open_snapshots()
         check_choices(None, lora_name)
-        if not isinstance(label, (str, type(None))):
-            raise RequestError(f"label is {shown(label)}: expected text, or None")
+        require(isinstance(label, (str, type(None))), "label", label, "text, or None")
         token_ids, prepared = self._preparation.system_prompt(prompt, tools, template_variables)
         label = label or prompt_label(prompt)
         with self._exclusive():
@@ -408,10 +406,10 @@ class SpecDecodeRuntime:
         check_path("path", path)
         check_adapter_names(adapters)
         names = (None, *self.adapters) if adapters is None else adapters
-        path = user_path(path)
+        file = user_path(path)
         with self._exclusive():
-            stored = self._open_snapshots().load(path, [base.adapter_digest(name) for name in names])
-        return CachedPrompt(stored.token_ids, stored.nbytes, path)
+            stored = self._open_snapshots().load(file, [base.adapter_digest(name) for name in names])
+        return CachedPrompt(stored.token_ids, stored.nbytes, file)
 
     def close(self) -> None:
         """Free all memory, also where a part of that fails; the object cannot be used afterwards.
@@ -427,21 +425,13 @@ class SpecDecodeRuntime:
 
     def _close(self) -> None:
         with self._exclusive(), ExitStack() as last_first:
-            vision, snapshots, runner = self._vision, self._snapshots, self._runner
-            keepers = self._keeper, self._states
+            for part in (self._runner, self._keeper, self._states, self._snapshots, self._vision):
+                if part is not None:
+                    last_first.callback(part.close)
+            if self._runner is not None and self._observer is not None:
+                last_first.callback(self._observer.finish)
             self._vision = self._snapshots = self._runner = self._following = self._keeper = self._states = None
             self._drafters.close()
-            if runner is not None:
-                last_first.callback(runner.close)
-                if self._observer is not None:
-                    last_first.callback(self._observer.finish)
-            for keeper in keepers:
-                if keeper is not None:
-                    last_first.callback(keeper.close)
-            if snapshots is not None:
-                last_first.callback(snapshots.close)
-            if vision is not None:
-                last_first.callback(vision.close)
 
     def __enter__(self) -> SpecDecodeRuntime:
         return self

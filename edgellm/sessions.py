@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from edgellm.errors import RequestError, shown
+from edgellm.errors import RequestError, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.requests import Request, Response, TurnOptions
 from edgellm.sampling_params import SamplingParams
@@ -131,8 +131,7 @@ class Conversation(Generic[Growing, Answer]):
 
         Returns how many turns left. Raises RequestError while an answer is growing.
         """
-        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
-            raise RequestError(f"turns is {turns!r}: expected how many to keep, a whole number from 0")
+        require(is_whole(turns, 0), "turns", turns, "how many to keep, a whole number from 0")
         with self._lock:
             self._settle()
             starts = turn_starts(self._messages)
@@ -290,8 +289,7 @@ class Conversation(Generic[Growing, Answer]):
     ) -> Response:
         """As `run`. All is said in a copy of this session, which takes over what was said there once there is
         an answer."""
-        if isinstance(max_answers, bool) or not isinstance(max_answers, int) or max_answers < 1:
-            raise RequestError(f"max_answers is {shown(max_answers)}: expected a whole number of at least 1")
+        require(is_whole(max_answers, 1), "max_answers", max_answers, "a whole number of at least 1")
         functions = functions_among(options["tools"]) if "tools" in options else self._functions
         waits = [name for name, function in functions.items() if inspect.iscoroutinefunction(function)]
         if waits and not self._awaits:
@@ -406,10 +404,7 @@ async def _waited_for(value: Any) -> Any:
 
 def _messages_of(content: Content) -> list[dict[str, Any]]:
     """What a session is told, as messages: the results of calls as they are, all else as a message of the user."""
-    if isinstance(content, (list, tuple)) and content and all(_is_result(each) for each in content):
-        return [dict(each) for each in content]
+    parts = content if isinstance(content, (list, tuple)) else ()
+    if parts and all(isinstance(part, dict) and part.get("role") == "tool" for part in parts):
+        return [dict(part) for part in parts]
     return [{"role": "user", "content": content}]
-
-
-def _is_result(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("role") == "tool"

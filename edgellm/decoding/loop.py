@@ -177,9 +177,11 @@ class DecodingLoop:
 
     def _launch_ahead(self) -> None:
         """Launch what the backend may run before a token of it is read; at least one step where none is under way."""
-        now = self._outlook()
-        self._begin(now)
-        while len(self._launches) <= self._runner.backend.steps_ahead:
+        while True:
+            now = self._outlook()
+            self._begin(now)
+            if len(self._launches) > self._runner.backend.steps_ahead:
+                return
             if self._launches and self._waits_for_tokens(now):
                 for launch in self._launches:  # their text is read later
                     self._know(launch)
@@ -187,8 +189,6 @@ class DecodingLoop:
             if not now.going or (self._launches and not now.may_follow):
                 return
             self._launch(now)
-            now = self._outlook()
-            self._begin(now)
 
     def _outlook(self) -> _Outlook:
         running = self.running
@@ -207,12 +207,10 @@ class DecodingLoop:
     def _begin(self, now: _Outlook) -> None:
         """Where rules have to know the tokens under way before the next one is chosen, enqueue the forward pass behind
         them now, which needs them on the device alone; unless it is likely that no plain step comes next."""
-        if self._begun is not None or not self._launches or self._chooser is not None or not now.ruled:
-            return
-        if not self._runner.backend.steps_ahead or not now.may_follow:
-            return
-        if self._given is None or not self._given.expects_round(len(self.running), self._waited):
-            self._begun = self._runner.begin(len(self.running))
+        batch, given = len(self.running), self._given
+        waits = now.ruled and self._chooser is None and self._begun is None and self._runner.backend.steps_ahead > 0
+        if waits and self._launches and now.may_follow and not (given and given.expects_round(batch, self._waited)):
+            self._begun = self._runner.begin(batch)
 
     def _waits_for_tokens(self, now: _Outlook) -> bool:
         """Whether what is launched next depends on tokens that are under way: rules on them, or a draft of what follows

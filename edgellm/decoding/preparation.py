@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 #: Of so many system prompts it is remembered where they end.
 _MOST_SYSTEM_PROMPTS = 64
+#: What kernels take of a request's sampling as it is.
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "logit_bias")
 
 
 class _Prompt(NamedTuple):
@@ -255,17 +258,8 @@ class Preparation:
 
 def sampling_values(params: SamplingParams) -> SamplingValues:
     """A request's sampling, as the kernels take it."""
-    return SamplingValues(
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.seed or 0,
-        logit_bias=tuple(dict(params.logit_bias).items()),
-    )
+    values = {name: getattr(params, name) for name in _SAMPLING_VALUES}
+    return SamplingValues(**values, seed=params.seed or 0)
 
 
 def continued_text(request: Request) -> str | None:

@@ -73,7 +73,8 @@ class RecordedLogits:
         """Raises RequestError where the folder for temporary files has no room."""
         self.windows, self.vocabulary = list(windows), list(vocabulary)
         self.losses: list[np.ndarray] = []
-        needed, folder = logits_bytes(windows, len(vocabulary)), tempfile.gettempdir()
+        tokens, folder = sum(len(window.counted) for window in windows), tempfile.gettempdir()
+        needed = tokens * len(vocabulary) * _FLOAT32.itemsize
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise RequestError(
@@ -108,11 +109,6 @@ class RecordedLogits:
         self.close()
 
 
-def logits_bytes(windows: Sequence[Window], vocabulary: int) -> int:
-    """How many bytes `RecordedLogits` takes."""
-    return sum(len(window.counted) for window in windows) * vocabulary * _FLOAT32.itemsize
-
-
 def vocabulary_of(tokenizer: Tokenizer, size: int) -> list[str | None]:
     """The text of each id of a model with so many logits; None for one that the tokenizer has not."""
     return [tokenizer.id_to_token(token_id) for token_id in range(size)]
@@ -120,17 +116,15 @@ def vocabulary_of(tokenizer: Tokenizer, size: int) -> list[str | None]:
 
 def check_same_vocabulary(reference: Sequence[str | None], found: Sequence[str | None]) -> None:
     """Raise RequestError where two models do not have the same tokens for the same ids."""
+    difference = ""
     if len(reference) != len(found):
-        raise RequestError(
-            f"the vocabularies differ: the reference has {len(reference)} tokens, the model {len(found)}; expected an "
-            "engine directory of the same model"
-        )
-    for token_id, (one, other) in enumerate(zip(reference, found, strict=True)):
-        if one != other:
-            raise RequestError(
-                f"the vocabularies differ: token {token_id} is {one!r} in the reference and {other!r} in the model; "
-                "expected an engine directory of the same model"
-            )
+        difference = f"the reference has {len(reference)} tokens, the model {len(found)}"
+    elif reference != found:
+        token_id = next(index for index, text in enumerate(reference) if text != found[index])
+        one, other = reference[token_id], found[token_id]
+        difference = f"token {token_id} is {one!r} in the reference and {other!r} in the model"
+    if difference:
+        raise RequestError(f"the vocabularies differ: {difference}; expected an engine directory of the same model")
 
 
 def record_logits(

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from edgellm import __version__
-from edgellm.asynchronous import AsyncLLM
+from edgellm.asynchronous import AsyncGeneration, AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
@@ -42,7 +42,6 @@ from edgellm.http.responses import ResponseWriter, response_request
 from edgellm.requests import Chunk
 from edgellm.requests import Response as RequestResponse
 from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
-from edgellm.serving.async_generation import AsyncGeneration
 from edgellm.text.template import ChatTemplate
 from edgellm.tool_calls.calls import all_deltas
 

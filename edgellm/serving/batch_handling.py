@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
+from edgellm.errors import EdgeLLMError, QueueFullError, RequestError, require_kind
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Chunk, Request, Response, request_list
@@ -108,7 +108,7 @@ def serve_all(
             queue.put(each)
             metrics.accepted()
             if callback is not None or each.may_stop:
-                readers.append((each, callback or unheard))
+                readers.append((each, callback or (lambda chunk: None)))  # its `stop_when` is called by reading
     RequestServer(engine, queue, metrics).serve(after_round=ChunkCallbacks(readers))
     return [each if isinstance(each, Exception) else each.outcome() for each in states]
 
@@ -134,10 +134,6 @@ class ChunkCallbacks:
                     request_state.end(None, error)
 
 
-def unheard(chunk: Chunk) -> None:
-    """The callback of a request that has none, but has a `stop_when`, which reading calls."""
-
-
 def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
     """The callbacks of `count` requests, None where one has none; `count` None: of one that is not in a list.
 
@@ -147,15 +143,15 @@ def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
         return [_checked_callback(on_chunk, "on_chunk")]
     if on_chunk is None:
         return [None] * count
-    expected = f"expected a list with a callable or None for each of the {count} requests"
-    if not isinstance(on_chunk, Sequence) or isinstance(on_chunk, (str, bytes)):
-        raise RequestError(f"on_chunk is a {type(on_chunk).__name__}: {expected}")
+    expected = f"a list with a callable or None for each of the {count} requests"
+    require_kind(
+        isinstance(on_chunk, Sequence) and not isinstance(on_chunk, (str, bytes)), "on_chunk", on_chunk, expected
+    )
     if len(on_chunk) != count:
-        raise RequestError(f"on_chunk has {len(on_chunk)} entries: {expected}")
+        raise RequestError(f"on_chunk has {len(on_chunk)} entries: expected {expected}")
     return [_checked_callback(each, f"on_chunk[{index}]") for index, each in enumerate(on_chunk)]
 
 
 def _checked_callback(callback: Any, name: str) -> OnChunk | None:
-    if callback is not None and not callable(callback):
-        raise RequestError(f"{name} is a {type(callback).__name__}: expected a callable that takes a Chunk, or None")
+    require_kind(callback is None or callable(callback), name, callback, "a callable that takes a Chunk, or None")
     return callback

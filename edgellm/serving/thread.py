@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EdgeLLMError, EngineError, RequestError, closed_error, shown
+from edgellm.errors import EdgeLLMError, EngineError, closed_error, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import StopWhen
@@ -38,8 +38,7 @@ class EngineThread(Generic[OpenedEngine]):
         self, open_engine: Callable[[], OpenedEngine], metrics: Metrics, queue_limit: int = QUEUE_LIMIT
     ) -> None:
         """`opened` has the engine, or what opening it raised, when that is done; `closed` ends with the thread."""
-        if isinstance(queue_limit, bool) or not isinstance(queue_limit, int) or queue_limit < 1:
-            raise RequestError(f"queue_limit is {shown(queue_limit)}: expected a whole number of at least 1")
+        require(is_whole(queue_limit, 1), "queue_limit", queue_limit, "a whole number of at least 1")
         self.metrics = metrics
         self.opened: Future[OpenedEngine] = Future()
         self.closed: Future[None] = Future()
@@ -181,13 +180,8 @@ class EngineThread(Generic[OpenedEngine]):
 _all_threads: weakref.WeakSet[EngineThread] = weakref.WeakSet()
 
 
-def _mark_forked() -> None:
-    for thread in list(_all_threads):
-        thread._forked()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_mark_forked)
+    os.register_at_fork(after_in_child=lambda: [thread._forked() for thread in list(_all_threads)])
 
 
 def _after_fork() -> Exception:
