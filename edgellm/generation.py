@@ -24,10 +24,11 @@ UNREAD_CHUNKS = 64
 class RequestState:
     """A request between the engine and its readers: what it has produced, who listens, and whether it is to end.
 
-    `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or
-    infinite: so many `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes
-    a request that was not begun out of the queue. `stop_when` is called by whoever reads; what it ends is the reader's
-    answer at once, and the engine's at its next round.
+    `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter` (infinite: none),
+    so many `seconds` after the request was accepted, which is before its prompt and its images were made ready.
+    `discard` takes a request that was not begun out of the queue. `stop_when` is called by whoever reads; what it ends
+    is the reader's answer at once, and the engine's at its next round. What it has `raised`, reading raises from then
+    on.
     """
 
     def __init__(
@@ -50,28 +51,18 @@ class RequestState:
         self.response: Response | None = None
         self.failure: Exception | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._stop_when = stop_when
+        self.stop_when = stop_when
         self._reading = threading.RLock()  # held while `stop_when` runs; never by the engine's thread
         self._let_pass: deque[Chunk] = deque()  # by `stop_when`, and not read yet
         self._shown: list[Chunk] = []
         self._shown_text = ""
-        self._raised: Exception | None = None
+        self.raised: Exception | None = None
         self._asking = self._stopped = False
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether there is a `stop_when`, so that reading it may end the answer."""
-        return self._stop_when is not None
 
     @property
     def readable(self) -> bool:
         """Whether `take` has something to give, or to raise."""
-        return bool(self.chunks or self._let_pass) or self.ended or self.has_raised
-
-    @property
-    def has_raised(self) -> bool:
-        """Whether `stop_when` has raised something, which reading raises from then on."""
-        return self._raised is not None
+        return bool(self.chunks or self._let_pass) or self.ended or self.raised is not None
 
     def cancel(self) -> None:
         """End the answer at the next round, at once where it has not begun."""
@@ -93,7 +84,7 @@ class RequestState:
         with self.changed:
             if self._stopped:
                 return
-            if self._stop_when is not None:
+            if self.stop_when is not None:
                 self.chunks.extend(chunks)
             else:
                 full = len(self.chunks) == UNREAD_CHUNKS
@@ -104,36 +95,31 @@ class RequestState:
 
     def take(self) -> Chunk | None:
         """The oldest piece that nobody has read; None where there is none. Raises what `stop_when` raised."""
-        if self._stop_when is None:
+        if self.stop_when is None:
             with self.changed:
                 return self.chunks.popleft() if self.chunks else None
         with self._reading:
-            return self._let_pass.popleft() if self._let_pass else self._next_shown(self._stop_when)
+            return self._let_pass.popleft() if self._let_pass else self._next_shown(self.stop_when)
 
-    def look_ahead(self) -> None:
-        """Show `stop_when` what has come, for a caller who waits and does not read it yet. Raises nothing."""
-        if self._stop_when is None:
-            return
-        with self._reading:
-            try:
-                while (chunk := self._next_shown(self._stop_when)) is not None:
-                    self._let_pass.append(chunk)
-            except Exception as error:
-                self._raised = error
+    def look_ahead(self, waits: bool = True) -> bool:
+        """Show `stop_when` what has come, for a caller who waits and does not read it yet. Raises nothing.
 
-    def look_ahead_now(self) -> bool:
-        """As `look_ahead`, but where `stop_when` is running, in this thread or another, it is left alone: False."""
-        if self._stop_when is None:
+        Without `waits` it is left alone where it is running, in this thread or another: False.
+        """
+        if self.stop_when is None:
             return True
-        if not self._reading.acquire(blocking=False):
+        if not self._reading.acquire(blocking=waits):
             return False
         try:
-            if self._asking:
+            if self._asking and not waits:
                 return False
-            self.look_ahead()
-            return True
+            while (chunk := self._next_shown(self.stop_when)) is not None:
+                self._let_pass.append(chunk)
+        except Exception as error:
+            self.raised = error
         finally:
             self._reading.release()
+        return True
 
     def as_shown(self, response: Response) -> Response:
         """The response of an answer that `stop_when` may have ended: no more than what was shown."""
@@ -171,7 +157,7 @@ class RequestState:
 
     def outcome(self) -> Response | Exception:
         """The response, or what the request or its `stop_when` failed with, when it has ended."""
-        return self._raised or self.response or self.failure or EngineError("the request has not ended")
+        return self.raised or self.response or self.failure or EngineError("the request has not ended")
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever there is something new. It runs in the engine's thread: it must only wake others."""
@@ -186,8 +172,8 @@ class RequestState:
 
     def _next_shown(self, stop_when: StopWhen) -> Chunk | None:
         """The next piece, when `stop_when` has seen the text with it; the caller holds `_reading`."""
-        if self._raised is not None:
-            raise self._raised
+        if self.raised is not None:
+            raise self.raised
         with self.changed:
             chunk = self.chunks.popleft() if self.chunks else None
         if chunk is None:
@@ -198,7 +184,7 @@ class RequestState:
         try:
             stops = bool(stop_when(self._shown_text))
         except BaseException as error:
-            self._raised = error if isinstance(error, Exception) else None
+            self.raised = error if isinstance(error, Exception) else None
             self.cancel()
             raise
         finally:
@@ -274,14 +260,14 @@ class Generation:
     def result(self, timeout: float | None = None) -> Response:
         """Wait for the whole answer. Raises what the request failed with, TimeoutError after `timeout` seconds."""
         request_state, until = self._request_state, _time_of(timeout)
-        while request_state.may_stop and not (request_state.ended or request_state.has_raised):
+        while request_state.stop_when and not (request_state.ended or request_state.raised):
             with request_state.changed:
                 if not request_state.changed.wait_for(
                     lambda: request_state.chunks or request_state.ended, _seconds_to(until)
                 ):
                     break
             request_state.look_ahead()
-        if not request_state.has_raised and not request_state.wait(_seconds_to(until)):
+        if not request_state.raised and not request_state.wait(_seconds_to(until)):
             raise TimeoutError(f"the answer is not finished within {shown(timeout)} seconds")
         request_state.look_ahead()
         outcome = request_state.outcome()

@@ -343,7 +343,7 @@ class Conversation(Generic[Growing, Answer]):
         """Remember the latest message and its answer, once that has ended."""
         if self._open is None or not self._open.request_state.ended:
             return
-        if not self._open.request_state.look_ahead_now():  # what is remembered is what `stop_when` lets stand
+        if not self._open.request_state.look_ahead(waits=False):  # what is remembered is what `stop_when` lets stand
             return
         turn, self._open = self._open, None
         response = turn.request_state.response

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from edgellm.decoding.rules import StepMasks
-from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import PlanChooser
 from edgellm.drafting.given import GivenDrafting

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgellm.decoding.rules import StepMasks
-from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.backends.base import Readback
 from edgellm.engines.runners.prefill import Stops

@@ -8,16 +8,16 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from edgellm.engines.backends.base import Backend, Readback
+from edgellm.engines.backends.base import Backend
 from edgellm.engines.runners.base_runner import StepKey
-from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import MissingDependencyError
@@ -52,26 +52,26 @@ class Observers:
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
-    @contextmanager
-    def device_span(self, backend: Backend, name: str, **details: Any) -> Iterator[None]:
+    def device_span(self, backend: Backend, name: str, **details: Any) -> AbstractContextManager[None]:
         """See `Observer`."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.device_span(backend, name, **details))
-            yield
+        return _together(each.device_span(backend, name, **details) for each in self._observers)
 
-    @contextmanager
-    def host_span(self, name: str, **details: Any) -> Iterator[None]:
+    def host_span(self, name: str, **details: Any) -> AbstractContextManager[None]:
         """See `Observer`."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.host_span(name, **details))
-            yield
+        return _together(each.host_span(name, **details) for each in self._observers)
 
     def finish(self) -> None:
         """See `Observer`."""
         for observer in self._observers:
             observer.finish()
+
+
+@contextmanager
+def _together(spans: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for span in spans:
+            stack.enter_context(span)
+        yield
 
 
 class ObservedRunner:
@@ -86,16 +86,10 @@ class ObservedRunner:
         backend = runner.backend  # alone: a runner that held itself would not be freed when it is closed
         runner.observe_stages(lambda name: observer.device_span(backend, name))
 
-    def start(
-        self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues, *images: Any, **others: Any
-    ) -> Readback:
+    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, *others: Any, **more: Any) -> Any:
         """See `DecodingRunner.start`."""
-
-        def launch() -> Readback:
-            return self._runner.start(slot, prompt_ids, reused, sampling, *images, **others)
-
         details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
-        return self._launch(PREFILL, details, launch)
+        return self._launch(PREFILL, details, lambda: self._runner.start(slot, prompt_ids, reused, *others, **more))
 
     def step(self, batch: int, plan: DraftPlan | None, *others: Any, **more: Any) -> Any:
         """See `DecodingRunner.step`."""
@@ -132,7 +126,7 @@ class ObservedRunner:
             self._observer.host_span(LAUNCH, **details),
             self._observer.device_span(self.backend, name, **details),
         ):
-            return _ObservedResult(self, launch(), self._steps)
+            return _ObservedResult(cache(partial(self.wait, launch(), self._steps)))
 
     def _end_handling(self) -> None:
         if self._handling is not None:
@@ -140,18 +134,10 @@ class ObservedRunner:
             self._handling = None
 
 
-class _ObservedResult:
-    """Tokens on their way to the host."""
+class _ObservedResult(NamedTuple):
+    """Tokens on their way to the host, which may be waited for again (see `DecodingRunner`)."""
 
-    def __init__(self, runner: ObservedRunner, result: Any, step: int) -> None:
-        self._runner, self._result, self._step = runner, result, step
-        self._waited: Any = None
-
-    def wait(self) -> Any:
-        """What the runner's own result gives."""
-        if self._waited is None:
-            self._waited = self._runner.wait(self._result, self._step)
-        return self._waited
+    wait: Callable[[], Any]
 
 
 class ObservedSnapshots:

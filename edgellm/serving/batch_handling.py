@@ -107,7 +107,7 @@ def serve_all(
         if isinstance(each, RequestState):
             queue.put(each)
             metrics.accepted()
-            if callback is not None or each.may_stop:
+            if callback is not None or each.stop_when is not None:
                 readers.append((each, callback or (lambda chunk: None)))  # its `stop_when` is called by reading
     RequestServer(engine, queue, metrics).serve(after_round=ChunkCallbacks(readers))
     return [each if isinstance(each, Exception) else each.outcome() for each in states]

@@ -36,8 +36,7 @@ from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule
 
 from edgellm.decoding import loop as loop_module
 from edgellm.decoding.loop import DecodingLoop
-from edgellm.decoding.rules import StepMasks
-from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
