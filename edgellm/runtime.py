@@ -17,6 +17,7 @@ from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import open_runner, read_adapters
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.controller import DraftingReport
 from edgellm.drafting.drafters import Drafters
@@ -309,13 +310,13 @@ class SpecDecodeRuntime:
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.server.Engine`."""
-        chooser, given = self._drafters.chooser, self._drafters.given
-        runner, snapshots = self._open_runner(), self._open_snapshots()
+        runner, snapshots, given = self._open_runner(), self._open_snapshots(), self._drafters.given
         if self._observer is not None:
             runner = cast(DecodingRunner, ObservedRunner(runner, self._observer))
             snapshots = cast(SlotSnapshots, ObservedSnapshots(snapshots, self._observer))
         encode = None if self._vision is None else self._vision.encode
-        return DecodingLoop(runner, self._contents, chooser, snapshots, encode, given, self._keeper, self._states)
+        slots = SlotTable(runner, self._contents, snapshots, encode, given, self._keeper, self._states)
+        return DecodingLoop(slots, self._drafters.chooser)
 
     def generate_and_save_system_prompt_kv_cache(
         self,

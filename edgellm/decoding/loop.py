@@ -18,21 +18,14 @@ import numpy as np
 from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import PlanChooser
-from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.runners.base_runner import StepKey
-from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
-from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.requests import TokenLogprobs, token_logprobs
-from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.preempted_rows import RowKeeper
-from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.state_cache import StateKeeper
 
 if TYPE_CHECKING:
-    from edgellm.multimodal.image_processor import PreparedImage
+    pass
 
 logger = logging.getLogger("edgellm.serving")
 
@@ -87,30 +80,16 @@ class EmittedToken(NamedTuple):
 
 
 class DecodingLoop:
-    """Answers sequences on a runner. `contents` are those of its slots, exchanged with them; `chooser` picks
-    plans (None: no drafting); `encode` encodes the images of a prompt; `given` proposes what the host knows; `keeper`
-    keeps rows of sequences that give way (None: they are computed again), `states` recurrent states (None: the model
-    has none).
+    """Answers sequences in the slots of a runner; `chooser` picks plans (None: no drafting).
 
     Where a slot is free, `settle` and `admit`; then `advance` round by round. Not thread-safe.
     """
 
-    def __init__(
-        self,
-        runner: DecodingRunner,
-        contents: list[KVContents],
-        chooser: PlanChooser | None = None,
-        snapshots: SlotSnapshots | None = None,
-        encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
-        given: GivenDrafting | None = None,
-        keeper: RowKeeper | None = None,
-        states: StateKeeper | None = None,
-    ) -> None:
-        self._runner, self._chooser, self._given = runner, chooser, given
-        self._looks_up = given is not None and given.looks_up
-        self.slots = SlotTable(runner, contents, snapshots, encode, given, keeper, states)
+    def __init__(self, slots: SlotTable, chooser: PlanChooser | None = None) -> None:
+        self.slots, self._runner, self._chooser, self._given = slots, slots.runner, chooser, slots.given
+        self._looks_up = slots.given is not None and slots.given.looks_up
         #: The sequences that have a slot, in the slots' order.
-        self.running = self.slots.running
+        self.running = slots.running
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
         #: The next step, where its forward pass is enqueued and the choice is not; and the seconds from the moment at
