@@ -228,8 +228,7 @@ class Generation:
         return self._request_state
 
     def __iter__(self) -> Iterator[Chunk]:
-        while (chunk := self.next_chunk()) is not None:
-            yield chunk
+        return iter(self.next_chunk, None)
 
     def next_chunk(self, timeout: float | None = None) -> Chunk | None:
         """The next piece of the answer, None after the last.

@@ -274,10 +274,9 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
     deadline, and the answer that it would have alone. KV rows of earlier prompts are reused where a prompt begins
     alike.
 
-    `drafting` "auto" drafts where the directory has a draft model, as this machine's preset says; None loads none.
     Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy, or `sampled`). `progress` is
     called from the model's thread while it loads, with bytes done and in all. What else there is goes to
-    `SpecDecodeRuntime`.
+    `SpecDecodeRuntime`, which describes it; `drafting` is "auto" here by default.
 
     Requests take the keywords of `RequestOptions`, sampling among them: `llm.chat("Hello!", temperature=0.7)`.
 

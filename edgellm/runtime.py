@@ -104,6 +104,14 @@ class SpecDecodeRuntime:
         self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
+        self.context_length: int = self.directory.limits.kv_capacity
+        """How many tokens prompt and answer can have together."""
+        self.has_vision_model: bool = self._multimodal_directory is not None
+        """Whether prompts can show images."""
+        self.default_system_prompt: str = self._defaults.system_prompt
+        """The system prompt of conversations without a system message (`system_prompt.txt`); "" is none."""
+        self.default_image_system_prompt: str = self._defaults.image_system_prompt
+        """As `default_system_prompt`, for conversations that show images: `system_prompt_image.txt`, where it is."""
         self.metrics = metrics or Metrics()
         #: What `capture_decoding_cuda_graph` could not capture, by name.
         self.uncaptured_stages: tuple[str, ...] = ()
@@ -164,26 +172,10 @@ class SpecDecodeRuntime:
         return self._open_runner().base.memory_plan.items
 
     @property
-    def has_vision_model(self) -> bool:
-        """Whether prompts can show images."""
-        return self._multimodal_directory is not None
-
-    @property
     def tool_format(self) -> str | None:
         """The name of the format in which the model calls tools; None where its chat template shows none."""
         found = self._preparation.tools.format()
         return None if found is None else found.name
-
-    @property
-    def default_system_prompt(self) -> str:
-        """The system prompt of conversations without a system message (`system_prompt.txt`); "" is none."""
-        return self._defaults.system_prompt
-
-    @property
-    def default_image_system_prompt(self) -> str:
-        """As `default_system_prompt`, for conversations that show images: `system_prompt_image.txt`, where there is
-        one."""
-        return self._defaults.image_system_prompt
 
     @property
     def default_params(self) -> SamplingParams:
@@ -258,11 +250,6 @@ class SpecDecodeRuntime:
         """The bytes of rows that are kept on the host for answers that gave way to others. Any thread may ask."""
         keeper = self._keeper
         return 0 if keeper is None else keeper.nbytes
-
-    @property
-    def context_length(self) -> int:
-        """How many tokens prompt and answer can have together."""
-        return self.directory.limits.kv_capacity
 
     @overload
     def handle_request(self, request: Request, on_chunk: OnChunk | None = None) -> Response: ...

@@ -102,36 +102,29 @@ def serve_all(
 
     The results are in their order; one that was refused already has its error for a result.
     """
-    queue, readers = RequestQueue(max(1, len(states))), []
+    queue = RequestQueue(max(1, len(states)))
+    readers: dict[RequestState, OnChunk] = {}
     for each, callback in zip(states, callbacks, strict=True):
         if isinstance(each, RequestState):
             queue.put(each)
             metrics.accepted()
-            if callback is not None or each.stop_when is not None:
-                readers.append((each, callback or (lambda chunk: None)))  # its `stop_when` is called by reading
-    RequestServer(engine, queue, metrics).serve(after_round=ChunkCallbacks(readers))
-    return [each if isinstance(each, Exception) else each.outcome() for each in states]
+            if callback is not None or each.stop_when is not None:  # which is called by reading
+                readers[each] = callback or (lambda chunk: None)
 
-
-class ChunkCallbacks:
-    """Hands what has come of each answer to its callback, whenever it is called.
-
-    What a callback raises ends its request, which fails with that, and leaves the others alone.
-    """
-
-    def __init__(self, callbacks: Iterable[tuple[RequestState, OnChunk]]) -> None:
-        self._callbacks = dict(callbacks)
-
-    def __call__(self) -> None:
-        for request_state, on_chunk in list(self._callbacks.items()):
+    def hand_over() -> None:
+        """What a callback raises ends its request, which fails with that, and leaves the others alone."""
+        for request_state, on_chunk in list(readers.items()):
             try:
                 while (chunk := request_state.take()) is not None:
                     on_chunk(chunk)
             except Exception as error:  # of the callback, or of the request's own `stop_when`
-                del self._callbacks[request_state]
+                del readers[request_state]
                 request_state.sequence.failure = error  # the next round takes it out
                 if request_state.ended:
                     request_state.end(None, error)
+
+    RequestServer(engine, queue, metrics).serve(after_round=hand_over)
+    return [each if isinstance(each, Exception) else each.outcome() for each in states]
 
 
 def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
