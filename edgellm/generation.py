@@ -214,18 +214,14 @@ class Generation:
     """
 
     def __init__(self, request_state: RequestState, owner: object | None = None) -> None:
-        """`owner` is kept as long as this."""
-        self._request_state, self._owner = request_state, owner
+        """`owner` is kept as long as this; `request_state`, the engine's side of the request, may outlive it, and does
+        not keep the answer wanted."""
+        self.request_state, self._owner = request_state, owner
 
     @property
     def finished(self) -> bool:
         """Whether the answer has ended, well or not; there may be chunks to read."""
-        return self._request_state.ended
-
-    @property
-    def request_state(self) -> RequestState:
-        """The engine's side of the request, which outlives this object and, held, does not keep the answer wanted."""
-        return self._request_state
+        return self.request_state.ended
 
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self.next_chunk, None)
@@ -236,7 +232,7 @@ class Generation:
         Raises what the request failed with, or its `stop_when` raised, and TimeoutError where no piece comes within
         `timeout` seconds.
         """
-        request_state, until = self._request_state, _time_of(timeout)
+        request_state, until = self.request_state, _time_of(timeout)
         while True:
             with request_state.changed:
                 if not request_state.changed.wait_for(lambda: request_state.readable, _seconds_to(until)):
@@ -258,7 +254,7 @@ class Generation:
 
     def result(self, timeout: float | None = None) -> Response:
         """Wait for the whole answer. Raises what the request failed with, TimeoutError after `timeout` seconds."""
-        request_state, until = self._request_state, _time_of(timeout)
+        request_state, until = self.request_state, _time_of(timeout)
         while request_state.stop_when and not (request_state.ended or request_state.raised):
             with request_state.changed:
                 if not request_state.changed.wait_for(
@@ -279,17 +275,17 @@ class Generation:
 
         For who waits for several answers at a time. What it raises is raised by these.
         """
-        self._request_state.look_ahead()
+        self.request_state.look_ahead()
 
     def cancel(self) -> None:
         """End the answer at the next round, at once where it has not begun; its finish reason is "cancelled"."""
-        self._request_state.cancel()
+        self.request_state.cancel()
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever there is something new to `poll`: from the thread that computes, so it must only set an
         event or the like. It is called once now."""
         require_kind(callable(wake), "wake", wake, "a callable without arguments")
-        self._request_state.listen(wake)
+        self.request_state.listen(wake)
         wake()
 
     def __enter__(self) -> Generation:
@@ -300,13 +296,13 @@ class Generation:
             self.cancel()
 
     def __del__(self) -> None:
-        request_state = getattr(self, "_request_state", None)
+        request_state = getattr(self, "request_state", None)
         if request_state is not None:
             request_state.cancelled = True  # takes no lock: this may run anywhere
 
     def _take(self) -> Chunk | None:
         """The oldest chunk; None where there is none. Raises the failure after the last one."""
-        request_state = self._request_state
+        request_state = self.request_state
         failure = request_state.failure if request_state.ended else None  # what came before it is read first
         chunk = request_state.take()
         if chunk is None and failure is not None:

@@ -59,7 +59,6 @@ class Trace:
 
     @contextmanager
     def device_span(self, backend: Backend, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
         self._device = backend.name
         begin = backend.timestamp()
         yield
@@ -69,7 +68,6 @@ class Trace:
 
     @contextmanager
     def host_span(self, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
         begin = time.perf_counter()
         try:
             yield
@@ -77,7 +75,6 @@ class Trace:
             self._add(Span(HOST_TRACK, name, begin, time.perf_counter(), details))
 
     def finish(self) -> None:
-        """See `Observer`."""
         while self._pending:
             self._resolve()
 

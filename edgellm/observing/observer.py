@@ -53,15 +53,12 @@ class Observers:
         self._observers = observers
 
     def device_span(self, backend: Backend, name: str, **details: Any) -> AbstractContextManager[None]:
-        """See `Observer`."""
         return _together(each.device_span(backend, name, **details) for each in self._observers)
 
     def host_span(self, name: str, **details: Any) -> AbstractContextManager[None]:
-        """See `Observer`."""
         return _together(each.host_span(name, **details) for each in self._observers)
 
     def finish(self) -> None:
-        """See `Observer`."""
         for observer in self._observers:
             observer.finish()
 
@@ -87,18 +84,15 @@ class ObservedRunner:
         runner.observe_stages(lambda name: observer.device_span(backend, name))
 
     def start(self, slot: int, prompt_ids: Sequence[int], reused: int, *others: Any, **more: Any) -> Any:
-        """See `DecodingRunner.start`."""
         details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
         return self._launch(PREFILL, details, lambda: self._runner.start(slot, prompt_ids, reused, *others, **more))
 
     def step(self, batch: int, plan: DraftPlan | None, *others: Any, **more: Any) -> Any:
-        """See `DecodingRunner.step`."""
         details = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})
         name = DECODE if plan is None else ROUND
         return self._launch(name, details, lambda: self._runner.step(batch, plan, *others, **more))
 
     def begin(self, batch: int) -> StepKey:
-        """See `DecodingRunner.begin`."""
         self._end_handling()
         with self._observer.device_span(self.backend, FORWARD, step=self._steps + 1, sequences=batch):
             return self._runner.begin(batch)
@@ -147,12 +141,10 @@ class ObservedSnapshots:
         self._snapshots, self._observer = snapshots, observer
 
     def restore(self, slot: int, prompt_ids: Sequence[int], contents: KVContents, *others: Any) -> int:
-        """See `SlotSnapshots.restore`."""
         with self._observer.host_span(SNAPSHOT, slot=slot):
             return self._snapshots.restore(slot, prompt_ids, contents, *others)
 
     def prove(self, slot: int, logits: np.ndarray) -> None:
-        """See `SlotSnapshots.prove`."""
         self._snapshots.prove(slot, logits)
 
 
@@ -180,13 +172,11 @@ class NvtxRanges:
 
     @contextmanager
     def device_span(self, backend: Backend, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
         with self.host_span(name, **details):
             yield
 
     @contextmanager
     def host_span(self, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
         self._push(f"edgellm: {name}".encode())
         try:
             yield
