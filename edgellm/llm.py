@@ -311,6 +311,8 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
         """
         return self._submit(request)
 
+    _streamed = submit
+
     def _submit(self, request: Request, conversation: OngoingConversation | None = None) -> Generation:
         with self._thread.metrics.counting_refusals():
             return self._queued(request, conversation)
@@ -331,9 +333,6 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
 
     def _called(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
         return self.call(function).result()
-
-    def _streamed(self, request: Request) -> Generation:
-        return self._submit(request)
 
     def _answered(self, request: Request, n: int) -> Response:
         requests = request.repeated(n)

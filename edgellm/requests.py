@@ -435,12 +435,6 @@ def check_options(
     require(progress is None or callable(progress), "progress", progress, expected)
 
 
-def check_budgets(**budgets: Any) -> None:
-    """Raise RequestError for what is no number of bytes."""
-    for name, budget in budgets.items():
-        require(is_whole(budget, 0), name, budget, "a whole number of bytes, 0 or more")
-
-
 def check_path(name: str, path: Any) -> None:
     """Raise RequestError for what is no path."""
     require(isinstance(path, (str, Path)), name, path, "a path, as text or pathlib.Path")
@@ -454,20 +448,6 @@ def check_path(name: str, path: Any) -> None:
         raise RequestError(
             f"{name} is {shown(_plain(path))}: a path has less than {_LONGEST_PATH} bytes, a name in it {_LONGEST_NAME}"
         )
-
-
-def check_adapter_names(adapters: Any) -> None:
-    """Raise RequestError for what is no list of adapters' names, None among them, nor None."""
-    names = () if adapters is None else adapters
-    are_names = isinstance(names, (list, tuple)) and all(isinstance(name, (str, type(None))) for name in names)
-    require(are_names, "adapters", adapters, "a list of names, with None for without an adapter")
-
-
-def check_observer(observer: Any) -> None:
-    """Raise RequestError for what is neither an observer nor None."""
-    wanted = ("device_span", "host_span", "finish")
-    observes = observer is None or all(callable(getattr(observer, name, None)) for name in wanted)
-    require_kind(observes, "an observer", observer, f"{', '.join(wanted)}, or None")
 
 
 def check_drafting(drafting: Any, expected: str = "DraftingConfig(...), or None") -> None:

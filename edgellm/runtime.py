@@ -25,7 +25,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import EdgeLLMError, RequestError, closed_error, require, require_kind
+from edgellm.errors import EdgeLLMError, RequestError, closed_error, is_whole, require, require_kind
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.metrics import Metrics
@@ -33,11 +33,8 @@ from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observ
 from edgellm.requests import (
     Request,
     Response,
-    check_adapter_names,
-    check_budgets,
     check_choices,
     check_drafting,
-    check_observer,
     check_options,
     check_path,
     request_list,
@@ -98,7 +95,9 @@ class SpecDecodeRuntime:
     ) -> None:
         path, vision_path = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
         check_options(path, vision_path, backend, adapters, drafting, snapshots, progress)
-        check_budgets(snapshot_budget=snapshot_budget, preemption_budget=preemption_budget, state_budget=state_budget)
+        budgets = {"snapshot": snapshot_budget, "preemption": preemption_budget, "state": state_budget}
+        for name, budget in budgets.items():
+            require(is_whole(budget, 0), f"{name}_budget", budget, "a whole number of bytes, 0 or more")
         is_counter = isinstance(metrics, (Metrics, type(None)))
         require_kind(is_counter, "metrics", metrics, "edgellm.metrics.Metrics(), or None")
         self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
@@ -232,7 +231,9 @@ class SpecDecodeRuntime:
         Rounds are then not one graph each, which costs some speed.
         """
         runner = self._open_runner()
-        check_observer(observer)
+        wanted = ("device_span", "host_span", "finish")
+        observes = observer is None or all(callable(getattr(observer, name, None)) for name in wanted)
+        require_kind(observes, "an observer", observer, f"{', '.join(wanted)}, or None")
         with self._exclusive():
             if self._observer is not None:
                 self._observer.finish()
@@ -392,8 +393,9 @@ class SpecDecodeRuntime:
         """
         base = self._open_runner().base
         check_path("path", path)
-        check_adapter_names(adapters)
         names = (None, *self.adapters) if adapters is None else adapters
+        are_names = isinstance(names, (list, tuple)) and all(isinstance(name, (str, type(None))) for name in names)
+        require(are_names, "adapters", adapters, "a list of names, with None for without an adapter")
         file = user_path(path)
         with self._exclusive():
             stored = self._open_snapshots().load(file, [base.adapter_digest(name) for name in names])

@@ -48,10 +48,6 @@ class _OpenTurn:
     request_state: RequestState
     given_up: threading.Event
 
-    @property
-    def unwanted(self) -> bool:
-        return self.request_state.cancelled or self.given_up.is_set()
-
 
 class Conversation(Generic[Growing, Answer]):
     """What `Session` and `AsyncSession` have in common."""
@@ -332,9 +328,10 @@ class Conversation(Generic[Growing, Answer]):
 
     def _settle(self) -> None:
         self._check_runs()
-        if self._open is not None and self._open.unwanted:
-            self._open.request_state.cancel()  # what was let go of may wait in the queue still
-            self._open.request_state.wait()
+        latest = self._open
+        if latest is not None and (latest.request_state.cancelled or latest.given_up.is_set()):
+            latest.request_state.cancel()  # what was let go of may wait in the queue still
+            latest.request_state.wait()
         self._take_in()
         if self._open is not None:
             raise RequestError("the last message is still being answered: wait for its result, or cancel it")

@@ -65,7 +65,10 @@ def run_benchmark(
         for index, prompt in enumerate(prompts):
             first = (number + index) % len(configurations)
             for configuration in (*configurations[first:], *configurations[:first]):
-                response = _answer(models[configuration.name], prompt, configuration, params)
+                model = models[configuration.name]
+                if model.drafting != configuration.drafting:
+                    model.use_drafting(configuration.drafting)
+                response = model.chat(prompt.messages, params)
                 seconds, tokens = response.timings.decode_seconds, response.token_ids
                 if number >= 0:
                     own = configuration.name, prompt.task, index, number, tokens, seconds, response.drafting
@@ -76,12 +79,6 @@ def run_benchmark(
                 if progress is not None:
                     progress(done, total)
     return BenchResult(runs, reports)
-
-
-def _answer(llm: LLM, prompt: BenchPrompt, configuration: BenchConfiguration, params: SamplingParams) -> Any:
-    if llm.drafting != configuration.drafting:
-        llm.use_drafting(configuration.drafting)
-    return llm.chat(prompt.messages, params)
 
 
 def summarize(result: BenchResult, configurations: Sequence[BenchConfiguration]) -> list[dict[str, Any]]:
