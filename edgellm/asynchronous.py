@@ -127,8 +127,8 @@ class AsyncSession(Conversation[AsyncGeneration, Awaited[Response]]):
         yield from self._open_model().__await__()
         return self
 
-    def _asked(self, *asked: Any) -> AsyncGeneration:
-        return AsyncGeneration(lambda: self._asked_in_turn(*asked))
+    def _asked(self, *turn: Any) -> AsyncGeneration:
+        return AsyncGeneration(lambda: self._asked_in_turn(*turn))
 
     def _result(self, growing: AsyncGeneration) -> Awaited[Response]:
         return growing.result()
@@ -140,12 +140,12 @@ class AsyncSession(Conversation[AsyncGeneration, Awaited[Response]]):
         awaited = inspect.iscoroutinefunction(function)
         return function(**arguments) if awaited else asyncio.to_thread(function, **arguments)
 
-    async def _asked_in_turn(self, *asked: Any) -> Generation:
+    async def _asked_in_turn(self, *turn: Any) -> Generation:
         await asyncio.sleep(0)  # a task that was cancelled in this turn gives its message up first
         await self._open_model()
         given_up = threading.Event()
         try:
-            return await asked_in_thread(self._ask_turn, given_up, *asked)
+            return await asked_in_thread(self._ask_turn, given_up, *turn)
         except BaseException:  # a cancellation, too, after which the thread goes on
             given_up.set()
             raise

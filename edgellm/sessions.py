@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from edgellm.errors import RequestError, is_whole, require
 from edgellm.generation import Generation, RequestState
-from edgellm.requests import Request, Response, TurnOptions
+from edgellm.requests import Request, RequestOptions, Response, TurnOptions
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import checked_messages
 from edgellm.text.turns import OngoingConversation, Overflow, stays, turn_starts, without_oldest
@@ -175,7 +175,8 @@ class Conversation(Generic[Growing, Answer]):
         The conversation goes on with what of the answer stands where `stop_when` ended it (see `Request`). Raises
         RequestError while the one before is growing.
         """
-        return self._asked(lambda: (self._messages, _messages_of(content)), params, deadline, options)
+        asked: RequestOptions = {**options, "deadline": deadline}
+        return self._asked(lambda: (self._messages, _messages_of(content)), params, asked)
 
     def send(
         self,
@@ -198,7 +199,8 @@ class Conversation(Generic[Growing, Answer]):
 
         Raises RequestError where there is no message of the user, and while an answer is growing.
         """
-        return self._asked(self._last_question, params, deadline, options)
+        asked: RequestOptions = {**options, "deadline": deadline}
+        return self._asked(self._last_question, params, asked)
 
     def run(
         self,
@@ -224,9 +226,7 @@ class Conversation(Generic[Growing, Answer]):
         """
         return self._to_its_end(self._run(content, params, deadline, max_answers, raise_errors, options))
 
-    def _asked(
-        self, turn: Turn, params: SamplingParams | None, deadline: float | None, options: TurnOptions
-    ) -> Growing:
+    def _asked(self, turn: Turn, params: SamplingParams | None, options: RequestOptions) -> Growing:
         """What `_ask_turn` gives, as one who waits for it sees it."""
         raise NotImplementedError
 
@@ -248,12 +248,7 @@ class Conversation(Generic[Growing, Answer]):
         return self._messages[: places[-1]], self._messages[places[-1] :][:1]
 
     def _ask_turn(
-        self,
-        given_up: threading.Event,
-        turn: Turn,
-        params: SamplingParams | None,
-        deadline: float | None,
-        options: TurnOptions,
+        self, given_up: threading.Event, turn: Turn, params: SamplingParams | None, options: RequestOptions
     ) -> Generation:
         """Ask for the answer to messages behind others, once the latest answer has ended; RequestError where it grows.
 
@@ -265,10 +260,10 @@ class Conversation(Generic[Growing, Answer]):
                 raise RequestError("the message was given up before it was said")
             self._settle()
             before, messages = turn()
-            own: TurnOptions = {"tool_choice": self.tool_choice, "priority": self.priority, **self._options}
-            asked: TurnOptions = {**own, **options}
+            own: RequestOptions = {"tool_choice": self.tool_choice, "priority": self.priority, **self._options}
+            asked: RequestOptions = {**own, **options}
             params = self.params if params is None else params
-            request = Request.of(None, [*before, *messages], params, self.adapter, deadline=deadline, **asked)
+            request = Request.of(None, [*before, *messages], params, self.adapter, **asked)
             generation = self._ask(request, self._conversation)
             kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
             self._open = _OpenTurn(kept, messages, generation.request_state, given_up)
@@ -374,8 +369,8 @@ class Session(Conversation[Generation, Response]):
     `options` (see `TurnOptions`) say of one answer goes before that.
     """
 
-    def _asked(self, *asked: Any) -> Generation:
-        return self._ask_turn(threading.Event(), *asked)
+    def _asked(self, *turn: Any) -> Generation:
+        return self._ask_turn(threading.Event(), *turn)
 
     def _result(self, growing: Generation) -> Response:
         with growing:

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,6 @@ from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.errors import SnapshotError
 from edgellm.requests import TokenLogprobs, token_logprobs
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("edgellm.serving")
 
