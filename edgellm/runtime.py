@@ -73,8 +73,8 @@ class SpecDecodeRuntime:
     bytes, those used least recently go first. Rows of answers that give way to others (see `Request`) are kept in up to
     `preemption_budget` bytes of the host's memory, which is taken when it is needed; beyond that they are computed
     again. Recurrent states, of models that have such, are kept at places of texts in up to `state_budget` bytes of it.
-    Without an `engine_directory` it is the model that ships with the
-    package. Raises EdgeLLMError subclasses that say what is wrong.
+    Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError subclasses that say
+    what is wrong.
     """
 
     def __init__(

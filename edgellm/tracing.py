@@ -89,16 +89,9 @@ class Trace:
         ]
         # What contains others comes first, as nesting is read from the order where two begin at the same time.
         for span in sorted(self.spans, key=lambda each: (each.begin, -each.end)):
+            times = {"ts": (span.begin - self._started) * 1e6, "dur": (span.end - span.begin) * 1e6}
             found.append(
-                {
-                    "ph": "X",
-                    "pid": process,
-                    "tid": span.track,
-                    "name": span.name,
-                    "ts": (span.begin - self._started) * 1e6,
-                    "dur": (span.end - span.begin) * 1e6,
-                    "args": span.details,
-                }
+                {"ph": "X", "pid": process, "tid": span.track, "name": span.name, **times, "args": span.details}
             )
         return found
 

@@ -133,18 +133,14 @@ def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
     Raises RequestError for what is not a callable or None for each.
     """
     if count is None:
-        return [_checked_callback(on_chunk, "on_chunk")]
-    if on_chunk is None:
-        return [None] * count
-    expected = f"a list with a callable or None for each of the {count} requests"
-    require_kind(
-        isinstance(on_chunk, Sequence) and not isinstance(on_chunk, (str, bytes)), "on_chunk", on_chunk, expected
-    )
-    if len(on_chunk) != count:
-        raise RequestError(f"on_chunk has {len(on_chunk)} entries: expected {expected}")
-    return [_checked_callback(each, f"on_chunk[{index}]") for index, each in enumerate(on_chunk)]
-
-
-def _checked_callback(callback: Any, name: str) -> OnChunk | None:
-    require_kind(callback is None or callable(callback), name, callback, "a callable that takes a Chunk, or None")
-    return callback
+        named = {"on_chunk": on_chunk}
+    else:
+        given = [None] * count if on_chunk is None else on_chunk
+        expected = f"a list with a callable or None for each of the {count} requests"
+        require_kind(isinstance(given, Sequence) and not isinstance(given, (str, bytes)), "on_chunk", given, expected)
+        if len(given) != count:
+            raise RequestError(f"on_chunk has {len(given)} entries: expected {expected}")
+        named = {f"on_chunk[{index}]": each for index, each in enumerate(given)}
+    for name, callback in named.items():
+        require_kind(callback is None or callable(callback), name, callback, "a callable that takes a Chunk, or None")
+    return list(named.values())
