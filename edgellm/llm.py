@@ -20,7 +20,7 @@ from edgellm.requests import Messages, Request, RequestOptions, Response, TurnOp
 from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import handle_requests
-from edgellm.serving.thread import QUEUE_LIMIT, EngineThread, description
+from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.sessions import Answer, Growing, Session
 from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET
 from edgellm.snapshots.state_cache import STATE_BUDGET
@@ -249,7 +249,18 @@ class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
             return Request.of(prompt, messages, params, adapter, **options)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {description(self._thread)}>"
+        """Which model, on what, in what state; it waits for nothing, and raises nothing."""
+        thread, name = self._thread, type(self).__name__
+        if not thread.opened.done():
+            return f"<{name} (loading)>"
+        if (failure := thread.opened.exception()) is not None:
+            return f"<{name} (not opened: {type(failure).__name__})>"
+        runtime = thread.opened.result()
+        try:
+            state = f"on {runtime.backend_name} ({thread.running} running, {thread.waiting} waiting)"
+        except EdgeLLMError:
+            state = "(closed)"
+        return f"<{name} {runtime.directory.path} {state}>"
 
     @property
     def _kept_bytes(self) -> int:
@@ -288,21 +299,19 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
     def of_thread(cls, thread: EngineThread[SpecDecodeRuntime]) -> LLM:
         """The model of a thread, whose `opened` what is asked of it waits for."""
         llm = cls.__new__(cls)
-        llm._hold(thread)
+        llm._own(thread, waits=False)
         return llm
 
-    def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
-        self._hold(thread)
-        try:
-            thread.opened.result()
-        except BaseException:  # an interrupt, too: what is being loaded is closed as soon as it is there
-            thread.stop()
-            raise
-
-    def _hold(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
+    def _own(self, thread: EngineThread[SpecDecodeRuntime], waits: bool = True) -> None:
         self._thread = thread
         # Nobody can close what nobody holds any more: it would keep its memory until the process ends.
         finalize(self, thread.stop).atexit = False  # then the thread closes itself
+        try:
+            if waits:
+                thread.opened.result()
+        except BaseException:  # an interrupt, too: what is being loaded is closed as soon as it is there
+            thread.stop()
+            raise
 
     def submit(self, request: Request) -> Generation:
         """Queue a request; the answer comes by and by.

@@ -93,7 +93,7 @@ class Conversation(Generic[Growing, Answer]):
     def messages(self) -> list[dict[str, Any]]:
         """What was said so far, without a message whose answer is still growing; a copy."""
         with self._lock:
-            self._take_in()
+            self.take_in()
             return [dict(message) for message in self._messages]
 
     @property
@@ -150,15 +150,10 @@ class Conversation(Generic[Growing, Answer]):
 
     def __repr__(self) -> str:
         if self._lock.acquire(blocking=False):  # a debugger may ask at any time
-            self._take_in()
+            self.take_in()
             self._lock.release()
         count, state = len(self._messages), "being answered" if self._open or self._runs else "idle"
         return f"<{type(self).__name__}: {count} message{'' if count == 1 else 's'}, {state}>"
-
-    def take_in(self) -> None:
-        """Remember an answer that has ended now, and not only when the session is used again."""
-        with self._lock:
-            self._take_in()
 
     def stream(
         self,
@@ -327,21 +322,23 @@ class Conversation(Generic[Growing, Answer]):
         if latest is not None and (latest.request_state.cancelled or latest.given_up.is_set()):
             latest.request_state.cancel()  # what was let go of may wait in the queue still
             latest.request_state.wait()
-        self._take_in()
+        self.take_in()
         if self._open is not None:
             raise RequestError("the last message is still being answered: wait for its result, or cancel it")
 
-    def _take_in(self) -> None:
-        """Remember the latest message and its answer, once that has ended."""
-        if self._open is None or not self._open.request_state.ended:
-            return
-        if not self._open.request_state.look_ahead(waits=False):  # what is remembered is what `stop_when` lets stand
-            return
-        turn, self._open = self._open, None
-        response = turn.request_state.response
-        if response is not None and response.is_answered:  # of a failure whoever waits for the answer is told
-            self._messages = [*turn.before, *turn.messages, response.as_message()]
-            self._warn_of_full_context(response, turn.request_state.sequence.context_length)
+    def take_in(self) -> None:
+        """Remember the latest message and its answer, once that has ended: now, and not only when the session is used
+        again."""
+        with self._lock:
+            if self._open is None or not self._open.request_state.ended:
+                return
+            if not self._open.request_state.look_ahead(waits=False):  # what `stop_when` lets stand is remembered
+                return
+            turn, self._open = self._open, None
+            response = turn.request_state.response
+            if response is not None and response.is_answered:  # of a failure whoever waits for the answer is told
+                self._messages = [*turn.before, *turn.messages, response.as_message()]
+                self._warn_of_full_context(response, turn.request_state.sequence.context_length)
 
     def _warn_of_full_context(self, response: Response, context_length: int) -> None:
         used = context_length - response.usage.context_left

@@ -14,8 +14,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.speculation.draft_plan import DraftPlan
@@ -138,14 +136,11 @@ class ObservedSnapshots:
     """A source of snapshots; an observer takes note of its work."""
 
     def __init__(self, snapshots: SlotSnapshots, observer: Observer) -> None:
-        self._snapshots, self._observer = snapshots, observer
+        self._snapshots, self._observer, self.prove = snapshots, observer, snapshots.prove
 
     def restore(self, slot: int, prompt_ids: Sequence[int], contents: KVContents, *others: Any) -> int:
         with self._observer.host_span(SNAPSHOT, slot=slot):
             return self._snapshots.restore(slot, prompt_ids, contents, *others)
-
-    def prove(self, slot: int, logits: np.ndarray) -> None:
-        self._snapshots.prove(slot, logits)
 
 
 _LIBRARY_NAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
@@ -170,10 +165,8 @@ class NvtxRanges:
         self._push.argtypes, self._push.restype = [ctypes.c_char_p], ctypes.c_int
         self._pop.argtypes, self._pop.restype = [], ctypes.c_int
 
-    @contextmanager
-    def device_span(self, backend: Backend, name: str, **details: Any) -> Iterator[None]:
-        with self.host_span(name, **details):
-            yield
+    def device_span(self, backend: Backend, name: str, **details: Any) -> AbstractContextManager[None]:
+        return self.host_span(name, **details)
 
     @contextmanager
     def host_span(self, name: str, **details: Any) -> Iterator[None]:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EdgeLLMError, EngineError, closed_error, is_whole, require
+from edgellm.errors import EngineError, closed_error, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import StopWhen
@@ -200,18 +200,3 @@ def _dead(cause: BaseException) -> Exception:
     error = EngineError(f"the engine's thread has ended with {type(cause).__name__}: {cause}; open the model anew")
     error.__cause__ = cause
     return error
-
-
-def description(thread: EngineThread[Any]) -> str:
-    """A model in a few words: which, on what, in what state. It waits for nothing, and raises nothing."""
-    if not thread.opened.done():
-        return "(loading)"
-    failure = thread.opened.exception()
-    if failure is not None:
-        return f"(not opened: {type(failure).__name__})"
-    runtime = thread.opened.result()
-    try:
-        backend = runtime.backend_name
-    except EdgeLLMError:
-        return f"{runtime.directory.path} (closed)"
-    return f"{runtime.directory.path} on {backend} ({thread.running} running, {thread.waiting} waiting)"
