@@ -330,7 +330,7 @@ class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingRepor
         """As `submit`, but what is refused is not counted in the metrics: the caller may try again."""
         self._thread.check()
         sequence = self._runtime.prepare(request, conversation)
-        return self._thread.submit(sequence, request.deadline, self, request.stop_when)
+        return self._thread.submit(sequence, request, self)
 
     def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
         """Answer several requests, as many at a time as fit; the results are in their order.

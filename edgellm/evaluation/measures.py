@@ -72,7 +72,6 @@ class RecordedLogits:
     def __init__(self, windows: Sequence[Window], vocabulary: Sequence[str | None]) -> None:
         """Raises RequestError where the folder for temporary files has no room."""
         self.windows, self.vocabulary = list(windows), list(vocabulary)
-        self.losses: list[np.ndarray] = []
         tokens, folder = sum(len(window.counted) for window in windows), tempfile.gettempdir()
         needed = tokens * len(vocabulary) * _FLOAT32.itemsize
         free = shutil.disk_usage(folder).free
@@ -83,9 +82,8 @@ class RecordedLogits:
             )
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`
 
-    def append(self, logits: np.ndarray, tokens: np.ndarray) -> None:
-        """Keep the logits [n, V] float32 that the next `tokens` [n] are drawn from."""
-        self.losses.append(_losses(logits, tokens))
+    def append(self, logits: np.ndarray) -> None:
+        """Keep the logits [n, V] float32 that the next tokens are drawn from."""
         self._file.write(logits.tobytes())
 
     def rewind(self) -> None:
@@ -133,7 +131,7 @@ def record_logits(
     """The logits of a reference, for `divergence`."""
     recorded = RecordedLogits(windows, vocabulary_of(llm.tokenizer, llm.directory.config.vocab_size))
     try:
-        _score(llm, windows, recorded.append, adapter, progress)
+        _score(llm, windows, lambda logits, tokens: recorded.append(logits), adapter, progress)
     except BaseException:
         recorded.close()
         raise
@@ -180,12 +178,14 @@ def divergence(
     check_same_vocabulary(recorded.vocabulary, vocabulary_of(llm.tokenizer, llm.directory.config.vocab_size))
     recorded.rewind()
     losses: list[np.ndarray] = []
+    expected: list[np.ndarray] = []
     divergences: list[np.ndarray] = []
     differences: list[Difference] = []
     places = ((n, i) for n, window in enumerate(recorded.windows) for i in range(window.first, len(window.token_ids)))
 
     def take(logits: np.ndarray, tokens: np.ndarray) -> None:
         reference = recorded.read(len(logits))
+        expected.append(_losses(reference, tokens))
         losses.append(_losses(logits, tokens))
         divergences.append(_divergences(reference, logits))
         best, found = reference.argmax(1), logits.argmax(1)
@@ -203,7 +203,7 @@ def divergence(
         float(np.percentile(values, 99)),
         float(values.max()),
         1 - len(differences) / len(values),
-        Perplexity.of(np.concatenate(recorded.losses)),
+        Perplexity.of(np.concatenate(expected)),
         Perplexity.of(np.concatenate(losses)),
         tuple(differences),
     )

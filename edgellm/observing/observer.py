@@ -148,10 +148,8 @@ _LIBRARY_NAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
 
 def library_candidates() -> list[str]:
     """Where the library of NVTX may be: in the wheel, in the toolkit, or where the system's loader finds it."""
-    wheels = [Path(folder) / "nvidia" for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
-    toolkits = [Path(folder) for folder in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if folder]
-    folders = [folder for wheel in wheels for folder in sorted(wheel.glob("*/lib"))]
-    folders += [toolkit / "lib64" for toolkit in toolkits]
+    folders = [folder for path in sys.path for folder in sorted(Path(path).glob("nvidia/*/lib"))]
+    folders += [Path(root) / "lib64" for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
     files = [folder / name for folder in folders for name in _LIBRARY_NAMES]
     return [*(str(file) for file in files if file.is_file()), *_LIBRARY_NAMES]
 

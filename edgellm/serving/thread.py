@@ -15,7 +15,7 @@ from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EngineError, closed_error, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
-from edgellm.requests import StopWhen
+from edgellm.requests import Request
 from edgellm.serving.server import Call, Engine, RequestQueue, RequestServer, end_request
 
 logger = logging.getLogger("edgellm.serving")
@@ -68,20 +68,13 @@ class EngineThread(Generic[OpenedEngine]):
         server = self._server
         return 0 if server is None else server.preempted
 
-    def submit(
-        self,
-        sequence: DecodingSequence,
-        deadline: float | None = None,
-        owner: object | None = None,
-        stop_when: StopWhen | None = None,
-    ) -> Generation:
-        """Queue a request, which ends by itself `deadline` seconds after it was accepted. Its answer holds the `owner`,
-        and whoever reads it asks `stop_when`.
+    def submit(self, sequence: DecodingSequence, request: Request, owner: object | None = None) -> Generation:
+        """Queue a request, of which `sequence` was made ready. Its answer holds the `owner`.
 
         Raises QueueFullError, RequestError after `close`, EngineError where the thread has died, or in a process that
         was forked since.
         """
-        request_state = RequestState(sequence, deadline, self._discard, stop_when)
+        request_state = RequestState(sequence, request.deadline, self._discard, request.stop_when)
         self._queue.put(request_state)
         self.metrics.accepted()
         return Generation(request_state, owner)
