@@ -41,9 +41,8 @@ class SlotTable:
         keeper: RowKeeper | None = None,
         states: StateKeeper | None = None,
     ) -> None:
-        self.runner, self._contents, self.given, self._keeper = runner, contents, given, keeper
-        self._states = states
-        self._snapshots, self._encode_images = snapshots, encode
+        self.runner, self._contents, self._snapshots, self._encode_images = runner, contents, snapshots, encode
+        self.given, self._keeper, self._states = given, keeper, states
         #: The sequences that have a slot, in the slots' order.
         self.running: list[DecodingSequence] = []
 
@@ -102,8 +101,7 @@ class SlotTable:
         return first
 
     def prove(self, slot: int, logits: np.ndarray) -> None:
-        """See that the first logits [1, V] of a slot's sequence, behind rows of a snapshot, are numbers. Raises
-        SnapshotError."""
+        """Raise SnapshotError where the first logits [1, V] behind rows of a snapshot are not numbers."""
         assert self._snapshots is not None
         self._snapshots.prove(slot, logits)
         self.running[slot].is_unproven = False
@@ -124,9 +122,7 @@ class SlotTable:
         """Leave a slot whose sequence has ended, to reuse what it holds (`keep_rows`) or nothing of it."""
         sequence, last = self.running[slot], len(self.running) - 1
         if keep_rows and self._states is not None and self.runner.draft is not None:
-            self.runner.complete_draft(
-                slot, len(self.running)
-            )  # a next turn goes on where the states are, or not at all
+            self.runner.complete_draft(slot, last + 1)  # a next turn goes on where the states are, or not at all
         self._leave(slot)
         if not keep_rows or sequence.is_unproven:
             self.forget_rows(last)
