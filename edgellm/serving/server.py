@@ -203,8 +203,9 @@ class RequestServer:
             self._loop.abandon(keep_rows=False)
             for sequence in self._request_states:
                 if not sequence.finished:
-                    cause = f"{type(error).__name__}: {error}"
-                    sequence.failure = EngineError(f"the engine failed while it computed this answer: {cause}")
+                    sequence.failure = EngineError(
+                        f"the engine failed while it computed this answer: {type(error).__name__}: {error}"
+                    )
                     sequence.failure.__cause__ = error
             self._end_finished()
 
