@@ -27,7 +27,7 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from edgellm import __version__
-from edgellm.asynchronous import AsyncLLM
+from edgellm.asynchronous import AsyncGeneration, AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
@@ -43,7 +43,6 @@ from edgellm.http.responses import ResponseWriter, response_request
 from edgellm.http.under_way import AnswersUnderWay
 from edgellm.metrics import family
 from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
-from edgellm.serving.async_generation import AsyncGeneration
 from edgellm.text.template import ChatTemplate
 
 logger = logging.getLogger("edgellm.http")
@@ -315,7 +314,7 @@ class Service:
         lines = []
         for name, text, value in families:
             samples = value if isinstance(value, dict) else {"": value}
-            lines += family(name, "counter" if name.endswith("_total") else "gauge", text, samples.items())
+            lines += family(name, "counter" if name.endswith("_total") else "gauge", text, samples)
         return lines
 
     @property

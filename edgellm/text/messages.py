@@ -141,6 +141,12 @@ def is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 
+def show_images(messages: Sequence[Any]) -> bool:
+    """Whether any of some messages, which need not be well-formed, shows an image."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return any(isinstance(content, list) and any(map(is_image, content)) for content in contents)
+
+
 def image_of_part(part: dict[str, Any], what: str) -> ImageReference:
     """The image of an image part; RequestError where it has none, or several."""
     given = [(key, is_url) for key, is_url in _SOURCES if part.get(key) is not None]

@@ -17,6 +17,7 @@ from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import run
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.numpy_backend import NumpyEngine, NumpyTimestamp
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -154,7 +155,9 @@ def captured_answer(directory: EngineDirectory, observed: bool) -> tuple[list[in
     )
     plan = FixedDrafting(DraftPlan("chain", 1, 3, 4))
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
-    for _ in answered(DecodingLoop(ObservedRunner(runner, trace) if observed else runner, contents, plan), [sequence]):
+    for _ in answered(
+        DecodingLoop(SlotTable(ObservedRunner(runner, trace) if observed else runner, contents), plan), [sequence]
+    ):
         pass
     trace.finish()
     runner.close()

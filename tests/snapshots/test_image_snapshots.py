@@ -17,6 +17,7 @@ from edgellm.commands.cache_prompts import with_cached_prompt
 from edgellm.commands.settings import Settings
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
@@ -103,7 +104,7 @@ def loop_of(runner: DecodingRunner) -> DecodingLoop:
     """A loop whose slots hold nothing."""
     states = kept_states(runner)
     contents = [KVContents(states) for _ in range(runner.limits.max_batch)]
-    return DecodingLoop(runner, contents, states=states)
+    return DecodingLoop(SlotTable(runner, contents, states=states))
 
 
 def test_contents_tell_images_apart(slots: Slots) -> None:
