@@ -12,48 +12,48 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edgellm.asynchronous import AsyncLLM
-    from edgellm.drafting.acceptance import DraftingStatistics
-    from edgellm.drafting.config import DraftingConfig
-    from edgellm.drafting.controller import DraftingReport
-    from edgellm.errors import (
-        AdapterError,
-        ConstraintError,
-        ContextError,
-        EdgeLLMError,
-        EngineDirectoryError,
-        EngineError,
-        ImageError,
-        QueueFullError,
-        RequestError,
-        SnapshotError,
-        TemplateError,
-    )
-    from edgellm.generation import Generation
-    from edgellm.llm import LLM
-    from edgellm.requests import (
-        Chunk,
-        Messages,
-        Request,
-        RequestOptions,
-        Response,
-        SamplingOptions,
-        StopWhen,
-        Timings,
-        TokenLogprobs,
-        Tool,
-        TurnOptions,
-        Usage,
-    )
-    from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
-    from edgellm.sampling_params import SamplingParams
-    from edgellm.serving.async_generation import AsyncGeneration, AsyncSession
-    from edgellm.sessions import Content, Session
-    from edgellm.snapshots.system_prompt import CachedPrompt
-    from edgellm.structure.description import Structure
-    from edgellm.text.output import FinishReason
-    from edgellm.tool_calls.calls import ToolCall, ToolCallDelta
-    from edgellm.tool_calls.functions import function_tool
+    from edgellm.asynchronous import AsyncGeneration as AsyncGeneration
+    from edgellm.asynchronous import AsyncLLM as AsyncLLM
+    from edgellm.asynchronous import AsyncSession as AsyncSession
+    from edgellm.drafting.acceptance import DraftingStatistics as DraftingStatistics
+    from edgellm.drafting.config import DraftingConfig as DraftingConfig
+    from edgellm.drafting.controller import DraftingReport as DraftingReport
+    from edgellm.errors import AdapterError as AdapterError
+    from edgellm.errors import ConstraintError as ConstraintError
+    from edgellm.errors import ContextError as ContextError
+    from edgellm.errors import EdgeLLMError as EdgeLLMError
+    from edgellm.errors import EngineDirectoryError as EngineDirectoryError
+    from edgellm.errors import EngineError as EngineError
+    from edgellm.errors import ImageError as ImageError
+    from edgellm.errors import QueueFullError as QueueFullError
+    from edgellm.errors import RequestError as RequestError
+    from edgellm.errors import SnapshotError as SnapshotError
+    from edgellm.errors import TemplateError as TemplateError
+    from edgellm.generation import Generation as Generation
+    from edgellm.llm import LLM as LLM
+    from edgellm.requests import Chunk as Chunk
+    from edgellm.requests import Messages as Messages
+    from edgellm.requests import Request as Request
+    from edgellm.requests import RequestOptions as RequestOptions
+    from edgellm.requests import Response as Response
+    from edgellm.requests import SamplingOptions as SamplingOptions
+    from edgellm.requests import StopWhen as StopWhen
+    from edgellm.requests import Timings as Timings
+    from edgellm.requests import TokenLogprobs as TokenLogprobs
+    from edgellm.requests import Tool as Tool
+    from edgellm.requests import TurnOptions as TurnOptions
+    from edgellm.requests import Usage as Usage
+    from edgellm.runtime import SHIPPED_MODEL as SHIPPED_MODEL
+    from edgellm.runtime import SpecDecodeRuntime as SpecDecodeRuntime
+    from edgellm.sampling_params import SamplingParams as SamplingParams
+    from edgellm.sessions import Content as Content
+    from edgellm.sessions import Session as Session
+    from edgellm.snapshots.system_prompt import CachedPrompt as CachedPrompt
+    from edgellm.structure.description import Structure as Structure
+    from edgellm.text.output import FinishReason as FinishReason
+    from edgellm.tool_calls.calls import ToolCall as ToolCall
+    from edgellm.tool_calls.calls import ToolCallDelta as ToolCallDelta
+    from edgellm.tool_calls.functions import function_tool as function_tool
 
 # Silent unless a program that uses the package configures logging.
 logging.getLogger("edgellm").addHandler(logging.NullHandler())
@@ -79,57 +79,12 @@ class _CheckoutFolders:
 if not Path(__file__).with_name("engines").is_dir():
     sys.meta_path.insert(0, _CheckoutFolders)
 
-__all__ = [
-    "LLM",
-    "SHIPPED_MODEL",
-    "AdapterError",
-    "AsyncGeneration",
-    "AsyncLLM",
-    "AsyncSession",
-    "CachedPrompt",
-    "Chunk",
-    "ConstraintError",
-    "Content",
-    "ContextError",
-    "DraftingConfig",
-    "DraftingReport",
-    "DraftingStatistics",
-    "EdgeLLMError",
-    "EngineDirectoryError",
-    "EngineError",
-    "FinishReason",
-    "Generation",
-    "ImageError",
-    "Messages",
-    "QueueFullError",
-    "Request",
-    "RequestError",
-    "RequestOptions",
-    "Response",
-    "SamplingOptions",
-    "SamplingParams",
-    "Session",
-    "SnapshotError",
-    "SpecDecodeRuntime",
-    "StopWhen",
-    "Structure",
-    "TemplateError",
-    "Timings",
-    "TokenLogprobs",
-    "Tool",
-    "ToolCall",
-    "ToolCallDelta",
-    "TurnOptions",
-    "Usage",
-    "function_tool",
-]
-
 _ERRORS = "AdapterError ConstraintError ContextError EdgeLLMError EngineDirectoryError EngineError ImageError"
 _REQUESTS = (
     "Chunk Messages Request RequestOptions Response SamplingOptions StopWhen Timings TokenLogprobs Tool TurnOptions"
 )
 _NAMES = {
-    "asynchronous": "AsyncLLM",
+    "asynchronous": "AsyncGeneration AsyncLLM AsyncSession",
     "drafting.acceptance": "DraftingStatistics",
     "drafting.config": "DraftingConfig",
     "drafting.controller": "DraftingReport",
@@ -139,16 +94,16 @@ _NAMES = {
     "requests": f"{_REQUESTS} TurnOptions Usage",
     "runtime": "SHIPPED_MODEL SpecDecodeRuntime",
     "sampling_params": "SamplingParams",
-    "serving.async_generation": "AsyncGeneration AsyncSession",
     "sessions": "Content Session",
     "snapshots.system_prompt": "CachedPrompt",
     "structure.description": "Structure",
     "text.output": "FinishReason",
-    "tools.calls": "ToolCall ToolCallDelta",
-    "tools.functions": "function_tool",
+    "tool_calls.calls": "ToolCall ToolCallDelta",
+    "tool_calls.functions": "function_tool",
 }
 #: The module of each public name.
 _MODULES = {name: f"edgellm.{module}" for module, names in _NAMES.items() for name in names.split()}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,32 +1,166 @@
-"""The asynchronous twin of `LLM`, for asyncio: no threads but the one that computes."""
+"""The twins of `LLM`, `Session` and `Generation` for asyncio: no threads but the one that computes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+import inspect
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from edgellm.drafting.controller import DraftingReport
 from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
 from edgellm.generation import Generation
 from edgellm.llm import LLM, ServedModel, with_others
-from edgellm.requests import Messages, Request, RequestOptions, Response, request_list
+from edgellm.requests import Chunk, Messages, Request, RequestOptions, Response, request_list
 from edgellm.runtime import SpecDecodeRuntime
-from edgellm.serving.async_generation import AsyncGeneration, AsyncSession, asked_in_thread
 from edgellm.serving.batch_handling import failure_of
 from edgellm.serving.thread import EngineThread
+from edgellm.sessions import Conversation
+from edgellm.snapshots.system_prompt import CachedPrompt
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from edgellm.drafting.config import DraftingConfig
-    from edgellm.drafting.controller import DraftingReport
-    from edgellm.observing.observer import Observer
-    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
+Found = TypeVar("Found")
+#: What gives such a thing when it is awaited.
+Awaited = Coroutine[Any, Any, Found]
 
 
-class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], AsyncSession]):
+class AsyncGeneration:
+    """A request on its way: `async for chunk in generation`, or `await generation.result()`.
+
+    The model is asked when this is first iterated, awaited (which gives this again) or entered with `async with`; what
+    it refuses is raised there. Reading takes whatever has come since, as one chunk. A task that is cancelled while it
+    reads, leaving an `async with` block, and letting go of the object cancel the request. One task at a time reads.
+    """
+
+    def __init__(self, ask: Callable[[], Awaitable[Generation]]) -> None:
+        self._ask = ask
+        self._generation: Generation | None = None
+        self._changed = asyncio.Event()
+        self._asking = asyncio.Lock()
+        self._cancelled = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer has ended, well or not; there may be chunks to read."""
+        return self._generation is not None and self._generation.finished
+
+    def cancel(self) -> None:
+        """See `Generation.cancel`."""
+        self._cancelled = True
+        if self._generation is not None:
+            self._generation.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel what is not finished."""
+        if not self.finished:
+            self.cancel()
+
+    async def result(self) -> Response:
+        """Wait for the whole answer. Raises what the request failed with."""
+        generation = await self._begun()
+        while not generation.finished:
+            generation.look_ahead()
+            await self._wait(generation)
+        return generation.result()
+
+    def __aiter__(self) -> AsyncIterator[Chunk]:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        generation = await self._begun()
+        while True:
+            finished = generation.finished
+            chunk = generation.poll()
+            if chunk is not None:
+                return chunk
+            if finished:
+                raise StopAsyncIteration
+            await self._wait(generation)
+
+    def __await__(self) -> Generator[Any, None, AsyncGeneration]:
+        yield from self._begun().__await__()
+        return self
+
+    async def __aenter__(self) -> AsyncGeneration:
+        return await self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.aclose()
+
+    async def _begun(self) -> Generation:
+        """The request, which is asked now where it was not."""
+        async with self._asking:
+            if self._generation is None:
+                generation = await self._ask()
+                loop, changed = asyncio.get_running_loop(), self._changed
+
+                def wake() -> None:
+                    loop.call_soon_threadsafe(changed.set)
+
+                generation.on_change(wake)
+                if self._cancelled:
+                    generation.cancel()
+                self._generation = generation
+            return self._generation
+
+    async def _wait(self, generation: Generation) -> None:
+        try:
+            await self._changed.wait()
+        except asyncio.CancelledError:
+            generation.cancel()
+            raise
+        self._changed.clear()
+
+
+class AsyncSession(Conversation[AsyncGeneration, Awaited[Response]]):
+    """See `Session`: a conversation that remembers what was said. `warn` is called in the thread that reads."""
+
+    _awaits = True
+    #: Waits until the model is open, before the first message.
+    _open_model: Callable[[], Awaitable[object]]
+
+    def __await__(self) -> Generator[Any, None, AsyncSession]:
+        """Wait until the model is open, which the first message does otherwise; gives this again."""
+        yield from self._open_model().__await__()
+        return self
+
+    def _asked(self, *turn: Any) -> AsyncGeneration:
+        return AsyncGeneration(lambda: self._asked_in_turn(*turn))
+
+    def _result(self, growing: AsyncGeneration) -> Awaited[Response]:
+        return growing.result()
+
+    def _to_its_end(self, running: Awaited[Response]) -> Awaited[Response]:
+        return running
+
+    def _call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+        awaited = inspect.iscoroutinefunction(function)
+        return function(**arguments) if awaited else asyncio.to_thread(function, **arguments)
+
+    async def _asked_in_turn(self, *turn: Any) -> Generation:
+        await asyncio.sleep(0)  # a task that was cancelled in this turn gives its message up first
+        await self._open_model()
+        given_up = threading.Event()
+        try:
+            return await asked_in_thread(self._ask_turn, given_up, *turn)
+        except BaseException:  # a cancellation, too, after which the thread goes on
+            given_up.set()
+            raise
+
+
+class AsyncLLM(
+    ServedModel[
+        AsyncGeneration,
+        Awaited[Response],
+        AsyncSession,
+        Awaited[CachedPrompt],
+        Awaited[DraftingReport | None],
+        Awaited[None],
+    ]
+):
     """A language model for programs on asyncio: `async with AsyncLLM(...) as llm`.
 
     It has what `LLM` has, under the same names and with the same arguments; what waits there is awaited here, and
@@ -51,11 +185,6 @@ class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], Async
             self._is_open = True
         return self
 
-    @property
-    async def drafting_report(self) -> DraftingReport | None:
-        """See `LLM.drafting_report`; `await llm.drafting_report`."""
-        return await self.call(lambda runtime: runtime.drafting_report)
-
     async def submit(self, request: Request) -> AsyncGeneration:
         """See `LLM.submit`."""
         return await self._streamed(request)
@@ -76,34 +205,6 @@ class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], Async
         await self.open()
         return await asyncio.to_thread(self.served.count_tokens, prompt, **options)
 
-    async def cache_system_prompt(
-        self,
-        text: SystemPrompt,
-        adapter: str | None = None,
-        save: str | Path | None = None,
-        *,
-        tools: Tools | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> CachedPrompt:
-        """See `LLM.cache_system_prompt`."""
-        return await self.call(
-            lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(
-                text, adapter, save, tools=tools, template_variables=template_variables
-            )
-        )
-
-    async def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
-        """See `LLM.load_snapshot`."""
-        return await self.call(lambda runtime: runtime.load_snapshot(path, adapters))
-
-    async def use_drafting(self, drafting: DraftingConfig | None) -> None:
-        """See `LLM.use_drafting`."""
-        await self.call(lambda runtime: runtime.use_drafting(drafting))
-
-    async def observe(self, observer: Observer | None) -> None:
-        """See `LLM.observe`."""
-        await self.call(lambda runtime: runtime.observe(observer))
-
     async def call(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
         """See `LLM.call`; gives what the function returns."""
         await self.open()
@@ -121,9 +222,7 @@ class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], Async
             self._thread.stop()
             raise
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     @property
@@ -133,11 +232,16 @@ class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], Async
             raise RequestError("the model is not open yet: await llm.open() first, or use it in `async with`")
         return self._thread.opened.result()
 
+    def _called(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
+        return self.call(function)
+
     def _streamed(self, request: Request) -> AsyncGeneration:
         return AsyncGeneration(lambda: self._ask(self.served.submit, request))
 
     def _session(self, *arguments: Any, **options: Any) -> AsyncSession:
-        return AsyncSession(self.served._submit, self.open, *arguments, **options)
+        session = AsyncSession(self.served._submit, *arguments, **options)
+        session._open_model = self.open
+        return session
 
     async def _answered(self, request: Request, n: int) -> Response:
         requests = request.repeated(n)
@@ -164,6 +268,14 @@ class AsyncLLM(ServedModel[AsyncGeneration, Coroutine[Any, Any, Response], Async
                     self._thread.metrics.refused()
                     return error
                 await asyncio.wait(unfinished, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def asked_in_thread(ask: Callable[..., Generation], *arguments: Any) -> Generation:
+    """What `ask` gives, called in a thread, which would keep its result for a while behind the call: an answer that is
+    let go of ends when nobody holds it."""
+    asked: list[Generation] = []
+    await asyncio.to_thread(lambda: asked.append(ask(*arguments)))
+    return asked.pop()
 
 
 async def _result(generation: AsyncGeneration | EdgeLLMError) -> Response | EdgeLLMError:

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-from edgellm.engines.errors import (
-    AdapterError,
-    BuildError,
-    CheckpointError,
-    ConstraintError,
-    DeviceMemoryError,
-    EdgeLLMError,
-    EngineDirectoryError,
-    EngineError,
-    ImageError,
-    KernelError,
-    MissingDependencyError,
-    PlanError,
-    UnsupportedModelError,
-)
-from edgellm.kernels.errors import shown
+from typing import Any
 
-__all__ = [
-    "AdapterError",
-    "BuildError",
-    "CheckpointError",
-    "ConstraintError",
-    "ContextError",
-    "DeviceMemoryError",
-    "EdgeLLMError",
-    "EngineDirectoryError",
-    "EngineError",
-    "ImageError",
-    "KernelError",
-    "MissingDependencyError",
-    "PlanError",
-    "QueueFullError",
-    "RequestError",
-    "SettingsError",
-    "SnapshotError",
-    "TemplateError",
-    "UnsupportedModelError",
-    "did_you_mean",
-    "shown",
-]
+from edgellm.engines.errors import AdapterError as AdapterError
+from edgellm.engines.errors import BuildError as BuildError
+from edgellm.engines.errors import CheckpointError as CheckpointError
+from edgellm.engines.errors import ConstraintError as ConstraintError
+from edgellm.engines.errors import DeviceMemoryError as DeviceMemoryError
+from edgellm.engines.errors import EdgeLLMError as EdgeLLMError
+from edgellm.engines.errors import EngineDirectoryError as EngineDirectoryError
+from edgellm.engines.errors import EngineError as EngineError
+from edgellm.engines.errors import ImageError as ImageError
+from edgellm.engines.errors import KernelError as KernelError
+from edgellm.engines.errors import MissingDependencyError as MissingDependencyError
+from edgellm.engines.errors import PlanError as PlanError
+from edgellm.engines.errors import UnsupportedModelError as UnsupportedModelError
+from edgellm.kernels.errors import shown
 
 
 class RequestError(EdgeLLMError):
     """A request asks for something impossible: a number out of range, an empty prompt, a malformed message."""
+
+
+def require(condition: bool, name: str, value: Any, expected: str) -> None:
+    """Raise RequestError where the `condition` on the `value` of an argument does not hold."""
+    if not condition:
+        raise RequestError(f"{name} is {shown(value)}: expected {expected}")
+
+
+def require_kind(condition: bool, name: str, value: Any, expected: str) -> None:
+    """As `require`, where the type is wrong and the value says less."""
+    if not condition:
+        raise RequestError(f"{name} is a {type(value).__name__}: expected {expected}")
+
+
+def is_whole(value: Any, low: int, high: float = float("inf")) -> bool:
+    """Whether a value is a whole number from `low` to `high`."""
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
 class ContextError(RequestError):

@@ -8,12 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from numbers import Real
-from types import TracebackType
 from typing import Any
 
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EngineError, RequestError, shown
+from edgellm.errors import EngineError, require, require_kind, shown
 from edgellm.requests import Chunk, Response, StopWhen
 from edgellm.sampling_params import as_float
 from edgellm.text.output import FinishReason
@@ -26,10 +24,11 @@ UNREAD_CHUNKS = 64
 class RequestState:
     """A request between the engine and its readers: what it has produced, who listens, and whether it is to end.
 
-    `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter`, or None: so many
-    `seconds` after the request was accepted, which is before its prompt and its images were made ready. `discard` takes
-    a request that was not begun out of the queue. `stop_when` is called by whoever reads; what it ends is the reader's
-    answer at once, and the engine's at its next round.
+    `cancelled` may be set by any thread, without a lock. `deadline` is a time of `time.perf_counter` (infinite: none),
+    so many `seconds` after the request was accepted, which is before its prompt and its images were made ready.
+    `discard` takes a request that was not begun out of the queue. `stop_when` is called by whoever reads; what it ends
+    is the reader's answer at once, and the engine's at its next round. What it has `raised`, reading raises from then
+    on.
     """
 
     def __init__(
@@ -40,7 +39,7 @@ class RequestState:
         stop_when: StopWhen | None = None,
     ) -> None:
         self.sequence = sequence
-        self.deadline = None if seconds is None else sequence.clock.accepted + seconds
+        self.deadline = math.inf if seconds is None else sequence.clock.accepted + seconds
         #: Where there is no slot for all, the larger goes first.
         self.priority = sequence.priority
         self._discard = discard
@@ -52,28 +51,18 @@ class RequestState:
         self.response: Response | None = None
         self.failure: Exception | None = None
         self._listeners: list[Callable[[], None]] = []
-        self._stop_when = stop_when
+        self.stop_when = stop_when
         self._reading = threading.RLock()  # held while `stop_when` runs; never by the engine's thread
         self._let_pass: deque[Chunk] = deque()  # by `stop_when`, and not read yet
         self._shown: list[Chunk] = []
         self._shown_text = ""
-        self._raised: Exception | None = None
+        self.raised: Exception | None = None
         self._asking = self._stopped = False
-
-    @property
-    def may_stop(self) -> bool:
-        """Whether there is a `stop_when`, so that reading it may end the answer."""
-        return self._stop_when is not None
 
     @property
     def readable(self) -> bool:
         """Whether `take` has something to give, or to raise."""
-        return bool(self.chunks or self._let_pass) or self.ended or self.has_raised
-
-    @property
-    def has_raised(self) -> bool:
-        """Whether `stop_when` has raised something, which reading raises from then on."""
-        return self._raised is not None
+        return bool(self.chunks or self._let_pass) or self.ended or self.raised is not None
 
     def cancel(self) -> None:
         """End the answer at the next round, at once where it has not begun."""
@@ -87,7 +76,7 @@ class RequestState:
             return "stop"
         if self.cancelled:
             return "cancelled"
-        return "deadline" if self.deadline is not None and now >= self.deadline else None
+        return "deadline" if now >= self.deadline else None
 
     def deliver(self, chunks: Sequence[Chunk]) -> None:
         """Hand over what came of the answer at a time, token by token: read as one piece, unless a `stop_when` is to
@@ -95,7 +84,7 @@ class RequestState:
         with self.changed:
             if self._stopped:
                 return
-            if self._stop_when is not None:
+            if self.stop_when is not None:
                 self.chunks.extend(chunks)
             else:
                 full = len(self.chunks) == UNREAD_CHUNKS
@@ -106,36 +95,31 @@ class RequestState:
 
     def take(self) -> Chunk | None:
         """The oldest piece that nobody has read; None where there is none. Raises what `stop_when` raised."""
-        if self._stop_when is None:
+        if self.stop_when is None:
             with self.changed:
                 return self.chunks.popleft() if self.chunks else None
         with self._reading:
-            return self._let_pass.popleft() if self._let_pass else self._next_shown(self._stop_when)
+            return self._let_pass.popleft() if self._let_pass else self._next_shown(self.stop_when)
 
-    def look_ahead(self) -> None:
-        """Show `stop_when` what has come, for a caller who waits and does not read it yet. Raises nothing."""
-        if self._stop_when is None:
-            return
-        with self._reading:
-            try:
-                while (chunk := self._next_shown(self._stop_when)) is not None:
-                    self._let_pass.append(chunk)
-            except Exception as error:
-                self._raised = error
+    def look_ahead(self, waits: bool = True) -> bool:
+        """Show `stop_when` what has come, for a caller who waits and does not read it yet. Raises nothing.
 
-    def look_ahead_now(self) -> bool:
-        """As `look_ahead`, but where `stop_when` is running, in this thread or another, it is left alone: False."""
-        if self._stop_when is None:
+        Without `waits` it is left alone where it is running, in this thread or another: False.
+        """
+        if self.stop_when is None:
             return True
-        if not self._reading.acquire(blocking=False):
+        if not self._reading.acquire(blocking=waits):
             return False
         try:
-            if self._asking:
+            if self._asking and not waits:
                 return False
-            self.look_ahead()
-            return True
+            while (chunk := self._next_shown(self.stop_when)) is not None:
+                self._let_pass.append(chunk)
+        except Exception as error:
+            self.raised = error
         finally:
             self._reading.release()
+        return True
 
     def as_shown(self, response: Response) -> Response:
         """The response of an answer that `stop_when` may have ended: no more than what was shown."""
@@ -173,7 +157,7 @@ class RequestState:
 
     def outcome(self) -> Response | Exception:
         """The response, or what the request or its `stop_when` failed with, when it has ended."""
-        return self._raised or self.response or self.failure or EngineError("the request has not ended")
+        return self.raised or self.response or self.failure or EngineError("the request has not ended")
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever there is something new. It runs in the engine's thread: it must only wake others."""
@@ -188,8 +172,8 @@ class RequestState:
 
     def _next_shown(self, stop_when: StopWhen) -> Chunk | None:
         """The next piece, when `stop_when` has seen the text with it; the caller holds `_reading`."""
-        if self._raised is not None:
-            raise self._raised
+        if self.raised is not None:
+            raise self.raised
         with self.changed:
             chunk = self.chunks.popleft() if self.chunks else None
         if chunk is None:
@@ -200,7 +184,7 @@ class RequestState:
         try:
             stops = bool(stop_when(self._shown_text))
         except BaseException as error:
-            self._raised = error if isinstance(error, Exception) else None
+            self.raised = error if isinstance(error, Exception) else None
             self.cancel()
             raise
         finally:
@@ -230,22 +214,17 @@ class Generation:
     """
 
     def __init__(self, request_state: RequestState, owner: object | None = None) -> None:
-        """`owner` is kept as long as this."""
-        self._request_state, self._owner = request_state, owner
+        """`owner` is kept as long as this; `request_state`, the engine's side of the request, may outlive it, and does
+        not keep the answer wanted."""
+        self.request_state, self._owner = request_state, owner
 
     @property
     def finished(self) -> bool:
         """Whether the answer has ended, well or not; there may be chunks to read."""
-        return self._request_state.ended
-
-    @property
-    def request_state(self) -> RequestState:
-        """The engine's side of the request, which outlives this object and, held, does not keep the answer wanted."""
-        return self._request_state
+        return self.request_state.ended
 
     def __iter__(self) -> Iterator[Chunk]:
-        while (chunk := self.next_chunk()) is not None:
-            yield chunk
+        return iter(self.next_chunk, None)
 
     def next_chunk(self, timeout: float | None = None) -> Chunk | None:
         """The next piece of the answer, None after the last.
@@ -253,7 +232,7 @@ class Generation:
         Raises what the request failed with, or its `stop_when` raised, and TimeoutError where no piece comes within
         `timeout` seconds.
         """
-        request_state, until = self._request_state, _time_of(timeout)
+        request_state, until = self.request_state, _time_of(timeout)
         while True:
             with request_state.changed:
                 if not request_state.changed.wait_for(lambda: request_state.readable, _seconds_to(until)):
@@ -275,15 +254,15 @@ class Generation:
 
     def result(self, timeout: float | None = None) -> Response:
         """Wait for the whole answer. Raises what the request failed with, TimeoutError after `timeout` seconds."""
-        request_state, until = self._request_state, _time_of(timeout)
-        while request_state.may_stop and not (request_state.ended or request_state.has_raised):
+        request_state, until = self.request_state, _time_of(timeout)
+        while request_state.stop_when and not (request_state.ended or request_state.raised):
             with request_state.changed:
                 if not request_state.changed.wait_for(
                     lambda: request_state.chunks or request_state.ended, _seconds_to(until)
                 ):
                     break
             request_state.look_ahead()
-        if not request_state.has_raised and not request_state.wait(_seconds_to(until)):
+        if not request_state.raised and not request_state.wait(_seconds_to(until)):
             raise TimeoutError(f"the answer is not finished within {shown(timeout)} seconds")
         request_state.look_ahead()
         outcome = request_state.outcome()
@@ -296,37 +275,34 @@ class Generation:
 
         For who waits for several answers at a time. What it raises is raised by these.
         """
-        self._request_state.look_ahead()
+        self.request_state.look_ahead()
 
     def cancel(self) -> None:
         """End the answer at the next round, at once where it has not begun; its finish reason is "cancelled"."""
-        self._request_state.cancel()
+        self.request_state.cancel()
 
     def on_change(self, wake: Callable[[], None]) -> None:
         """Call `wake` whenever there is something new to `poll`: from the thread that computes, so it must only set an
         event or the like. It is called once now."""
-        if not callable(wake):
-            raise RequestError(f"wake is a {type(wake).__name__}: expected a callable without arguments")
-        self._request_state.listen(wake)
+        require_kind(callable(wake), "wake", wake, "a callable without arguments")
+        self.request_state.listen(wake)
         wake()
 
     def __enter__(self) -> Generation:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self.finished:
             self.cancel()
 
     def __del__(self) -> None:
-        request_state = getattr(self, "_request_state", None)
+        request_state = getattr(self, "request_state", None)
         if request_state is not None:
             request_state.cancelled = True  # takes no lock: this may run anywhere
 
     def _take(self) -> Chunk | None:
         """The oldest chunk; None where there is none. Raises the failure after the last one."""
-        request_state = self._request_state
+        request_state = self.request_state
         failure = request_state.failure if request_state.ended else None  # what came before it is read first
         chunk = request_state.take()
         if chunk is None and failure is not None:
@@ -338,9 +314,8 @@ def _time_of(timeout: Any) -> float:
     """When so many seconds from now are over, in seconds of `time.monotonic`; never for None."""
     if timeout is None:
         return math.inf
-    seconds = as_float(timeout) if isinstance(timeout, Real) and not isinstance(timeout, bool) else math.nan
-    if math.isnan(seconds):
-        raise RequestError(f"timeout is {shown(timeout)}: expected a number of seconds, or None")
+    seconds = as_float(timeout)
+    require(not math.isnan(seconds), "timeout", timeout, "a number of seconds, or None")
     return time.monotonic() + seconds
 
 

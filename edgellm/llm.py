@@ -5,41 +5,53 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from weakref import finalize
 
-from edgellm.errors import EdgeLLMError, RequestError
+from edgellm.drafting.controller import DraftingReport
+from edgellm.errors import EdgeLLMError, require_kind
 from edgellm.generation import Generation
 from edgellm.metrics import Metrics
 from edgellm.requests import Messages, Request, RequestOptions, Response, TurnOptions
 from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import handle_requests
-from edgellm.serving.thread import QUEUE_LIMIT, EngineThread, description
+from edgellm.serving.thread import QUEUE_LIMIT, EngineThread
 from edgellm.sessions import Answer, Growing, Session
 from edgellm.snapshots.preempted_rows import PREEMPTION_BUDGET
 from edgellm.snapshots.state_cache import STATE_BUDGET
 from edgellm.snapshots.store import MEMORY_BUDGET
+from edgellm.snapshots.system_prompt import CachedPrompt
 from edgellm.text.turns import OngoingConversation, Overflow
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from edgellm.drafting.config import DraftingConfig
-    from edgellm.drafting.controller import DraftingReport
     from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.observing.observer import Observer
-    from edgellm.snapshots.system_prompt import CachedPrompt, SystemPrompt, Tools
+    from edgellm.snapshots.system_prompt import SystemPrompt, Tools
     from edgellm.text.tokenizer import Tokenizer
 
 
 #: `Session`, or `AsyncSession`.
 Conversing = TypeVar("Conversing")
+#: A `CachedPrompt`, a `DraftingReport` or None, and None; of `AsyncLLM` what gives them when it is awaited.
+Cached = TypeVar("Cached")
+Report = TypeVar("Report")
+Done = TypeVar("Done")
 
 
-class ServedModel(Generic[Growing, Answer, Conversing]):
+def _of_runtime(name: str) -> Any:
+    """A property of the open model's runtime, under the same name."""
+    return property(attrgetter(f"_runtime.{name}"))
+
+
+class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
     """What `LLM` and `AsyncLLM` have in common: how they are opened and asked, what they say of their model."""
 
     def __init__(
@@ -59,23 +71,21 @@ class ServedModel(Generic[Growing, Answer, Conversing]):
         queue_limit: int = QUEUE_LIMIT,
     ) -> None:
         path, metrics = SHIPPED_MODEL if engine_directory is None else engine_directory, Metrics()
-
-        def open_runtime() -> SpecDecodeRuntime:
-            return SpecDecodeRuntime(
-                path,
-                multimodal_engine_directory,
-                adapters,
-                drafting,
-                backend=backend,
-                kv_cache=kv_cache,
-                snapshots=snapshots,
-                snapshot_budget=snapshot_budget,
-                preemption_budget=preemption_budget,
-                state_budget=state_budget,
-                progress=progress,
-                metrics=metrics,
-            )
-
+        open_runtime = partial(
+            SpecDecodeRuntime,
+            path,
+            multimodal_engine_directory,
+            adapters,
+            drafting,
+            backend=backend,
+            kv_cache=kv_cache,
+            snapshots=snapshots,
+            snapshot_budget=snapshot_budget,
+            preemption_budget=preemption_budget,
+            state_budget=state_budget,
+            progress=progress,
+            metrics=metrics,
+        )
         self._own(EngineThread(open_runtime, metrics, queue_limit))
 
     def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
@@ -86,55 +96,32 @@ class ServedModel(Generic[Growing, Answer, Conversing]):
         """The open model."""
         return self._thread.opened.result()
 
-    @property
-    def directory(self) -> EngineDirectory:
-        """The engine directory."""
-        return self._runtime.directory
+    directory: EngineDirectory = _of_runtime("directory")
+    """The engine directory."""
+    backend_name: str = _of_runtime("backend_name")
+    """"tensorrt" or "numpy"."""
+    tokenizer: Tokenizer = _of_runtime("tokenizer")
+    """The model's tokenizer."""
+    adapters: tuple[str, ...] = _of_runtime("adapters")
+    """Names of the LoRA adapters that a request can choose."""
+    context_length: int = _of_runtime("context_length")
+    """How many tokens prompt and answer can have together."""
+    has_vision_model: bool = _of_runtime("has_vision_model")
+    """Whether prompts can show images."""
+    default_system_prompt: str = _of_runtime("default_system_prompt")
+    """See `SpecDecodeRuntime.default_system_prompt`."""
+    default_image_system_prompt: str = _of_runtime("default_image_system_prompt")
+    """See `SpecDecodeRuntime.default_image_system_prompt`."""
+    default_params: SamplingParams = _of_runtime("default_params")
+    """See `SpecDecodeRuntime.default_params`."""
+    drafting: DraftingConfig | None = _of_runtime("drafting")
+    """How requests are drafted; None: plainly."""
 
     @property
-    def backend_name(self) -> str:
-        """ "tensorrt" or "numpy"."""
-        return self._runtime.backend_name
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._runtime.tokenizer
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters that a request can choose."""
-        return self._runtime.adapters
-
-    @property
-    def context_length(self) -> int:
-        """How many tokens prompt and answer can have together."""
-        return self._runtime.context_length
-
-    @property
-    def has_vision_model(self) -> bool:
-        """Whether prompts can show images."""
-        return self._runtime.has_vision_model
-
-    @property
-    def default_system_prompt(self) -> str:
-        """See `SpecDecodeRuntime.default_system_prompt`."""
-        return self._runtime.default_system_prompt
-
-    @property
-    def default_image_system_prompt(self) -> str:
-        """See `SpecDecodeRuntime.default_image_system_prompt`."""
-        return self._runtime.default_image_system_prompt
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """See `SpecDecodeRuntime.default_params`."""
-        return self._runtime.default_params
-
-    @property
-    def drafting(self) -> DraftingConfig | None:
-        """How requests are drafted; None: plainly."""
-        return self._runtime.drafting
+    def drafting_report(self) -> Report:
+        """See `SpecDecodeRuntime.drafting_report`; it waits until requests that came before are answered. Of `AsyncLLM`
+        it is awaited, as what the methods below give."""
+        return self._called(lambda runtime: runtime.drafting_report)
 
     def generate(
         self,
@@ -204,6 +191,34 @@ class ServedModel(Generic[Growing, Answer, Conversing]):
         """
         return self._session(system, params, adapter, overflow=overflow, **options)
 
+    def cache_system_prompt(
+        self,
+        text: SystemPrompt,
+        adapter: str | None = None,
+        save: str | Path | None = None,
+        *,
+        tools: Tools | None = None,
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> Cached:
+        """See `SpecDecodeRuntime.generate_and_save_system_prompt_kv_cache`; `save` is its file."""
+        return self._called(
+            lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(
+                text, adapter, save, tools=tools, template_variables=template_variables
+            )
+        )
+
+    def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> Cached:
+        """See `SpecDecodeRuntime.load_snapshot`."""
+        return self._called(lambda runtime: runtime.load_snapshot(path, adapters))
+
+    def use_drafting(self, drafting: DraftingConfig | None) -> Done:
+        """See `SpecDecodeRuntime.use_drafting`; requests that came before are answered as they were asked."""
+        return self._called(lambda runtime: runtime.use_drafting(drafting))
+
+    def observe(self, observer: Observer | None) -> Done:
+        """See `SpecDecodeRuntime.observe`."""
+        return self._called(lambda runtime: runtime.observe(observer))
+
     def metrics(self) -> dict[str, Any]:
         """What was done so far (`Metrics.snapshot`), and how many requests wait and run."""
         return self._thread.metrics.snapshot() | {name: value for name, (_, value) in self._gauges().items()}
@@ -211,6 +226,10 @@ class ServedModel(Generic[Growing, Answer, Conversing]):
     def metrics_text(self) -> str:
         """The metrics in Prometheus's text form."""
         return self._thread.metrics.prometheus(self._gauges())
+
+    def _called(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
+        """What a function of the runtime returns, which `call` runs."""
+        raise NotImplementedError
 
     def _streamed(self, request: Request) -> Growing:
         raise NotImplementedError
@@ -230,7 +249,18 @@ class ServedModel(Generic[Growing, Answer, Conversing]):
             return Request.of(prompt, messages, params, adapter, **options)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {description(self._thread)}>"
+        """Which model, on what, in what state; it waits for nothing, and raises nothing."""
+        thread, name = self._thread, type(self).__name__
+        if not thread.opened.done():
+            return f"<{name} (loading)>"
+        if (failure := thread.opened.exception()) is not None:
+            return f"<{name} (not opened: {type(failure).__name__})>"
+        runtime = thread.opened.result()
+        try:
+            state = f"on {runtime.backend_name} ({thread.running} running, {thread.waiting} waiting)"
+        except EdgeLLMError:
+            state = "(closed)"
+        return f"<{name} {runtime.directory.path} {state}>"
 
     @property
     def _kept_bytes(self) -> int:
@@ -246,7 +276,7 @@ class ServedModel(Generic[Growing, Answer, Conversing]):
         }
 
 
-class LLM(ServedModel[Generation, Response, Session]):
+class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, None]):
     """A language model, opened from an engine directory (by default the one that ships with the package).
 
     It has a thread of its own, which alone uses the engines; any threads may ask it. As many requests are computed
@@ -255,10 +285,9 @@ class LLM(ServedModel[Generation, Response, Session]):
     deadline, and the answer that it would have alone. KV rows of earlier prompts are reused where a prompt begins
     alike.
 
-    `drafting` "auto" drafts where the directory has a draft model, as this machine's preset says; None loads none.
     Drafting changes the speed, not the answers (but for what `DraftingConfig` calls lossy, or `sampled`). `progress` is
     called from the model's thread while it loads, with bytes done and in all. What else there is goes to
-    `SpecDecodeRuntime`.
+    `SpecDecodeRuntime`, which describes it; `drafting` is "auto" here by default.
 
     Requests take the keywords of `RequestOptions`, sampling among them: `llm.chat("Hello!", temperature=0.7)`.
 
@@ -270,26 +299,19 @@ class LLM(ServedModel[Generation, Response, Session]):
     def of_thread(cls, thread: EngineThread[SpecDecodeRuntime]) -> LLM:
         """The model of a thread, whose `opened` what is asked of it waits for."""
         llm = cls.__new__(cls)
-        llm._hold(thread)
+        llm._own(thread, waits=False)
         return llm
 
-    def _own(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
-        self._hold(thread)
-        try:
-            thread.opened.result()
-        except BaseException:  # an interrupt, too: what is being loaded is closed as soon as it is there
-            thread.stop()
-            raise
-
-    def _hold(self, thread: EngineThread[SpecDecodeRuntime]) -> None:
+    def _own(self, thread: EngineThread[SpecDecodeRuntime], waits: bool = True) -> None:
         self._thread = thread
         # Nobody can close what nobody holds any more: it would keep its memory until the process ends.
         finalize(self, thread.stop).atexit = False  # then the thread closes itself
-
-    @property
-    def drafting_report(self) -> DraftingReport | None:
-        """See `SpecDecodeRuntime.drafting_report`; it waits until requests that came before are answered."""
-        return self.call(lambda runtime: runtime.drafting_report).result()
+        try:
+            if waits:
+                thread.opened.result()
+        except BaseException:  # an interrupt, too: what is being loaded is closed as soon as it is there
+            thread.stop()
+            raise
 
     def submit(self, request: Request) -> Generation:
         """Queue a request; the answer comes by and by.
@@ -297,6 +319,8 @@ class LLM(ServedModel[Generation, Response, Session]):
         Raises RequestError or AdapterError for what is wrong with it, QueueFullError, RequestError after `close`.
         """
         return self._submit(request)
+
+    _streamed = submit
 
     def _submit(self, request: Request, conversation: OngoingConversation | None = None) -> Generation:
         with self._thread.metrics.counting_refusals():
@@ -306,7 +330,7 @@ class LLM(ServedModel[Generation, Response, Session]):
         """As `submit`, but what is refused is not counted in the metrics: the caller may try again."""
         self._thread.check()
         sequence = self._runtime.prepare(request, conversation)
-        return self._thread.submit(sequence, request.deadline, self, request.stop_when)
+        return self._thread.submit(sequence, request, self)
 
     def handle(self, requests: Sequence[Request]) -> list[Response | EdgeLLMError]:
         """Answer several requests, as many at a time as fit; the results are in their order.
@@ -316,8 +340,8 @@ class LLM(ServedModel[Generation, Response, Session]):
         """
         return handle_requests(self._queued, self._thread.metrics, requests)
 
-    def _streamed(self, request: Request) -> Generation:
-        return self._submit(request)
+    def _called(self, function: Callable[[SpecDecodeRuntime], Any]) -> Any:
+        return self.call(function).result()
 
     def _answered(self, request: Request, n: int) -> Response:
         requests = request.repeated(n)
@@ -339,38 +363,9 @@ class LLM(ServedModel[Generation, Response, Session]):
     def _session(self, *arguments: Any, **options: Any) -> Session:
         return Session(self._submit, *arguments, **options)
 
-    def cache_system_prompt(
-        self,
-        text: SystemPrompt,
-        adapter: str | None = None,
-        save: str | Path | None = None,
-        *,
-        tools: Tools | None = None,
-        template_variables: Mapping[str, Any] | None = None,
-    ) -> CachedPrompt:
-        """See `SpecDecodeRuntime.generate_and_save_system_prompt_kv_cache`; `save` is its file."""
-        return self.call(
-            lambda runtime: runtime.generate_and_save_system_prompt_kv_cache(
-                text, adapter, save, tools=tools, template_variables=template_variables
-            )
-        ).result()
-
-    def load_snapshot(self, path: str | Path, adapters: Sequence[str | None] | None = None) -> CachedPrompt:
-        """See `SpecDecodeRuntime.load_snapshot`."""
-        return self.call(lambda runtime: runtime.load_snapshot(path, adapters)).result()
-
-    def use_drafting(self, drafting: DraftingConfig | None) -> None:
-        """See `SpecDecodeRuntime.use_drafting`; requests that came before are answered as they were asked."""
-        self.call(lambda runtime: runtime.use_drafting(drafting)).result()
-
-    def observe(self, observer: Observer | None) -> None:
-        """See `SpecDecodeRuntime.observe`."""
-        self.call(lambda runtime: runtime.observe(observer)).result()
-
     def call(self, function: Callable[[SpecDecodeRuntime], Any]) -> Future[Any]:
         """Run a function of the runtime in its thread, in turn, when no request is being computed."""
-        if not callable(function):
-            raise RequestError(f"a call is a {type(function).__name__}: expected a function that takes the runtime")
+        require_kind(callable(function), "a call", function, "a function that takes the runtime")
         return self._thread.call(function)
 
     def close(self) -> None:
@@ -380,9 +375,7 @@ class LLM(ServedModel[Generation, Response, Session]):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

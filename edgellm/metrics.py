@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 from edgellm.requests import Response
@@ -16,6 +17,8 @@ from edgellm.snapshots.preempted_rows import KeptRows
 #: Upper bounds of the histograms' buckets in seconds: 1, 2.5 and 5 in each decade from 0.5 ms on.
 BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 
+#: Values of one metric, by what follows its name.
+Samples = Mapping[str, float]
 _HISTOGRAMS = {
     "queue_seconds": "Time that a request waited for a free slot.",
     "time_to_first_token_seconds": "Time from a request's acceptance to its first token.",
@@ -45,12 +48,14 @@ class Histogram:
 
     def quantile(self, share: float) -> float | None:
         """The least bucket bound (math.inf: beyond the last) that `share` of the values do not exceed; None: none."""
-        wanted, seen = share * self.count, 0
-        for bound, count in zip((*self.bounds, math.inf), self.counts, strict=True):
-            seen += count
-            if count and seen >= wanted:
-                return bound
-        return None
+        counted = zip((*self.bounds, math.inf), self.counts, accumulate(self.counts), strict=True)
+        return next((bound for bound, count, seen in counted if count and seen >= share * self.count), None)
+
+    def samples(self) -> Samples:
+        """As Prometheus reads it: how many values each bound is not exceeded by, their sum and their number."""
+        bounds, totals = (*self.bounds, math.inf), accumulate(self.counts)
+        buckets = {f'_bucket{{le="{_number(bound)}"}}': total for bound, total in zip(bounds, totals, strict=True)}
+        return {**buckets, "_sum": self.total, "_count": self.count}
 
     def snapshot(self) -> dict[str, Any]:
         """Count, sum, mean, and the bounds below which half, 95 % and 99 % of the values lie."""
@@ -98,10 +103,8 @@ class EagleGenerationMetrics(VanillaGenerationMetrics):
         """Add an answer."""
         super().count(response)
         if response.drafting is not None:
-            self.rounds += response.drafting.rounds
-            self.plain_steps += response.drafting.plain_steps
-            self.drafted_tokens += response.drafting.drafted_tokens
-            self.accepted_tokens += response.drafting.accepted_tokens
+            for name in ("rounds", "plain_steps", "drafted_tokens", "accepted_tokens"):
+                setattr(self, name, getattr(self, name) + getattr(response.drafting, name))
 
 
 @dataclass
@@ -220,10 +223,7 @@ class Metrics:
                 "steps": self._steps,
                 "tokens": self._tokens,
                 "preemptions": {**self._preemptions, **{f"kept_{name}": count for name, count in self._kept.items()}},
-                "prefill": asdict(self.prefill),
-                "vanilla_generation": asdict(self.vanilla_generation),
-                "eagle_generation": asdict(self.eagle_generation),
-                "multimodal": asdict(self.multimodal),
+                **{name: asdict(counts) for name, counts in self._stages().items()},
                 "adapters": {name: asdict(counts) for name, counts in sorted(self.adapters.items())},
                 **{name: histogram.snapshot() for name, histogram in self._histograms.items()},
             }
@@ -231,61 +231,50 @@ class Metrics:
     def prometheus(self, gauges: Mapping[str, tuple[str, float]] | None = None) -> str:
         """The counts in Prometheus's text exposition format 0.0.4; `gauges` are more values: name to (help, value)."""
         with self._lock:
-            lines = [*self._counters(), *self._histogram_lines()]
-        for name, (text, value) in (gauges or {}).items():
-            lines += _family(name, "gauge", text, [("", value)])
-        return "\n".join(lines) + "\n"
+            families = [(f"{name}_total", "counter", text, samples) for name, text, samples in self._counters()]
+            for name, histogram in self._histograms.items():
+                families.append((name, "histogram", _HISTOGRAMS[name], histogram.samples()))
+        families += [(name, "gauge", text, {"": value}) for name, (text, value) in (gauges or {}).items()]
+        return "".join(f"{line}\n" for each in families for line in family(*each))
 
-    def _counters(self) -> Iterable[str]:
-        requests = self._requests
-        yield from _family(
-            "requests_total", "counter", "Requests accepted into the queue.", [("", requests["accepted"])]
-        )
-        yield from _family("requests_refused_total", "counter", "Requests turned away.", [("", requests["refused"])])
-        ends = [(f'{{outcome="{reason}"}}', count) for reason, count in sorted(self._finished.items())]
-        ends.append(('{outcome="failed"}', requests["failed"]))
-        yield from _family("requests_ended_total", "counter", "Requests ended, by outcome.", ends)
-        yield from _family(
-            "rounds_total", "counter", "Rounds computed, for one or more requests.", [("", self._rounds)]
-        )
-        yield from _family("steps_total", "counter", "Times that a request got tokens.", [("", self._steps)])
-        yield from _family("tokens_total", "counter", "Tokens that requests got, as they came.", [("", self._tokens)])
-        gave_way = [(f'{{rows="{kind}"}}', count) for kind, count in self._preemptions.items()]
-        yield from _family("preemptions_total", "counter", "Times that a request gave way to another one.", gave_way)
-        for name, count in self._kept.items():
-            text = f"{name.capitalize()} of requests that gave way, kept on the host."
-            yield from _family(f"preempted_{name}_kept_total", "counter", text, [("", count)])
-        stages: dict[str, Any] = {
+    def _stages(self) -> dict[str, Any]:
+        return {
             "prefill": self.prefill,
-            "vanilla": self.vanilla_generation,
-            "eagle": self.eagle_generation,
+            "vanilla_generation": self.vanilla_generation,
+            "eagle_generation": self.eagle_generation,
             "multimodal": self.multimodal,
         }
-        for group, counts in stages.items():
+
+    def _counters(self) -> Iterator[tuple[str, str, Samples]]:
+        """Name, help and samples of each counter."""
+        requests = self._requests
+        ends = {f'{{outcome="{reason}"}}': count for reason, count in sorted(self._finished.items())}
+        yield "requests", "Requests accepted into the queue.", {"": requests["accepted"]}
+        yield "requests_refused", "Requests turned away.", {"": requests["refused"]}
+        yield "requests_ended", "Requests ended, by outcome.", {**ends, '{outcome="failed"}': requests["failed"]}
+        yield "rounds", "Rounds computed, for one or more requests.", {"": self._rounds}
+        yield "steps", "Times that a request got tokens.", {"": self._steps}
+        yield "tokens", "Tokens that requests got, as they came.", {"": self._tokens}
+        gave_way = {f'{{rows="{kind}"}}': count for kind, count in self._preemptions.items()}
+        yield "preemptions", "Times that a request gave way to another one.", gave_way
+        for name, count in self._kept.items():
+            text = f"{name.capitalize()} of requests that gave way, kept on the host."
+            yield f"preempted_{name}_kept", text, {"": count}
+        for stage, counts in self._stages().items():
+            group = stage.removesuffix("_generation")
             for name, value in asdict(counts).items():
                 text = f"{name.replace('_', ' ').capitalize()} of {group}, over the requests that got tokens."
-                yield from _family(f"{group}_{name}_total", "counter", text, [("", value)])
-        labels = {name: f'{{adapter="{_escaped(name)}"}}' for name in sorted(self.adapters)}
-        for field in fields(EagleGenerationMetrics) if labels else ():
+                yield f"{group}_{name}", text, {"": value}
+        adapters = {f'{{adapter="{_escaped(name)}"}}': counts for name, counts in sorted(self.adapters.items())}
+        for field in fields(EagleGenerationMetrics) if adapters else ():
             text = f"{field.name.replace('_', ' ').capitalize()} of generation under a LoRA adapter."
-            samples = [(label, getattr(self.adapters[name], field.name)) for name, label in labels.items()]
-            yield from _family(f"adapter_{field.name}_total", "counter", text, samples)
-
-    def _histogram_lines(self) -> Iterable[str]:
-        for name, histogram in self._histograms.items():
-            total = 0
-            samples: list[tuple[str, float]] = []
-            for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
-                total += count
-                samples.append((f'_bucket{{le="{_number(bound)}"}}', total))
-            samples += [("_sum", histogram.total), ("_count", total)]
-            yield from _family(name, "histogram", _HISTOGRAMS[name], samples)
+            yield f"adapter_{field.name}", text, {key: getattr(each, field.name) for key, each in adapters.items()}
 
 
-def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> list[str]:
-    """The lines of one metric; each sample is what follows its name, and its value."""
+def family(name: str, kind: str, text: str, samples: Samples) -> list[str]:
+    """The lines of one metric."""
     lines = [f"# HELP edgellm_{name} {text}", f"# TYPE edgellm_{name} {kind}"]
-    return lines + [f"edgellm_{name}{rest} {_number(value)}" for rest, value in samples]
+    return lines + [f"edgellm_{name}{rest} {_number(value)}" for rest, value in samples.items()]
 
 
 def _escaped(value: str) -> str:

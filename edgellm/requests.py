@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import cached_property
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -15,10 +15,10 @@ import numpy as np
 
 from edgellm.drafting.acceptance import DraftingStatistics
 from edgellm.drafting.config import DraftingConfig
-from edgellm.errors import RequestError, did_you_mean, shown
+from edgellm.errors import RequestError, did_you_mean, is_whole, require, require_kind, shown
 from edgellm.sampling_params import LARGEST_SEED, SamplingParams, as_float, with_structure
 from edgellm.structure.description import Structure
-from edgellm.text.messages import checked_tools, checked_variables, is_image
+from edgellm.text.messages import checked_tools, checked_variables, show_images
 from edgellm.text.output import FinishReason
 from edgellm.tool_calls.calls import ToolCall, ToolCallDelta, ToolChoice, checked_choice
 from edgellm.tool_calls.functions import described_tools
@@ -148,8 +148,7 @@ class Request:
         _check_prompt(self.prompt)
         check_choices(self.params, self.adapter)
         object.__setattr__(self, "params", with_structure(self.params, structure, response_format))
-        if not isinstance(self.images, (list, tuple)):
-            raise RequestError(f"images is a {type(self.images).__name__}: expected a list of images")
+        require_kind(isinstance(self.images, (list, tuple)), "images", self.images, "a list of images")
         object.__setattr__(self, "tools", checked_tools(described_tools(self.tools)))
         object.__setattr__(self, "template_variables", checked_variables(self.template_variables))
         if self.messages is None and (self.tools or self.template_variables):
@@ -157,17 +156,16 @@ class Request:
             raise RequestError(f"{given} are for the chat template, which a prompt has none of: ask with messages")
         _ = self.choice  # refuses what is wrong
         if self.deadline is not None:
-            object.__setattr__(self, "deadline", _checked_seconds(self.deadline))
+            seconds = as_float(self.deadline)
+            require(math.isfinite(seconds), "deadline", self.deadline, "a finite number of seconds, or None")
+            object.__setattr__(self, "deadline", seconds)
         checked_priority(self.priority)
-        if not isinstance(self.continue_final_message, bool):
-            raise RequestError(
-                f"continue_final_message is {shown(self.continue_final_message)}: expected true or false"
-            )
-        if self.continue_final_message and self.messages is None:
+        continues, stop_when = self.continue_final_message, self.stop_when
+        require(isinstance(continues, bool), "continue_final_message", continues, "true or false")
+        if continues and self.messages is None:
             raise RequestError("continue_final_message is of use to messages: a prompt is continued without it")
-        if self.stop_when is not None and not callable(self.stop_when):
-            found = type(self.stop_when).__name__
-            raise RequestError(f"stop_when is a {found}: expected a callable that takes the text so far, or None")
+        expected = "a callable that takes the text so far, or None"
+        require_kind(stop_when is None or callable(stop_when), "stop_when", stop_when, expected)
 
     @classmethod
     def of(
@@ -198,8 +196,7 @@ class Request:
     def repeated(self, count: int) -> list[Request]:
         """This request `count` times, for as many answers: where tokens are drawn with a seed, each has the one after
         that of the request before it. Raises RequestError for a count that is not from 1 to 128."""
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_ANSWERS:
-            raise RequestError(f"n is {shown(count)}: expected a whole number from 1 to {MOST_ANSWERS}")
+        require(is_whole(count, 1, MOST_ANSWERS), "n", count, f"a whole number from 1 to {MOST_ANSWERS}")
         params = self.params
         if count == 1 or params is None or params.seed is None:
             return [self] * count
@@ -214,9 +211,7 @@ class Request:
     @property
     def shows_images(self) -> bool:
         """Whether there are images to be read, which takes milliseconds; messages need not be well-formed."""
-        messages = self.messages if isinstance(self.messages, (list, tuple)) else ()
-        contents = (message.get("content") for message in messages if isinstance(message, dict))
-        return bool(self.images) or any(isinstance(part, list) and any(map(is_image, part)) for part in contents)
+        return bool(self.images) or show_images(self.messages if isinstance(self.messages, (list, tuple)) else ())
 
 
 #: What `Request.of` takes for the fields of `SamplingParams`.
@@ -225,27 +220,21 @@ _SAMPLING = tuple(field.name for field in fields(SamplingParams) if field.name n
 
 def require_request(value: Any) -> None:
     """Raise RequestError for what is no Request."""
-    if not isinstance(value, Request):
-        raise RequestError(f"a request is a {type(value).__name__}: expected Request(...)")
+    require_kind(isinstance(value, Request), "a request", value, "Request(...)")
 
 
 def request_list(requests: Any) -> list[Any]:
     """Several requests; RequestError for what is no list. Each is checked when its turn comes."""
-    if (
-        not isinstance(requests, Iterable)
-        or isinstance(requests, (str, bytes, Mapping))
-        or getattr(requests, "ndim", 1) == 0
-    ):
-        raise RequestError(f"requests is a {type(requests).__name__}: expected a list of Request(...)")
+    require_kind(
+        _is_list(requests) and not isinstance(requests, Mapping), "requests", requests, "a list of Request(...)"
+    )
     return list(requests)
 
 
 def check_choices(params: Any, adapter: Any) -> None:
     """Raise RequestError for what are no sampling parameters, or no name of an adapter."""
-    if not isinstance(params, (SamplingParams, type(None))):
-        raise RequestError(f"params is a {type(params).__name__}: expected SamplingParams(...), or None")
-    if not isinstance(adapter, (str, type(None))):
-        raise RequestError(f"adapter is a {type(adapter).__name__}: expected a LoRA adapter's name, or None")
+    require_kind(isinstance(params, (SamplingParams, type(None))), "params", params, "SamplingParams(...), or None")
+    require_kind(isinstance(adapter, (str, type(None))), "adapter", adapter, "a LoRA adapter's name, or None")
 
 
 def _check_prompt(prompt: Any) -> None:
@@ -253,32 +242,23 @@ def _check_prompt(prompt: Any) -> None:
         return
     if isinstance(prompt, (bytes, bytearray)):
         raise RequestError("the prompt is bytes: expected text (bytes.decode()), or a list of token ids")
-    if not isinstance(prompt, Collection) or isinstance(prompt, (Mapping, Set)) or getattr(prompt, "ndim", 1) != 1:
-        raise RequestError(f"the prompt is a {type(prompt).__name__}: expected text, or a list of token ids")
-    wrong = [each for each in prompt if not isinstance(each, Integral)]
-    if wrong:
-        raise RequestError(f"the prompt has {shown(wrong[0])} among its token ids: expected whole numbers, or text")
-    beyond = [each for each in prompt if not -_IDS <= each < _IDS]  # the engine knows its vocabulary
-    if beyond:
-        raise RequestError(
-            f"the prompt has the token id {shown(int(beyond[0]))}: expected 32 bits, use the model's own tokenizer"
-        )
+    is_list = isinstance(prompt, Collection) and not isinstance(prompt, (Mapping, Set))
+    require_kind(is_list and getattr(prompt, "ndim", 1) == 1, "the prompt", prompt, "text, or a list of token ids")
+    for each in prompt:
+        if not isinstance(each, Integral):
+            raise RequestError(f"the prompt has {shown(each)} among its token ids: expected whole numbers, or text")
+    for each in prompt:  # the engine knows its vocabulary
+        if not -_IDS <= each < _IDS:
+            raise RequestError(
+                f"the prompt has the token id {shown(int(each))}: expected 32 bits, use the model's own tokenizer"
+            )
 
 
 def checked_priority(priority: Any) -> int:
     """A priority as it is; RequestError for anything else."""
-    if isinstance(priority, bool) or not isinstance(priority, int) or not -_PRIORITIES <= priority <= _PRIORITIES:
-        expected = f"a whole number from {-_PRIORITIES} to {_PRIORITIES}, of which the larger goes first"
-        raise RequestError(f"priority is {shown(priority)}: expected {expected}")
+    expected = f"a whole number from {-_PRIORITIES} to {_PRIORITIES}, of which the larger goes first"
+    require(is_whole(priority, -_PRIORITIES, _PRIORITIES), "priority", priority, expected)
     return priority
-
-
-def _checked_seconds(seconds: Any) -> float:
-    """A deadline as a finite number; RequestError for anything else."""
-    number = as_float(seconds) if isinstance(seconds, Real) and not isinstance(seconds, bool) else math.nan
-    if not math.isfinite(number):
-        raise RequestError(f"deadline is {shown(seconds)}: expected a finite number of seconds, or None")
-    return number
 
 
 @dataclass(frozen=True)
@@ -435,50 +415,29 @@ def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> li
 
 
 def check_options(
-    engine_directory: Any,
-    multimodal_engine_directory: Any,
-    backend: Any,
-    adapters: Any,
-    drafting: Any,
-    snapshots: Any,
-    snapshot_budget: Any,
-    progress: Any,
+    path: Any, vision_path: Any, backend: Any, adapters: Any, drafting: Any, snapshots: Any, progress: Any
 ) -> None:
     """Raise RequestError for an argument of `SpecDecodeRuntime` that has another type than it should have."""
-    check_path("engine_directory", engine_directory)
-    if multimodal_engine_directory is not None:
-        check_path("multimodal_engine_directory", multimodal_engine_directory)
-    if not isinstance(backend, str):
-        raise RequestError(f"backend is {shown(backend)}: expected one of auto, numpy, tensorrt")
-    if not isinstance(adapters, (Mapping, type(None))):
-        expected = "expected directories by name, as in {'json': 'adapter-dir'}"
-        raise RequestError(f"adapters is {shown(adapters)}: {expected}")
+    check_path("engine_directory", path)
+    if vision_path is not None:
+        check_path("multimodal_engine_directory", vision_path)
+    require(isinstance(backend, str), "backend", backend, "one of auto, numpy, tensorrt")
+    expected = "directories by name, as in {'json': 'adapter-dir'}"
+    require(isinstance(adapters, (Mapping, type(None))), "adapters", adapters, expected)
     for name, path in (adapters or {}).items():
         if not isinstance(name, str):
             raise RequestError(f"adapters has the name {shown(name)}: expected text")
         check_path(f"the adapter {name!r}", path)
     if not isinstance(drafting, str) or drafting != "auto":
         check_drafting(drafting, 'DraftingConfig(...), "auto" or None')
-    is_list = isinstance(snapshots, Iterable) and not isinstance(snapshots, (str, bytes))
-    if not is_list or getattr(snapshots, "ndim", 1) == 0:
-        raise RequestError(f"snapshots is {shown(_plain(snapshots))}: expected a list of files")
-    check_bytes("snapshot_budget", snapshot_budget)
-    if progress is not None and not callable(progress):
-        raise RequestError(
-            f"progress is {shown(progress)}: expected a callable that takes bytes done and in all, or None"
-        )
-
-
-def check_bytes(name: str, value: Any) -> None:
-    """Raise RequestError for what is no number of bytes."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise RequestError(f"{name} is {shown(value)}: expected a whole number of bytes, 0 or more")
+    require(_is_list(snapshots), "snapshots", _plain(snapshots), "a list of files")
+    expected = "a callable that takes bytes done and in all, or None"
+    require(progress is None or callable(progress), "progress", progress, expected)
 
 
 def check_path(name: str, path: Any) -> None:
     """Raise RequestError for what is no path."""
-    if not isinstance(path, (str, Path)):
-        raise RequestError(f"{name} is {shown(path)}: expected a path, as text or pathlib.Path")
+    require(isinstance(path, (str, Path)), name, path, "a path, as text or pathlib.Path")
     try:
         encoded = os.fsencode(path)
     except UnicodeEncodeError as error:
@@ -491,24 +450,14 @@ def check_path(name: str, path: Any) -> None:
         )
 
 
-def check_adapter_names(adapters: Any) -> None:
-    """Raise RequestError for what is no list of adapters' names, None among them, nor None."""
-    names = () if adapters is None else adapters
-    if not isinstance(names, (list, tuple)) or not all(isinstance(name, (str, type(None))) for name in names):
-        raise RequestError(f"adapters is {shown(adapters)}: expected a list of names, with None for without an adapter")
-
-
-def check_observer(observer: Any) -> None:
-    """Raise RequestError for what is neither an observer nor None."""
-    wanted = ("device_span", "host_span", "finish")
-    if observer is not None and not all(callable(getattr(observer, name, None)) for name in wanted):
-        raise RequestError(f"an observer is a {type(observer).__name__}: expected {', '.join(wanted)}, or None")
-
-
 def check_drafting(drafting: Any, expected: str = "DraftingConfig(...), or None") -> None:
     """Raise RequestError for what is neither a DraftingConfig nor None."""
-    if not isinstance(drafting, (DraftingConfig, type(None))):
-        raise RequestError(f"drafting is {shown(drafting)}: expected {expected}")
+    require(isinstance(drafting, (DraftingConfig, type(None))), "drafting", drafting, expected)
+
+
+def _is_list(value: Any) -> bool:
+    """Whether values stand in it: text and numbers are no lists."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) > 0
 
 
 def _plain(path: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
@@ -17,6 +17,7 @@ from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import open_runner, read_adapters
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.drafting.controller import DraftingReport
 from edgellm.drafting.drafters import Drafters
@@ -24,7 +25,7 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import EdgeLLMError, RequestError, closed_error, shown
+from edgellm.errors import EdgeLLMError, RequestError, closed_error, is_whole, require, require_kind
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.metrics import Metrics
@@ -32,11 +33,8 @@ from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observ
 from edgellm.requests import (
     Request,
     Response,
-    check_adapter_names,
-    check_bytes,
     check_choices,
     check_drafting,
-    check_observer,
     check_options,
     check_path,
     request_list,
@@ -75,8 +73,8 @@ class SpecDecodeRuntime:
     bytes, those used least recently go first. Rows of answers that give way to others (see `Request`) are kept in up to
     `preemption_budget` bytes of the host's memory, which is taken when it is needed; beyond that they are computed
     again. Recurrent states, of models that have such, are kept at places of texts in up to `state_budget` bytes of it.
-    Without an `engine_directory` it is the model that ships with the
-    package. Raises EdgeLLMError subclasses that say what is wrong.
+    Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError subclasses that say
+    what is wrong.
     """
 
     def __init__(
@@ -96,14 +94,23 @@ class SpecDecodeRuntime:
         metrics: Metrics | None = None,
     ) -> None:
         path, vision_path = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
-        check_options(path, vision_path, backend, adapters, drafting, snapshots, snapshot_budget, progress)
-        if not isinstance(metrics, (Metrics, type(None))):
-            raise RequestError(f"metrics is a {type(metrics).__name__}: expected edgellm.metrics.Metrics(), or None")
-        check_bytes("preemption_budget", preemption_budget)
-        check_bytes("state_budget", state_budget)
+        check_options(path, vision_path, backend, adapters, drafting, snapshots, progress)
+        budgets = {"snapshot": snapshot_budget, "preemption": preemption_budget, "state": state_budget}
+        for name, budget in budgets.items():
+            require(is_whole(budget, 0), f"{name}_budget", budget, "a whole number of bytes, 0 or more")
+        is_counter = isinstance(metrics, (Metrics, type(None)))
+        require_kind(is_counter, "metrics", metrics, "edgellm.metrics.Metrics(), or None")
         self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
+        self.context_length: int = self.directory.limits.kv_capacity
+        """How many tokens prompt and answer can have together."""
+        self.has_vision_model: bool = self._multimodal_directory is not None
+        """Whether prompts can show images."""
+        self.default_system_prompt: str = self._defaults.system_prompt
+        """The system prompt of conversations without a system message (`system_prompt.txt`); "" is none."""
+        self.default_image_system_prompt: str = self._defaults.image_system_prompt
+        """As `default_system_prompt`, for conversations that show images: `system_prompt_image.txt`, where it is."""
         self.metrics = metrics or Metrics()
         #: What `capture_decoding_cuda_graph` could not capture, by name.
         self.uncaptured_stages: tuple[str, ...] = ()
@@ -164,26 +171,10 @@ class SpecDecodeRuntime:
         return self._open_runner().base.memory_plan.items
 
     @property
-    def has_vision_model(self) -> bool:
-        """Whether prompts can show images."""
-        return self._multimodal_directory is not None
-
-    @property
     def tool_format(self) -> str | None:
         """The name of the format in which the model calls tools; None where its chat template shows none."""
         found = self._preparation.tools.format()
         return None if found is None else found.name
-
-    @property
-    def default_system_prompt(self) -> str:
-        """The system prompt of conversations without a system message (`system_prompt.txt`); "" is none."""
-        return self._defaults.system_prompt
-
-    @property
-    def default_image_system_prompt(self) -> str:
-        """As `default_system_prompt`, for conversations that show images: `system_prompt_image.txt`, where there is
-        one."""
-        return self._defaults.image_system_prompt
 
     @property
     def default_params(self) -> SamplingParams:
@@ -240,7 +231,9 @@ class SpecDecodeRuntime:
         Rounds are then not one graph each, which costs some speed.
         """
         runner = self._open_runner()
-        check_observer(observer)
+        wanted = ("device_span", "host_span", "finish")
+        observes = observer is None or all(callable(getattr(observer, name, None)) for name in wanted)
+        require_kind(observes, "an observer", observer, f"{', '.join(wanted)}, or None")
         with self._exclusive():
             if self._observer is not None:
                 self._observer.finish()
@@ -258,11 +251,6 @@ class SpecDecodeRuntime:
         """The bytes of rows that are kept on the host for answers that gave way to others. Any thread may ask."""
         keeper = self._keeper
         return 0 if keeper is None else keeper.nbytes
-
-    @property
-    def context_length(self) -> int:
-        """How many tokens prompt and answer can have together."""
-        return self.directory.limits.kv_capacity
 
     @overload
     def handle_request(self, request: Request, on_chunk: OnChunk | None = None) -> Response: ...
@@ -310,13 +298,13 @@ class SpecDecodeRuntime:
 
     def loop(self) -> DecodingLoop:
         """See `edgellm.serving.server.Engine`."""
-        chooser, given = self._drafters.chooser, self._drafters.given
-        runner, snapshots = self._open_runner(), self._open_snapshots()
+        runner, snapshots, given = self._open_runner(), self._open_snapshots(), self._drafters.given
         if self._observer is not None:
             runner = cast(DecodingRunner, ObservedRunner(runner, self._observer))
             snapshots = cast(SlotSnapshots, ObservedSnapshots(snapshots, self._observer))
         encode = None if self._vision is None else self._vision.encode
-        return DecodingLoop(runner, self._contents, chooser, snapshots, encode, given, self._keeper, self._states)
+        slots = SlotTable(runner, self._contents, snapshots, encode, given, self._keeper, self._states)
+        return DecodingLoop(slots, self._drafters.chooser)
 
     def generate_and_save_system_prompt_kv_cache(
         self,
@@ -359,8 +347,7 @@ class SpecDecodeRuntime:
         """The rows of a system prompt, kept nowhere yet; `label` is a name for people (None: the first words)."""
         snapshots = self._open_snapshots()
         check_choices(None, lora_name)
-        if not isinstance(label, (str, type(None))):
-            raise RequestError(f"label is {shown(label)}: expected text, or None")
+        require(isinstance(label, (str, type(None))), "label", label, "text, or None")
         token_ids, prepared = self._preparation.system_prompt(prompt, tools, template_variables)
         label = label or prompt_label(prompt)
         with self._exclusive():
@@ -406,12 +393,13 @@ class SpecDecodeRuntime:
         """
         base = self._open_runner().base
         check_path("path", path)
-        check_adapter_names(adapters)
         names = (None, *self.adapters) if adapters is None else adapters
-        path = user_path(path)
+        are_names = isinstance(names, (list, tuple)) and all(isinstance(name, (str, type(None))) for name in names)
+        require(are_names, "adapters", adapters, "a list of names, with None for without an adapter")
+        file = user_path(path)
         with self._exclusive():
-            stored = self._open_snapshots().load(path, [base.adapter_digest(name) for name in names])
-        return CachedPrompt(stored.token_ids, stored.nbytes, path)
+            stored = self._open_snapshots().load(file, [base.adapter_digest(name) for name in names])
+        return CachedPrompt(stored.token_ids, stored.nbytes, file)
 
     def close(self) -> None:
         """Free all memory, also where a part of that fails; the object cannot be used afterwards.
@@ -427,28 +415,18 @@ class SpecDecodeRuntime:
 
     def _close(self) -> None:
         with self._exclusive(), ExitStack() as last_first:
-            vision, snapshots, runner = self._vision, self._snapshots, self._runner
-            keepers = self._keeper, self._states
+            for part in (self._runner, self._keeper, self._states, self._snapshots, self._vision):
+                if part is not None:
+                    last_first.callback(part.close)
+            if self._runner is not None and self._observer is not None:
+                last_first.callback(self._observer.finish)
             self._vision = self._snapshots = self._runner = self._following = self._keeper = self._states = None
             self._drafters.close()
-            if runner is not None:
-                last_first.callback(runner.close)
-                if self._observer is not None:
-                    last_first.callback(self._observer.finish)
-            for keeper in keepers:
-                if keeper is not None:
-                    last_first.callback(keeper.close)
-            if snapshots is not None:
-                last_first.callback(snapshots.close)
-            if vision is not None:
-                last_first.callback(vision.close)
 
     def __enter__(self) -> SpecDecodeRuntime:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextmanager

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from edgellm.errors import RequestError, shown
+from edgellm.errors import RequestError, require, shown
 from edgellm.structure.description import structure_of, structure_of_response_format
 
 SMALLEST_TEMPERATURE = 0.001  # logits divided by less overflow float32
@@ -21,6 +21,7 @@ LARGEST_BIAS = 100.0
 MOST_BIASES = MOST_BAD_WORDS = 1024
 #: Characters of all bad words together: each is encoded, twice.
 _MOST_BAD_CHARACTERS = 2**16
+_MAY_BE_NONE = ("seed", "max_tokens", "logprobs", "structure", "allowed_token_ids")
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,12 @@ def with_structure(
 
 def checked_value(name: str, value: Any) -> Any:
     """Return `value` as field `name` of `SamplingParams` holds it, or raise `RequestError`."""
+    if value is None and name in _MAY_BE_NONE:
+        return None
     if name == "temperature":
         number = _real(name, value, 0.0, 100.0)
-        if 0.0 < number < SMALLEST_TEMPERATURE:
-            raise RequestError(
-                f"temperature is {shown(value)}: expected 0 (greedy decoding) or a number from {SMALLEST_TEMPERATURE} "
-                "to 100"
-            )
+        expected = f"0 (greedy decoding) or a number from {SMALLEST_TEMPERATURE} to 100"
+        require(not 0.0 < number < SMALLEST_TEMPERATURE, name, value, expected)
         return number
     if name == "top_p":
         return _real(name, value, 0.0, 1.0, exclusive=True)
@@ -132,64 +132,58 @@ def checked_value(name: str, value: Any) -> Any:
     if name == "top_k":
         return _integer(name, value, 0, LARGEST_INTEGER, "0 switches it off")
     if name == "seed":
-        return None if value is None else _integer(name, value, 0, LARGEST_SEED)
+        return _integer(name, value, 0, LARGEST_SEED)
     if name == "max_tokens":
-        return None if value is None else _integer(name, value, 1, LARGEST_INTEGER)
+        return _integer(name, value, 1, LARGEST_INTEGER)
     if name == "min_tokens":
         return _integer(name, value, 0, LARGEST_INTEGER)
     if name == "logprobs":
-        return None if value is None else _integer(name, value, 0, MOST_LOGPROBS)
+        return _integer(name, value, 0, MOST_LOGPROBS)
     if name == "stop":
         return _stop_strings(value)
     if name == "stop_token_ids":
         values = (value,) if isinstance(value, numbers.Integral) else _sequence(name, value)
         return tuple(_integer(name, item, 0, LARGEST_INTEGER) for item in values)
     if name == "structure":
-        return None if value is None else structure_of(value)
+        return structure_of(value)
     if name == "logit_bias":
         return _biases(value)
     if name == "allowed_token_ids":
-        ids = None if value is None else [_integer(name, item, 0, LARGEST_INTEGER) for item in _sequence(name, value)]
-        if ids == []:
+        ids = {_integer(name, item, 0, LARGEST_INTEGER) for item in _sequence(name, value)}
+        if not ids:
             raise RequestError("allowed_token_ids is empty, so that nothing could be said: name some, or leave it out")
-        return None if ids is None else tuple(sorted(set(ids)))
+        return tuple(sorted(ids))
     if name == "bad_words":
         return _bad_words(value)
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} is {shown(value)}: expected true or false")
+    require(isinstance(value, bool), name, value, "true or false")
     return value
 
 
 def _real(name: str, value: Any, low: float, high: float, exclusive: bool = False) -> float:
     bounds = f"a number above {low:g} and up to {high:g}" if exclusive else f"a number from {low:g} to {high:g}"
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise RequestError(f"{name} is {shown(value)}: expected {bounds}")
     number = as_float(value)
-    if not math.isfinite(number) or number > high or number < low or (exclusive and number == low):
-        raise RequestError(f"{name} is {shown(value)}: expected {bounds}")
+    require(low <= number <= high and not (exclusive and number == low), name, value, bounds)
     return number
 
 
 def as_float(value: Any) -> float:
-    """A real number as a float: infinity where it is larger than floats are."""
+    """A real number as a float: infinity where it is larger than floats are, NaN for what is no number."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     try:
-        return float(value)
+        return float(value) if is_number else math.nan
     except OverflowError:
         return math.inf if value > 0 else -math.inf
 
 
 def _integer(name: str, value: Any, low: int, high: int, meaning: str = "") -> int:
     bounds = f"a whole number from {low} to {high}" + (f" ({meaning})" if meaning else "")
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise RequestError(f"{name} is {shown(value)}: expected {bounds}")
-    if not low <= int(value) <= high:
-        raise RequestError(f"{name} is {shown(int(value))}: expected {bounds}")
+    require(isinstance(value, numbers.Integral) and not isinstance(value, bool), name, value, bounds)
+    require(low <= int(value) <= high, name, int(value), bounds)
     return int(value)
 
 
 def _sequence(name: str, value: Any) -> list[Any]:
-    if not isinstance(value, (list, tuple, set, frozenset)):
-        raise RequestError(f"{name} is {shown(value)}: expected a list")
+    require(isinstance(value, (list, tuple, set, frozenset)), name, value, "a list")
     return list(value)
 
 
@@ -206,14 +200,12 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
 def _biases(value: Any) -> tuple[tuple[int, float], ...]:
     """Token ids with their biases, by id; ids may be text, as in JSON."""
     pairs = list(value.items()) if isinstance(value, Mapping) else _sequence("logit_bias", value)
-    if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs) or len(pairs) > MOST_BIASES:
-        raise RequestError(f"logit_bias is {shown(value)}: expected up to {MOST_BIASES} numbers by token id")
+    are_pairs = all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs)
+    require(are_pairs and len(pairs) <= MOST_BIASES, "logit_bias", value, f"up to {MOST_BIASES} numbers by token id")
     found = {}
     for token_id, bias in pairs:
-        number = (
-            int(token_id) if isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 11 else token_id
-        )
-        checked = _integer("logit_bias", number, 0, LARGEST_INTEGER)
+        is_text = isinstance(token_id, str) and token_id.isdecimal() and len(token_id) < 11
+        checked = _integer("logit_bias", int(token_id) if is_text else token_id, 0, LARGEST_INTEGER)
         found[checked] = _real(f"logit_bias of token {checked}", bias, -LARGEST_BIAS, LARGEST_BIAS)
     return tuple(sorted(found.items()))
 

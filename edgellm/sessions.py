@@ -7,15 +7,14 @@ import inspect
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from edgellm.errors import RequestError, shown
+from edgellm.errors import RequestError, is_whole, require
 from edgellm.generation import Generation, RequestState
-from edgellm.requests import Request, Response, TurnOptions
+from edgellm.requests import Request, RequestOptions, Response, TurnOptions
 from edgellm.sampling_params import SamplingParams
 from edgellm.text.messages import checked_messages
 from edgellm.text.turns import OngoingConversation, Overflow, stays, turn_starts, without_oldest
@@ -33,6 +32,8 @@ NEARLY_FULL = 0.9
 #: An answer on its way, and a whole one: `Generation` and `Response`, or `AsyncGeneration` and what gives a `Response`.
 Growing = TypeVar("Growing")
 Answer = TypeVar("Answer")
+#: What of a conversation a message is said behind, and the message.
+Turn = Callable[[], tuple[list[dict[str, Any]], list[dict[str, Any]]]]
 #: Of one run, where nobody says otherwise.
 MOST_ANSWERS = 10
 
@@ -46,10 +47,6 @@ class _OpenTurn:
     messages: list[dict[str, Any]]
     request_state: RequestState
     given_up: threading.Event
-
-    @property
-    def unwanted(self) -> bool:
-        return self.request_state.cancelled or self.given_up.is_set()
 
 
 class Conversation(Generic[Growing, Answer]):
@@ -96,7 +93,7 @@ class Conversation(Generic[Growing, Answer]):
     def messages(self) -> list[dict[str, Any]]:
         """What was said so far, without a message whose answer is still growing; a copy."""
         with self._lock:
-            self._take_in()
+            self.take_in()
             return [dict(message) for message in self._messages]
 
     @property
@@ -130,8 +127,7 @@ class Conversation(Generic[Growing, Answer]):
 
         Returns how many turns left. Raises RequestError while an answer is growing.
         """
-        if isinstance(turns, bool) or not isinstance(turns, int) or turns < 0:
-            raise RequestError(f"turns is {turns!r}: expected how many to keep, a whole number from 0")
+        require(is_whole(turns, 0), "turns", turns, "how many to keep, a whole number from 0")
         with self._lock:
             self._settle()
             starts = turn_starts(self._messages)
@@ -154,15 +150,10 @@ class Conversation(Generic[Growing, Answer]):
 
     def __repr__(self) -> str:
         if self._lock.acquire(blocking=False):  # a debugger may ask at any time
-            self._take_in()
+            self.take_in()
             self._lock.release()
         count, state = len(self._messages), "being answered" if self._open or self._runs else "idle"
         return f"<{type(self).__name__}: {count} message{'' if count == 1 else 's'}, {state}>"
-
-    def take_in(self) -> None:
-        """Remember an answer that has ended now, and not only when the session is used again."""
-        with self._lock:
-            self._take_in()
 
     def stream(
         self,
@@ -179,7 +170,8 @@ class Conversation(Generic[Growing, Answer]):
         The conversation goes on with what of the answer stands where `stop_when` ended it (see `Request`). Raises
         RequestError while the one before is growing.
         """
-        return self._asked(self._say, content, params, deadline, options)
+        asked: RequestOptions = {**options, "deadline": deadline}
+        return self._asked(lambda: (self._messages, _messages_of(content)), params, asked)
 
     def send(
         self,
@@ -202,7 +194,8 @@ class Conversation(Generic[Growing, Answer]):
 
         Raises RequestError where there is no message of the user, and while an answer is growing.
         """
-        return self._asked(self._retry, params, deadline, options)
+        asked: RequestOptions = {**options, "deadline": deadline}
+        return self._asked(self._last_question, params, asked)
 
     def run(
         self,
@@ -228,8 +221,8 @@ class Conversation(Generic[Growing, Answer]):
         """
         return self._to_its_end(self._run(content, params, deadline, max_answers, raise_errors, options))
 
-    def _asked(self, ask: Callable[..., Generation], *arguments: Any) -> Growing:
-        """What `ask` gives for these arguments and an event, as one who waits for it sees it."""
+    def _asked(self, turn: Turn, params: SamplingParams | None, options: RequestOptions) -> Growing:
+        """What `_ask_turn` gives, as one who waits for it sees it."""
         raise NotImplementedError
 
     def _result(self, growing: Growing) -> Answer:
@@ -242,59 +235,34 @@ class Conversation(Generic[Growing, Answer]):
         """What a function of a run returns, or what gives it when it is awaited."""
         raise NotImplementedError
 
-    def _retry(
-        self, params: SamplingParams | None, deadline: float | None, options: TurnOptions, given_up: threading.Event
-    ) -> Generation:
-        """As `retry`; `given_up` as of `_say`."""
-        with self._ready_for_more(given_up):
-            places = [place for place, message in enumerate(self._messages) if message["role"] == "user"]
-            if not places:
-                raise RequestError("nothing was asked yet: there is no answer to give again")
-            last = places[-1]
-            asked = self._messages[last : last + 1]
-            return self._answer(self._messages[:last], asked, params, deadline, options, given_up)
+    def _last_question(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """What was said before the last message of the user, and that message."""
+        places = [place for place, message in enumerate(self._messages) if message["role"] == "user"]
+        if not places:
+            raise RequestError("nothing was asked yet: there is no answer to give again")
+        return self._messages[: places[-1]], self._messages[places[-1] :][:1]
 
-    def _say(
-        self,
-        content: Content,
-        params: SamplingParams | None,
-        deadline: float | None,
-        options: TurnOptions,
-        given_up: threading.Event,
+    def _ask_turn(
+        self, given_up: threading.Event, turn: Turn, params: SamplingParams | None, options: RequestOptions
     ) -> Generation:
-        """As `stream`. Who no longer waits for this call to return, as it goes on in another thread, sets
-        `given_up`: what is not said yet stays unsaid (a RequestError), and the answer to what is said counts as let go
-        of.
+        """Ask for the answer to messages behind others, once the latest answer has ended; RequestError where it grows.
+
+        Who no longer waits for this call to return, as it goes on in another thread, sets `given_up`: what is not said
+        yet stays unsaid (a RequestError), and the answer to what is said counts as let go of.
         """
-        with self._ready_for_more(given_up):
-            return self._answer(self._messages, _messages_of(content), params, deadline, options, given_up)
-
-    @contextmanager
-    def _ready_for_more(self, given_up: threading.Event) -> Iterator[None]:
-        """The lock, once the latest answer has ended; RequestError where it grows, or what comes was given up."""
         with self._lock:
             if given_up.is_set():
                 raise RequestError("the message was given up before it was said")
             self._settle()
-            yield
-
-    def _answer(
-        self,
-        before: list[dict[str, Any]],
-        messages: list[dict[str, Any]],
-        params: SamplingParams | None,
-        deadline: float | None,
-        options: TurnOptions,
-        given_up: threading.Event,
-    ) -> Generation:
-        """Ask for the answer to messages behind others; they are the conversation once it is there."""
-        asked: TurnOptions = {"tool_choice": self.tool_choice, "priority": self.priority, **self._options, **options}
-        params = self.params if params is None else params
-        request = Request.of(None, [*before, *messages], params, self.adapter, deadline=deadline, **asked)
-        generation = self._ask(request, self._conversation)
-        kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
-        self._open = _OpenTurn(kept, messages, generation.request_state, given_up)
-        return generation
+            before, messages = turn()
+            own: RequestOptions = {"tool_choice": self.tool_choice, "priority": self.priority, **self._options}
+            asked: RequestOptions = {**own, **options}
+            params = self.params if params is None else params
+            request = Request.of(None, [*before, *messages], params, self.adapter, **asked)
+            generation = self._ask(request, self._conversation)
+            kept = without_oldest(before, generation.request_state.sequence.dropped.messages)
+            self._open = _OpenTurn(kept, messages, generation.request_state, given_up)
+            return generation
 
     async def _run(
         self,
@@ -307,8 +275,7 @@ class Conversation(Generic[Growing, Answer]):
     ) -> Response:
         """As `run`. All is said in a copy of this session, which takes over what was said there once there is
         an answer."""
-        if isinstance(max_answers, bool) or not isinstance(max_answers, int) or max_answers < 1:
-            raise RequestError(f"max_answers is {shown(max_answers)}: expected a whole number of at least 1")
+        require(is_whole(max_answers, 1), "max_answers", max_answers, "a whole number of at least 1")
         functions = functions_among(options["tools"]) if "tools" in options else self._functions
         waits = [name for name, function in functions.items() if inspect.iscoroutinefunction(function)]
         if waits and not self._awaits:
@@ -351,24 +318,27 @@ class Conversation(Generic[Growing, Answer]):
 
     def _settle(self) -> None:
         self._check_runs()
-        if self._open is not None and self._open.unwanted:
-            self._open.request_state.cancel()  # what was let go of may wait in the queue still
-            self._open.request_state.wait()
-        self._take_in()
+        latest = self._open
+        if latest is not None and (latest.request_state.cancelled or latest.given_up.is_set()):
+            latest.request_state.cancel()  # what was let go of may wait in the queue still
+            latest.request_state.wait()
+        self.take_in()
         if self._open is not None:
             raise RequestError("the last message is still being answered: wait for its result, or cancel it")
 
-    def _take_in(self) -> None:
-        """Remember the latest message and its answer, once that has ended."""
-        if self._open is None or not self._open.request_state.ended:
-            return
-        if not self._open.request_state.look_ahead_now():  # what is remembered is what `stop_when` lets stand
-            return
-        turn, self._open = self._open, None
-        response = turn.request_state.response
-        if response is not None and response.is_answered:  # of a failure whoever waits for the answer is told
-            self._messages = [*turn.before, *turn.messages, response.as_message()]
-            self._warn_of_full_context(response, turn.request_state.sequence.context_length)
+    def take_in(self) -> None:
+        """Remember the latest message and its answer, once that has ended: now, and not only when the session is used
+        again."""
+        with self._lock:
+            if self._open is None or not self._open.request_state.ended:
+                return
+            if not self._open.request_state.look_ahead(waits=False):  # what `stop_when` lets stand is remembered
+                return
+            turn, self._open = self._open, None
+            response = turn.request_state.response
+            if response is not None and response.is_answered:  # of a failure whoever waits for the answer is told
+                self._messages = [*turn.before, *turn.messages, response.as_message()]
+                self._warn_of_full_context(response, turn.request_state.sequence.context_length)
 
     def _warn_of_full_context(self, response: Response, context_length: int) -> None:
         used = context_length - response.usage.context_left
@@ -396,8 +366,8 @@ class Session(Conversation[Generation, Response]):
     `options` (see `TurnOptions`) say of one answer goes before that.
     """
 
-    def _asked(self, ask: Callable[..., Generation], *arguments: Any) -> Generation:
-        return ask(*arguments, threading.Event())
+    def _asked(self, *turn: Any) -> Generation:
+        return self._ask_turn(threading.Event(), *turn)
 
     def _result(self, growing: Generation) -> Response:
         with growing:
@@ -423,10 +393,7 @@ async def _waited_for(value: Any) -> Any:
 
 def _messages_of(content: Content) -> list[dict[str, Any]]:
     """What a session is told, as messages: the results of calls as they are, all else as a message of the user."""
-    if isinstance(content, (list, tuple)) and content and all(_is_result(each) for each in content):
-        return [dict(each) for each in content]
+    parts = content if isinstance(content, (list, tuple)) else ()
+    if parts and all(isinstance(part, dict) and part.get("role") == "tool" for part in parts):
+        return [dict(part) for part in parts]
     return [{"role": "user", "content": content}]
-
-
-def _is_result(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("role") == "tool"

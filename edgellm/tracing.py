@@ -59,7 +59,6 @@ class Trace:
 
     @contextmanager
     def device_span(self, backend: Backend, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
         self._device = backend.name
         begin = backend.timestamp()
         yield
@@ -69,7 +68,6 @@ class Trace:
 
     @contextmanager
     def host_span(self, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
         begin = time.perf_counter()
         try:
             yield
@@ -77,7 +75,6 @@ class Trace:
             self._add(Span(HOST_TRACK, name, begin, time.perf_counter(), details))
 
     def finish(self) -> None:
-        """See `Observer`."""
         while self._pending:
             self._resolve()
 
@@ -92,16 +89,9 @@ class Trace:
         ]
         # What contains others comes first, as nesting is read from the order where two begin at the same time.
         for span in sorted(self.spans, key=lambda each: (each.begin, -each.end)):
+            times = {"ts": (span.begin - self._started) * 1e6, "dur": (span.end - span.begin) * 1e6}
             found.append(
-                {
-                    "ph": "X",
-                    "pid": process,
-                    "tid": span.track,
-                    "name": span.name,
-                    "ts": (span.begin - self._started) * 1e6,
-                    "dur": (span.end - span.begin) * 1e6,
-                    "args": span.details,
-                }
+                {"ph": "X", "pid": process, "tid": span.track, "name": span.name, **times, "args": span.details}
             )
         return found
 

@@ -11,7 +11,6 @@ from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EngineDirectoryError, TemplateError
 from edgellm.kernels.gpu import find_gpu
 from edgellm.text.template_budget import TemplateRaised
-from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.calling import ToolCalling
 from edgellm.vision.opening import open_texts, vision_directory
 
@@ -45,14 +44,10 @@ def read_built(path: Path) -> list[str]:
     for model, checkpoint in directory.checkpoints.items():
         with checkpoint() as opened:
             opened.check(model_weights(directory.models[model]), unread=("",))
-    return _render(tokenizer, defaults.with_system_prompt([{"role": "user", "content": _TEXT}]))
-
-
-def _render(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[str]:
     if tokenizer.chat_template is None:
         return ["The model has no chat template: it completes raw prompts (edgellm generate --raw)."]
     try:
-        tokenizer.encode_chat(messages)
+        tokenizer.encode_chat(defaults.with_system_prompt([{"role": "user", "content": _TEXT}]))
     except TemplateError as error:
         if not isinstance(error.__cause__, TemplateRaised):
             raise

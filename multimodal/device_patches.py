@@ -54,8 +54,7 @@ class DevicePatches:
         self._backend = backend
         self._tables: OrderedDict[_Key, _Tables | None] = OrderedDict()
         self._latest: deque[_Key] = deque(maxlen=_KEPT_TABLES)
-        self._pixels: Array | None = None
-        self._between: Array | None = None
+        self._buffers: dict[str, Array] = {}
 
     def write(self, image: PreparedImage, target: Array) -> None:
         """Set `target` [N, E] compute to the image's rows, in order with the backend's other work.
@@ -75,10 +74,8 @@ class DevicePatches:
             return
         kernels, layout = self._backend.image_kernels, image.layout
         assert image.pixels is not None  # which images of this size keep
-        self._pixels = self._room(self._pixels, image.pixels.size)
-        self._between = self._room(self._between, 3 * math.prod(tables.between))
-        pixels = leading(self._pixels, image.pixels.shape)
-        between = leading(self._between, (*tables.between, 3))
+        pixels = self._room("pixels", image.pixels.shape)
+        between = self._room("between", (*tables.between, 3))
         self._backend.upload(pixels, image.pixels)
         kernels.resample(pixels, tables.first, between)
         grid = PatchGrid(layout.patch_size, layout.merge_size)
@@ -87,11 +84,14 @@ class DevicePatches:
     def close(self) -> None:
         """Let go of all memory."""
         self._tables.clear()
-        self._pixels = self._between = None
+        self._buffers.clear()
 
-    def _room(self, buffer: Array | None, size: int) -> Array:
-        """`buffer` where it has `size` bytes, else a larger one."""
-        return buffer if buffer is not None and buffer.size >= size else self._backend.empty((size,), "uint8")
+    def _room(self, name: str, shape: tuple[int, ...]) -> Array:
+        """The memory of a name, uint8, which grows with the images."""
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].size < size:
+            self._buffers[name] = self._backend.empty((size,), "uint8")
+        return leading(self._buffers[name], shape)
 
     def _tables_of(self, size: Size, layout: ImageLayout) -> _Tables | None:
         """The tables for images of a size; None for its first image, and for what kernels do not do as Pillow does."""
@@ -120,5 +120,5 @@ class DevicePatches:
             passes.append(ResamplingTables(first, weights, axis))
         between = list(size)
         between[axes[0]] = passes[0].starts.shape[0]
-        values = uploaded(self._backend, layout.normalization.table())
+        values = uploaded(self._backend, layout.normalization.table)
         return _Tables(passes[0], passes[1], values, (between[0], between[1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from PIL import Image
@@ -28,12 +28,21 @@ class Normalization:
     mean: tuple[float, float, float] | None
     standard_deviation: tuple[float, float, float] | None
 
+    @cached_property
     def table(self) -> np.ndarray:
         """What each value of each channel becomes: [3, 256] float32, read-only.
 
         In the order and the precision of the published processors: scaled in float64, then float32.
         """
-        return _normalization_table(self)
+        values = np.arange(256, dtype=np.float64)
+        if self.rescale_factor is not None:
+            values = values * self.rescale_factor
+        table = np.repeat(values.astype(np.float32)[None], 3, axis=0)
+        if self.mean is not None and self.standard_deviation is not None:
+            mean, deviation = (np.array(each, np.float32)[:, None] for each in (self.mean, self.standard_deviation))
+            table = (table - mean) / deviation
+        table.setflags(write=False)
+        return table
 
 
 @dataclass(frozen=True)
@@ -96,21 +105,8 @@ class ImageLayout:
             resized = _centre(resized, self.crop)
         _, rows, columns = self.grid
         used = resized[: rows * self.patch_size, : columns * self.patch_size]
-        table = self.normalization.table()
+        table = self.normalization.table
         return normalized_patches(used, table, self.patch_size, self.merge_size, self.temporal_patch_size)
-
-
-@lru_cache(maxsize=16)
-def _normalization_table(normalization: Normalization) -> np.ndarray:
-    values = np.arange(256, dtype=np.float64)
-    if normalization.rescale_factor is not None:
-        values = values * normalization.rescale_factor
-    table = np.repeat(values.astype(np.float32)[None], 3, axis=0)
-    if normalization.mean is not None and normalization.standard_deviation is not None:
-        mean = np.array(normalization.mean, np.float32)[:, None]
-        table = (table - mean) / np.array(normalization.standard_deviation, np.float32)[:, None]
-    table.setflags(write=False)
-    return table
 
 
 def _padded_to_square(image: Image.Image, colour: Colour) -> Image.Image:
@@ -138,22 +134,8 @@ def _centre(pixels: np.ndarray, size: Size) -> np.ndarray:
     return pixels
 
 
-def _box(x: float) -> float:
-    return 1.0 if -0.5 < x <= 0.5 else 0.0
-
-
 def _triangle(x: float) -> float:
     return max(0.0, 1.0 - abs(x))
-
-
-def _hamming(x: float) -> float:
-    x = abs(x)
-    if x == 0.0:
-        return 1.0
-    if x >= 1.0:
-        return 0.0
-    x *= math.pi
-    return math.sin(x) / x * (0.54 + 0.46 * math.cos(x))
 
 
 def _cubic(x: float) -> float:
@@ -172,11 +154,10 @@ def _sinc(x: float) -> float:
     return math.sin(x * math.pi) / (x * math.pi) if x else 1.0
 
 
-#: Pillow's filter -> how far it reaches in pixels of the smaller image, and its value there.
+#: The filters that models are published with: how far each reaches in pixels of the smaller image, and its value
+#: there. With others of Pillow's images are resized on the host.
 FILTERS: dict[int, tuple[float, Callable[[float], float]]] = {
-    Image.Resampling.BOX: (0.5, _box),
     Image.Resampling.BILINEAR: (1.0, _triangle),
-    Image.Resampling.HAMMING: (1.0, _hamming),
     Image.Resampling.BICUBIC: (2.0, _cubic),
     Image.Resampling.LANCZOS: (3.0, _lanczos),
 }

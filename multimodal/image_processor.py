@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -61,17 +60,6 @@ class PreparedImage:
         return self.layout.apply(self.pixels)
 
 
-class ImageProcessor(Protocol):
-    """How one model wants its images."""
-
-    @property
-    def max_patches(self) -> int:
-        """The most rows that an image can have."""
-
-    def prepare(self, pixels: np.ndarray) -> PreparedImage:
-        """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that the model cannot take."""
-
-
 @dataclass(frozen=True)
 class SmartResizeProcessor:
     """Qwen2-VL's kind, which Qwen2.5-VL and Qwen3-VL have too: any size, rounded to whole tokens.
@@ -119,14 +107,9 @@ class SmartResizeProcessor:
 
     def prepare(self, pixels: np.ndarray) -> PreparedImage:
         """Prepare an image [H, W, 3] uint8 RGB. Raises ImageError for one that is too long for its width."""
-        layout = ImageLayout(
-            resized=self.resized_size(pixels.shape[0], pixels.shape[1]),
-            resample=self.resample,
-            normalization=self.normalization,
-            patch_size=self.patch_size,
-            merge_size=self.merge_size,
-            temporal_patch_size=self.temporal_patch_size,
-        )
+        resized = self.resized_size(pixels.shape[0], pixels.shape[1])
+        sizes = self.patch_size, self.merge_size, self.temporal_patch_size
+        layout = ImageLayout(resized, self.resample, self.normalization, *sizes)
         return PreparedImage.of(pixels, layout, layout.patches // self.merge_size**2)
 
     def resized_size(self, height: int, width: int) -> Size:
@@ -175,7 +158,11 @@ class FixedSizeProcessor:
     def open(cls, config: ProcessorConfig, vision: VisionConfig) -> FixedSizeProcessor:
         """The processor of a configuration; see `open_image_processor`."""
         resized = config.pair("size", "height", "width") or config.shortest_edge("size")
-        crop = _crop(config) if config.switch("do_center_crop") else None
+        crop = None
+        if config.switch("do_center_crop"):
+            length = config.count("crop_size") if is_integer(config.values["crop_size"]) else 0
+            crop = (length, length) if length else config.pair("crop_size", "height", "width")
+            crop = crop or config.refuse("crop_size", "height and width")
         normalization = config.normalization()
         colour = None
         if config.switch("do_pad"):
@@ -197,16 +184,7 @@ class FixedSizeProcessor:
             config.unsupported("do_pan_and_scan", "false: an image is shown as a whole, without crops of it")
         if config.kind == "Gemma3ImageProcessor" and config.values.get("image_seq_length", tokens) != tokens:
             config.refuse("image_seq_length", f"{tokens}, as config.json has it")
-        return cls(
-            resized=resized,
-            crop=crop,
-            square_colour=colour,
-            patch_size=vision.patch_size,
-            tokens=tokens,
-            resample=config.resample(),
-            normalization=normalization,
-            image_size=side,
-        )
+        return cls(resized, crop, colour, vision.patch_size, tokens, config.resample(), normalization, side)
 
     @property
     def max_patches(self) -> int:
@@ -224,15 +202,13 @@ class FixedSizeProcessor:
             _check_aspect_ratio(height, width)
             shorter = min(height, width)
             resized = int(resized * height / shorter), int(resized * width / shorter)
-        layout = ImageLayout(
-            resized=resized,
-            resample=self.resample,
-            normalization=self.normalization,
-            patch_size=self.patch_size,
-            crop=self.crop,
-            square_colour=self.square_colour,
-        )
+        layout = ImageLayout(resized, self.resample, self.normalization, self.patch_size)
+        layout = replace(layout, crop=self.crop, square_colour=self.square_colour)
         return PreparedImage.of(pixels, layout, self.tokens)
+
+
+#: How one model wants its images.
+ImageProcessor = SmartResizeProcessor | FixedSizeProcessor
 
 
 def open_image_processor(directory: Path, vision: VisionConfig, max_patches: int | None = None) -> ImageProcessor:
@@ -262,13 +238,6 @@ def _check_aspect_ratio(height: int, width: int) -> None:
             f"an image of {width} x {height} pixels is too long for its width: at most {MAXIMUM_ASPECT_RATIO} to 1 is "
             "what this model takes. Crop it, or cut it into several images"
         )
-
-
-def _crop(config: ProcessorConfig) -> Size:
-    if is_integer(config.values["crop_size"]):
-        side = config.count("crop_size")
-        return side, side
-    return config.pair("crop_size", "height", "width") or config.refuse("crop_size", "height and width")
 
 
 def expand_image_tokens(prompt_ids: Sequence[int], image_token_id: int, images: Sequence[PreparedImage]) -> list[int]:

@@ -24,13 +24,12 @@ from edgellm.engines.families.vision_encoders import vision_weights
 from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, embedding_rows, vision_inputs, vision_outputs
 from edgellm.engines.runners.captured_steps import LoadedEngines
+from edgellm.engines.runners.prompt_images import ImageEmbeddings
 from edgellm.kernels.arrays import ITEM_SIZES, Array, leading
 from edgellm.multimodal.device_patches import DevicePatches
 from edgellm.multimodal.image_layout import MAXIMUM_PIXELS
 from edgellm.multimodal.image_processor import PreparedImage
 from edgellm.multimodal.vision_layout import Grid, VisionLayout, vision_layout
-
-__all__ = ["ImageEmbeddings", "VisionEngineRunner", "VisionMetrics"]
 
 #: Embeddings are kept of so many of the largest images, in so many bytes at most.
 _KEPT_IMAGES, _MOST_CACHE_BYTES = 64, 64 << 20
@@ -60,11 +59,7 @@ class VisionEngineRunner:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        vision: EngineVision,
-        image_rows: tuple[int, ...],
-        cache_bytes: int | None = None,
+        self, backend: Backend, vision: EngineVision, image_rows: tuple[int, ...], cache_bytes: int | None = None
     ) -> None:
         """Loads the engines for images of up to the largest of `image_rows`; no weights yet.
 
@@ -117,11 +112,10 @@ class VisionEngineRunner:
         for image in images:
             found = known.get(image.digest) or self.cache.get(image.digest)
             self.metrics.images += 1
+            self.metrics.cache_hits += found is not None
             if found is None:
                 found = self._encode(image)
                 self.cache.put(found)
-            else:
-                self.metrics.cache_hits += 1
             known[image.digest] = found
         return [known[image.digest] for image in images]
 
@@ -141,7 +135,9 @@ class VisionEngineRunner:
                 f"an image was prepared to be {image.tokens} tokens, the vision encoder makes {layout.tokens} of "
                 f"{image.grid[1]} x {image.grid[2]} patches: prepare it with this model's processor"
             )
-        self._upload_patches(image)
+        # What stands behind the image's rows is finite, and masked.
+        patches = (image.grid[1] * image.grid[2], self.config.patch_elements)
+        self._device_patches.write(image, leading(self._buffers["patches"], patches))
         engine = self._engines.bound(shape, slice(0, 1), lambda: self._bindings(shape), keep=False)
         engine.bind(inputs)
         engine.enqueue()
@@ -185,11 +181,6 @@ class VisionEngineRunner:
         patches, _ = vision_inputs(self.config, shape)["patches"]
         return {**self._weights, **outputs, "patches": leading(self._buffers["patches"], patches)}
 
-    def _upload_patches(self, image: PreparedImage) -> None:
-        """Put the rows in front of the buffer; what stands behind them is finite, and masked."""
-        expected = (image.grid[1] * image.grid[2], self.config.patch_elements)
-        self._device_patches.write(image, leading(self._buffers["patches"], expected))
-
     def _embeddings(self, image: PreparedImage, tokens: int, shape: EngineShape) -> ImageEmbeddings:
         """The outputs' first rows in memory of their own, as the next image overwrites the buffers."""
         hidden = self.config.out_hidden_size
@@ -214,25 +205,6 @@ def vision_memory(
         buffers += copies * math.prod(dimensions) * (item if kind == "compute" else ITEM_SIZES[kind])
     kept = min(_KEPT_IMAGES * outputs, _MOST_CACHE_BYTES) if cache_bytes is None else cache_bytes
     return {"vision weights": weights, "vision buffers": buffers, "image embeddings": kept}
-
-
-@dataclass(frozen=True, eq=False)
-class ImageEmbeddings:
-    """What the language model takes of one image.
-
-    `rows` [M, H] compute stand for its M tokens; `deepstack` are [M, H] compute each, added at these tokens after the
-    first layers. `digest` names the content, `grid` are (frames, height, width) in patches.
-    """
-
-    rows: Array
-    deepstack: tuple[Array, ...]
-    digest: str
-    grid: tuple[int, int, int]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of all arrays."""
-        return sum(array.nbytes for array in (self.rows, *self.deepstack))
 
 
 class EmbeddingCache:

@@ -86,14 +86,14 @@ sys.meta_path.append(Editable)
     assert all(Path(line).is_relative_to(checkout) for line in done.stdout.splitlines())
 
 
-@pytest.mark.parametrize("name", ["tools.decoy", "tests", "engines.decoy"])
+@pytest.mark.parametrize("name", ["tools", "tests", "engines.decoy"])
 def test_nothing_beside_an_installation_is_a_part_of_it(installation: Path, tmp_path: Path, name: str) -> None:
     done = run(tmp_path, installation, "-c", f"import edgellm.{name}")
     assert done.returncode == 1
     assert f"No module named 'edgellm.{name}'" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["tools.bench", "tests", "docs"])
+@pytest.mark.parametrize("name", ["tools", "tests", "docs"])
 def test_of_a_checkout_four_folders_are_parts(repository: Path, installation: Path, name: str) -> None:
     done = run(repository, installation, "-c", f"import edgellm.{name}")
     assert done.returncode == 1

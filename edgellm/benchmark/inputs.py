@@ -31,17 +31,14 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class BenchConfiguration:
-    """A name for tables, and what it means; None decodes without a draft.
-
-    `is_lossless` is False where other tokens than those of plain decoding are to be expected.
-    """
+    """A name for tables, and what it means; None decodes without a draft."""
 
     name: str
     drafting: DraftingConfig | None
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it must give the tokens of plain decoding."""
+        """Whether it must give the tokens of plain decoding: False where others are to be expected."""
         return self.drafting is None or self.drafting.gives_plain_tokens
 
 

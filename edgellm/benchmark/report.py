@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from html import escape
 from math import floor, log10
 from typing import Any
+from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
 
 def report_lines(results: dict[str, Any]) -> Iterator[str]:
@@ -129,43 +129,43 @@ def speed_plot(results: dict[str, Any]) -> str:
         f"{results['prompts']} prompts, each answered {_times(results['repeat'])} with up to {sampling['max_tokens']} "
         f"tokens, temperature {sampling['temperature']:g}",
     ]
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="sans-serif" font-size="13" role="img">',
-        f"<title>{escape(title)}</title>",
-        f"<desc>{escape('; '.join(measured))}</desc>",
-        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
-        _text(12, 28, title, weight="bold", size=17),
-        *(_text(12, 48 + 18 * index, line, colour=_GREY) for index, line in enumerate(measured)),
-        *_bars(configurations),
-    ]
+    svg = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "font-family": "sans-serif", "font-size": "13"})
+    svg.attrib |= {"width": str(_WIDTH), "height": str(height), "viewBox": f"0 0 {_WIDTH} {height}", "role": "img"}
+    _add(svg, "title", title)
+    _add(svg, "desc", "; ".join(measured))
+    _add(svg, "rect", width=_WIDTH, height=height, fill="white")
+    _add(svg, "text", title, x=12, y=28, font_weight="bold", font_size=17)
+    for index, line in enumerate(measured):
+        _add(svg, "text", line, x=12, y=48 + 18 * index, fill=_GREY)
+    _add_bars(svg, configurations)
     if drafted:
-        parts += _lines(drafted, bars)
-    return "\n".join([*parts, "</svg>", ""])
+        _add_lines(svg, drafted, bars)
+    indent(svg)
+    return tostring(svg, encoding="unicode") + "\n"
 
 
-def _bars(configurations: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _add(svg: Element, tag: str, text: str | None = None, **attributes: float | str) -> None:
+    """Add an element; in names of attributes `_` stands for a hyphen."""
+    written = {name: f"{value:.1f}" if isinstance(value, float) else str(value) for name, value in attributes.items()}
+    SubElement(svg, tag, {name.replace("_", "-"): value for name, value in written.items()}).text = text
+
+
+def _add_bars(svg: Element, configurations: Sequence[dict[str, Any]]) -> None:
     fastest = max((values["tokens_per_second"] for values in configurations), default=0.0) or 1.0
     step = _round_step(fastest)
-    ticks = [step * index for index in range(int(fastest / step) + 1)]
     scale, bottom = _BARS / fastest, _TOP + _ROW * len(configurations)
-    for tick in ticks:
+    for tick in (step * index for index in range(int(fastest / step) + 1)):
         x = _LABELS + scale * tick
-        yield f'<line x1="{x:.1f}" y1="{_TOP - 6}" x2="{x:.1f}" y2="{bottom}" stroke="#dddddd"/>'
-        yield _text(x, bottom + 16, f"{tick:g}", anchor="middle", colour=_GREY)
-    yield _text(
-        _LABELS + _BARS / 2,
-        bottom + 36,
-        f"tokens per second (in brackets: against {configurations[0]['name']})" if configurations else "",
-        anchor="middle",
-    )
+        _add(svg, "line", x1=x, y1=_TOP - 6, x2=x, y2=bottom, stroke="#dddddd")
+        _add(svg, "text", f"{tick:g}", x=x, y=bottom + 16, text_anchor="middle", fill=_GREY)
+    title = f"tokens per second (in brackets: against {configurations[0]['name']})" if configurations else ""
+    _add(svg, "text", title, x=_LABELS + _BARS / 2, y=bottom + 36, text_anchor="middle")
     for index, values in enumerate(configurations):
-        y = _TOP + _ROW * index
-        width = scale * values["tokens_per_second"]
+        y, width = _TOP + _ROW * index, scale * values["tokens_per_second"]
         ratio = "" if values["ratio"] is None else f" ({values['ratio']:.2f})"
-        yield _text(_LABELS - 8, y + 15, values["name"], anchor="end")
-        yield f'<rect x="{_LABELS}" y="{y}" width="{width:.1f}" height="{_ROW - 6}" fill="{_colour(index)}"/>'
-        yield _text(_LABELS + width + 6, y + 15, f"{values['tokens_per_second']:.1f}{ratio}")
+        _add(svg, "text", values["name"], x=_LABELS - 8, y=y + 15, text_anchor="end")
+        _add(svg, "rect", x=_LABELS, y=y, width=width, height=_ROW - 6, fill=_colour(index))
+        _add(svg, "text", f"{values['tokens_per_second']:.1f}{ratio}", x=_LABELS + width + 6, y=y + 15)
 
 
 def _round_step(largest: float) -> float:
@@ -174,47 +174,30 @@ def _round_step(largest: float) -> float:
     return next(power * factor for factor in (1, 2, 5, 10) if largest / (power * factor) <= 5)
 
 
-def _lines(drafted: Sequence[dict[str, Any]], top: float) -> Iterator[str]:
+def _add_lines(svg: Element, drafted: Sequence[dict[str, Any]], top: int) -> None:
     left, right, bottom = 76.0, _WIDTH - 220.0, top + 50 + _LINES_HEIGHT
     positions = max(len(values["acceptance_by_position"]) for values in drafted)
     step = (right - left) / max(1, positions - 1)
-    yield _text(12, top + 20, "Acceptance by position of the draft", weight="bold", size=15)
+    _add(svg, "text", "Acceptance by position of the draft", x=12, y=top + 20, font_weight="bold", font_size=15)
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         y = bottom - share * _LINES_HEIGHT
-        yield f'<line x1="{left}" y1="{y:.1f}" x2="{right}" y2="{y:.1f}" stroke="#dddddd"/>'
-        yield _text(left - 8, y + 4, f"{share:.0%}", anchor="end", colour=_GREY)
+        _add(svg, "line", x1=left, y1=y, x2=right, y2=y, stroke="#dddddd")
+        _add(svg, "text", f"{share:.0%}", x=left - 8, y=y + 4, text_anchor="end", fill=_GREY)
     for position in range(positions):
-        yield _text(left + position * step, bottom + 18, str(position + 1), anchor="middle", colour=_GREY)
-    yield _text((left + right) / 2, bottom + 38, "position in the draft", anchor="middle")
+        _add(svg, "text", str(position + 1), x=left + position * step, y=bottom + 18, text_anchor="middle", fill=_GREY)
+    _add(svg, "text", "position in the draft", x=(left + right) / 2, y=bottom + 38, text_anchor="middle")
     middle = bottom - _LINES_HEIGHT / 2
-    yield _text(20, middle, "share of rounds", anchor="middle", turned=True)
+    turn = f"rotate(-90 20 {middle:g})"
+    _add(svg, "text", "share of rounds", x=20, y=middle, text_anchor="middle", transform=turn)
     for index, values in enumerate(drafted):
-        shares = values["acceptance_by_position"]
+        shares, colour, legend = values["acceptance_by_position"], _colour(index + 1), top + 60 + 20 * index
         points = [(left + n * step, bottom - share * _LINES_HEIGHT) for n, share in enumerate(shares)]
-        colour = _colour(index + 1)
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        yield from (f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points)
-        legend = top + 60 + 20 * index
-        yield f'<rect x="{right + 24}" y="{legend - 10}" width="12" height="12" fill="{colour}"/>'
-        yield _text(right + 42, legend, values["name"])
-
-
-def _text(
-    x: float,
-    y: float,
-    text: str,
-    anchor: str = "start",
-    weight: str = "normal",
-    size: int = 13,
-    colour: str = "black",
-    turned: bool = False,
-) -> str:
-    turn = f' transform="rotate(-90 {x:.1f} {y:.1f})"' if turned else ""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}" font-size="{size}" '
-        f'fill="{colour}"{turn}>{escape(text)}</text>'
-    )
+        _add(svg, "polyline", points=path, fill="none", stroke=colour, stroke_width=2)
+        for x, y in points:
+            _add(svg, "circle", cx=x, cy=y, r=3, fill=colour)
+        _add(svg, "rect", x=right + 24, y=legend - 10, width=12, height=12, fill=colour)
+        _add(svg, "text", values["name"], x=right + 42, y=legend)
 
 
 def _colour(index: int) -> str:

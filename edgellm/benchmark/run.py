@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from edgellm.benchmark.inputs import BenchConfiguration, BenchPrompt
 from edgellm.runtime import SpecDecodeRuntime
+from edgellm.snapshots.contents import common_beginning
 
 if TYPE_CHECKING:
     from edgellm.drafting.acceptance import DraftingStatistics
@@ -62,7 +65,10 @@ def run_benchmark(
         for index, prompt in enumerate(prompts):
             first = (number + index) % len(configurations)
             for configuration in (*configurations[first:], *configurations[:first]):
-                response = _answer(models[configuration.name], prompt, configuration, params)
+                model = models[configuration.name]
+                if model.drafting != configuration.drafting:
+                    model.use_drafting(configuration.drafting)
+                response = model.chat(prompt.messages, params)
                 seconds, tokens = response.timings.decode_seconds, response.token_ids
                 if number >= 0:
                     own = configuration.name, prompt.task, index, number, tokens, seconds, response.drafting
@@ -73,12 +79,6 @@ def run_benchmark(
                 if progress is not None:
                     progress(done, total)
     return BenchResult(runs, reports)
-
-
-def _answer(llm: LLM, prompt: BenchPrompt, configuration: BenchConfiguration, params: SamplingParams) -> Any:
-    if llm.drafting != configuration.drafting:
-        llm.use_drafting(configuration.drafting)
-    return llm.chat(prompt.messages, params)
 
 
 def summarize(result: BenchResult, configurations: Sequence[BenchConfiguration]) -> list[dict[str, Any]]:
@@ -132,23 +132,19 @@ def _figures(own: Sequence[BenchRun], yardstick: Sequence[BenchRun]) -> dict[str
         "ratio": _ratio(own, yardstick),
     }
     drafts = [run.drafting for run in own if run.drafting is not None]
-    lengths = [
-        sum(draft.lengths[length] for draft in drafts if length < len(draft.lengths))
-        for length in range(max((len(draft.lengths) for draft in drafts), default=0))
-    ]
+    lengths = [sum(counts) for counts in zip_longest(*(draft.lengths for draft in drafts), fillvalue=0)]
     rounds = sum(lengths)
     if not rounds:
         return figures
-    plans: dict[str, int] = {}
+    plans: Counter[str] = Counter()
     for draft in drafts:
-        for name, count in draft.plans.items():
-            plans[name] = plans.get(name, 0) + count
+        plans.update(draft.plans)
     return figures | {
         "mean_acceptance_length": sum(length * count for length, count in enumerate(lengths)) / rounds,
         "acceptance_by_position": [sum(lengths[n + 1 :]) / rounds for n in range(1, len(lengths) - 1)],
         "rounds": rounds,
         "plain_steps": sum(draft.plain_steps for draft in drafts),
-        "plans": dict(sorted(plans.items(), key=lambda item: -item[1])),
+        "plans": dict(plans.most_common()),
         "draft_seconds": _sum([draft.draft_seconds for draft in drafts]),
         "verify_seconds": _sum([draft.verify_seconds for draft in drafts]),
     }
@@ -169,13 +165,8 @@ def _compared(own: Sequence[BenchRun], yardstick: Sequence[BenchRun]) -> dict[st
             {
                 "prompt": run.prompt,
                 "repeat": run.repeat,
-                "token": _first_difference(run.token_ids, expected[run.prompt]),
+                "token": common_beginning(run.token_ids, expected[run.prompt]),
             }
             for run in different
         ],
     }
-
-
-def _first_difference(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

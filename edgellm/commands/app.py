@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from edgellm.commands.console import show_logs, status_line, write_error
+from edgellm.commands.console import show_logs
 from edgellm.commands.options import LogOptions
 from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.table import option, takes_options
-from edgellm.errors import EdgeLLMError
 
 #: What the list of commands says of each, by the panel of the list that it stands in.
 PANELS = {
@@ -49,7 +46,6 @@ _ELSEWHERE = {
     "rm": "a model is a directory: delete that. Snapshots of prompts go with edgellm cache remove",
     "show": "edgellm info ENGINE_DIR says what a model is",
 }
-FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 _HELP = {"help_option_names": ["--help", "-h"]}
 
 
@@ -58,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
 
     Exit codes: 0 done, 1 an error that EdgeLLM explains, 2 wrong usage, 130 interrupted, 141 nobody reads the output.
     """
-    _replace_closed_streams()
+    _prepare_streams()
     show_logs()
     create_app()(args=list(arguments), prog_name="edgellm")
 
@@ -77,25 +73,18 @@ def create_app() -> typer.Typer:
     app.callback()(_top_level)
     for panel, commands in PANELS.items():
         for name, summary in commands.items():
-            app.command(name, help=summary, rich_help_panel=panel)(_placeholder)
+            app.command(name, help=summary, rich_help_panel=panel)(lambda: None)  # see `_TopLevel`
     return app
-
-
-def _placeholder() -> None:
-    """Stands in the list of commands; `_TopLevel` takes the command itself where it is asked for."""
 
 
 def load_command(name: str) -> TyperCommand | TyperGroup:
     """The command `name` with its options; imports its module."""
     command = getattr(import_module(f"edgellm.commands.{name}"), name)
-    app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
-    if isinstance(command, typer.Typer):
-        app.add_typer(_explaining_group(command), name=name)
-        app.callback()(_top_level)
-        loaded = typer.main.get_group(app).commands[name]
-    else:
-        app.command(name, cls=PanelCommand)(_explaining(command))
-        loaded = typer.main.get_command(app)
+    if not isinstance(command, typer.Typer):
+        app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
+        app.command(name, cls=PanelCommand)(command)
+        command = app
+    loaded = typer.main.get_command(command)
     assert isinstance(loaded, (TyperCommand, TyperGroup))
     return loaded
 
@@ -118,9 +107,8 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-@dataclass(frozen=True)
 class _TopLevelOptions(LogOptions):
-    version: bool = option("Print the version.", default=False, callback=_print_version, is_eager=True)
+    version: bool = option("Print the version.", callback=_print_version, is_eager=True)
 
 
 @takes_options
@@ -128,58 +116,12 @@ def _top_level(given: _TopLevelOptions) -> None:
     """Run language models on this device."""
 
 
-def _explaining_group(group: typer.Typer) -> typer.Typer:
-    """A group of commands that explain their errors."""
-    explaining = typer.Typer(cls=PanelGroup, help=group.info.help, no_args_is_help=True, rich_markup_mode=None)
-    for command in group.registered_commands:
-        if command.callback is not None:
-            explaining.command(command.name, cls=PanelCommand)(_explaining(command.callback))
-    return explaining
-
-
-def _explaining(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a command end with a message and an exit code where it would end with a traceback."""
-
-    @functools.wraps(function)
-    def command(*args: Any, **kwargs: Any) -> Any:
-        try:
-            result = function(*args, **kwargs)
-            status_line.show("")
-            sys.stdout.flush()
-            return result
-        except EdgeLLMError as error:
-            write_error(error)
-            raise typer.Exit(FAILED) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:
-            _end_output()
-            raise typer.Exit(BROKEN_PIPE) from None
-        except MemoryError as error:
-            failure = EdgeLLMError("there is not enough memory for this on the machine")
-            failure.__cause__ = error
-            write_error(failure)
-            raise typer.Exit(FAILED) from None
-        except OSError as error:
-            _end_output()
-            failure = EdgeLLMError(f"{error.filename or 'the output'} cannot be read or written: {error.strerror}")
-            failure.__cause__ = error
-            write_error(failure)
-            raise typer.Exit(FAILED) from None
-
-    return command
-
-
-def _end_output() -> None:
-    """Write what is still in the buffer, or drop it where that fails: it would again when Python ends."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _replace_closed_streams() -> None:
-    """Let output that was closed before the start go nowhere: no file that is opened later takes its number."""
+def _prepare_streams() -> None:
+    """Let standard output and error take any character: one they cannot show becomes a question mark. Output that was
+    closed before the start goes nowhere: no file that is opened later takes its number."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        stream = getattr(sys, name)
+        if stream is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - to the end
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

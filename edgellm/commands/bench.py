@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,14 +14,8 @@ import typer
 
 from edgellm.benchmark.report import report_lines, speed_plot
 from edgellm.commands import options
-from edgellm.commands.console import prepare_output, status_line, write_note
-from edgellm.commands.models import (
-    backend_name,
-    described_directory,
-    model_name,
-    open_model_with,
-    sampling_params,
-)
+from edgellm.commands.console import status_line, write_note
+from edgellm.commands.models import backend_name, described_directory, model_name, open_model_with, sampling_params
 from edgellm.commands.settings import Settings, chosen_settings
 from edgellm.commands.table import option, takes_options
 from edgellm.errors import RequestError
@@ -37,13 +31,12 @@ MAX_TOKENS = 64
 _Asking = TypeVar("_Asking", "BenchPrompt", "Example")
 
 
-@dataclass(frozen=True)
 class BenchOptions(
     options.ModelOptions,
     options.PromptOptions,
     options.SamplingOptions,
     options.ComputingOptions,
-    options.DebugOption,
+    options.LogOptions,
 ):
     """All options of the command."""
 
@@ -65,20 +58,18 @@ def bench(given: BenchOptions) -> None:
 
     Example: edgellm bench --configurations chain:3,adaptive --plot speed.svg
     """
-    prepare_output()
     output, plot = given.output, given.plot
     if plot is not None and plot.suffix.lower() != ".svg":
         raise typer.BadParameter(f"{plot} is no SVG file: expected a name that ends in .svg", param_hint="--plot")
     settings = chosen_settings(given)
     settings = replace(settings, sampling={"max_tokens": MAX_TOKENS, "seed": 0} | settings.sampling)
-    for option_name, path in (("--output", output), ("--plot", plot)):
-        require_writable(path, option_name)
+    require_writable(output, "--output")
+    require_writable(plot, "--plot")
     from edgellm.benchmark.inputs import default_prompts, load_prompts
 
     prompts = default_prompts() if given.prompts is None else load_prompts(given.prompts)
     results = measure(settings, prompts, given.configurations, given.repeat)
-    for line in report_lines(results):
-        typer.echo(line)
+    typer.echo("\n".join(report_lines(results)))
     if output is not None:
         write_result(output, json.dumps(results, indent=2) + "\n", "--output")
     if plot is not None:

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import typer
 
-from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals
-from edgellm.commands.descriptions import (
-    draft_in_words,
-    draft_limits_in_words,
-    executor_facts,
-    executors_in_words,
-    kv_cache_in_words,
-    lora_limits_in_words,
-    named_directories,
-    vision_in_words,
-    vision_limits_in_words,
-)
-from edgellm.commands.options import one_engine_directory
+from edgellm.commands import descriptions
+from edgellm.commands.console import MEBIBYTE, ProgressDisplay, progress_display
+from edgellm.commands.options import ModelOption
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits
@@ -37,116 +27,92 @@ from edgellm.errors import MissingDependencyError
 from edgellm.tool_calls.formats import FORMATS, checkpoint_format
 from edgellm.trial import compute_token, fits_easily, read_built
 
-_DTYPES = f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}"
+_plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
+    partial(option, rich_help_panel=panel)
+    for panel in ("Plans", "Limits", "Weights", "Draft", "LoRA adapters", "Images")
+)
 
 
-@dataclass(frozen=True)
-class BuildOptions:
+class BuildOptions(ModelOption):
     """All options of the command."""
 
     checkpoint: Path | None = argument("Hugging Face directory with config.json, tokenizer.json and safetensors.")
-    engine_dir: Path | None = argument("The engine directory to make.")
+    engine_directory: Path | None = argument("The engine directory to make.", metavar="engine_dir")
     model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
-    target: list[str] | None = option(
-        "Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU].",
-        rich_help_panel="Plans",
+    target: list[str] | None = _plan_option(
+        "Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU]."
     )
-    max_batch: int | None = option("Sequences at once, 1 to 8 [default: 1].", rich_help_panel="Limits")
-    prefill_chunk: int | None = option(
+    max_batch: int | None = _limit("Sequences at once, 1 to 8 [default: 1].")
+    prefill_chunk: int | None = _limit(
         "Prompt tokens computed at once, a multiple of 16 up to 2048 [default: up to 2048; 512 for packed models with "
-        "MLPs wider than 8192].",
-        rich_help_panel="Limits",
+        "MLPs wider than 8192]."
     )
-    kv_capacity: int | None = option(
-        "Tokens of context, prompt and answer together [default: up to 4096].", rich_help_panel="Limits"
-    )
-    kv_cache: str = option(
+    kv_capacity: int | None = _limit("Tokens of context, prompt and answer together [default: up to 4096].")
+    kv_cache: str = _limit(
         "compute: keep the KV cache in the dtype that engines compute in; int8: in 8 bits, half the memory.",
         default="compute",
-        rich_help_panel="Limits",
     )
-    dtype: str | None = option(
-        f"{_DTYPES}: what engines compute in [default: the checkpoint's; float16 where that is float32].",
-        rich_help_panel="Weights",
+    dtype: str | None = _weight_option(
+        f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]}: what engines compute in [default: the checkpoint's; float16 where "
+        "that is float32]."
     )
-    attention: str = option("auto, native (IAttention) or composed.", default="auto", rich_help_panel="Plans")
-    weights: str = option(
-        "copy the weights, or link to those of the checkpoint.", default="copy", rich_help_panel="Weights"
-    )
-    head: str = option(
+    attention: str = _plan_option("auto, native (IAttention) or composed.", default="auto")
+    weights: str = _weight_option("copy the weights, or link to those of the checkpoint.", default="copy")
+    head: str = _weight_option(
         "Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
         default=HEADS[0],
         choices=HEADS,
-        rich_help_panel="Weights",
     )
-    embedding: str = option(
+    embedding: str = _weight_option(
         "Where tokens are looked up whose table was the head: in the published one, or in the packed head.",
         default=EMBEDDINGS[0],
         choices=EMBEDDINGS,
-        rich_help_panel="Weights",
     )
-    force: bool = option("Replace an existing engine directory.", default=False)
-    beyond_trained_context: bool = option(
-        "Allow more context than the model was made for.", default=False, rich_help_panel="Limits"
-    )
-    draft: str | None = option(
+    force: bool = option("Replace an existing engine directory.")
+    beyond_trained_context: bool = _limit("Allow more context than the model was made for.")
+    draft: str | None = _draft_option(
         "EAGLE head of this very model, to build engines for too, or mtp: the head for multi-token prediction that "
         "ships inside CHECKPOINT [default: mtp where there is one].",
         metavar="DRAFT_CHECKPOINT|mtp",
-        rich_help_panel="Draft",
     )
-    no_mtp: bool = option(
-        "Leave out the head that ships inside CHECKPOINT: do not draft.", default=False, rich_help_panel="Draft"
-    )
-    draft_vocabulary: Path | None = option(
+    no_mtp: bool = _draft_option("Leave out the head that ships inside CHECKPOINT: do not draft.")
+    draft_vocabulary: Path | None = _draft_option(
         "The ids that the head inside CHECKPOINT proposes, a JSON list or one a line [default: 32,768 of frequent "
         "tokens].",
         metavar="FILE",
-        rich_help_panel="Draft",
     )
-    draft_top_k: int | None = option("Widest draft tree, 1 to 64 [default: 10; mtp: 4].", rich_help_panel="Draft")
-    draft_steps: int | None = option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3].", rich_help_panel="Draft")
-    verify_tree_size: int | None = option(
-        "Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp: 16].", rich_help_panel="Draft"
+    draft_top_k: int | None = _draft_option("Widest draft tree, 1 to 64 [default: 10; mtp: 4].")
+    draft_steps: int | None = _draft_option("Deepest draft tree, 1 to 32 [default: 6; mtp: 3].")
+    verify_tree_size: int | None = _draft_option(
+        "Most nodes verified at once, the root included, 2 to 64 [default: 60; mtp: 16]."
     )
-    lora: list[str] | None = option(
-        "LoRA adapter of this very model, as PEFT saves it; may be repeated.",
-        metavar="NAME=DIR",
-        rich_help_panel="LoRA adapters",
+    lora: list[str] | None = _adapter_option(
+        "LoRA adapter of this very model, as PEFT saves it; may be repeated.", metavar="NAME=DIR"
     )
-    max_lora_rank: int | None = option(
-        "Largest rank that engines take [default: that of the adapters given].", rich_help_panel="LoRA adapters"
+    max_lora_rank: int | None = _adapter_option("Largest rank that engines take [default: that of the adapters given].")
+    lora_slots: int | None = _adapter_option(
+        "Adapters in use at once [default: as many as given, at least one a sequence]."
     )
-    lora_slots: int | None = option(
-        "Adapters in use at once [default: as many as given, at least one a sequence].",
-        rich_help_panel="LoRA adapters",
+    vision: Path | None = _image_option(
+        "Vision encoder of this very model that was published apart.", metavar="VISION_DIR"
     )
-    vision: Path | None = option(
-        "Vision encoder of this very model that was published apart.", metavar="VISION_DIR", rich_help_panel="Images"
-    )
-    max_image_patches: int | None = option(
-        "Patches of the largest image, where images are of any size; 0: no images at all [default: 4096].",
-        rich_help_panel="Images",
+    max_image_patches: int | None = _image_option(
+        "Patches of the largest image, where images are of any size; 0: no images at all [default: 4096]."
     )
     tool_format: str | None = option(
         f"How the model calls tools: {', '.join(FORMATS)} [default: as its chat template shows calls].",
         metavar="FORMAT",
     )
-    all_plans: bool = option(
-        "Build the plans of shapes, too, that the hand-written kernels run on the target.",
-        default=False,
-        rich_help_panel="Plans",
+    all_plans: bool = _plan_option(
+        "Build the plans of shapes, too, that the hand-written kernels run on the target.", default=False
     )
     try_token: bool | None = option(
         "Compute a token of what was built, or none [default: where the weights take at most a quarter of the free "
         "memory].",
         "--try/--no-try",
     )
-    refresh: Path | None = option(
-        "Only build the plans that an engine directory lacks.",
-        "--refresh-plans",
-        metavar="ENGINE_DIR",
-        rich_help_panel="Plans",
+    refresh: Path | None = _plan_option(
+        "Only build the plans that an engine directory lacks.", "--refresh-plans", metavar="ENGINE_DIR"
     )
 
 
@@ -156,15 +122,14 @@ def build(given: BuildOptions) -> None:
 
     Example: edgellm build Qwen3-0.6B robot --kv-capacity 2048
     """
-    checkpoint, engine_dir, draft = given.checkpoint, one_engine_directory(given.engine_dir, given.model), given.draft
-    display = ProgressDisplay()
-    drafts = draft is not None or given.no_mtp or given.draft_vocabulary is not None
+    checkpoint, engine_dir, draft = given.checkpoint, given.chosen_model(), given.draft
     if given.refresh is not None:
-        if checkpoint is not None or given.model is not None or drafts or given.lora or given.vision is not None:
+        others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision)
+        if given.no_mtp or given.lora or any(each is not None for each in others):
             raise typer.BadParameter(
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
             )
-        with ended_by_signals(), display:
+        with progress_display() as display:
             report = refresh_plans(given.refresh, given.target, display, given.all_plans)
     else:
         if checkpoint is None or engine_dir is None:
@@ -172,53 +137,35 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
-        found_format = checkpoint_format(checkpoint, given.tool_format)
-        config, adapters = read_decoder_config(checkpoint), named_directories(given.lora or [])
-        ranks = [adapter.rank for adapter in read_adapters(adapters, config).values()]
+        config, adapters = read_decoder_config(checkpoint), descriptions.named_directories(given.lora or [])
         drafted = None if given.no_mtp and draft is None else choose_draft(checkpoint, config, draft)
         limits = choose_limits(
-            config,
-            given.max_batch,
-            given.prefill_chunk,
-            given.kv_capacity,
-            given.beyond_trained_context,
-            drafted is not None,
-            given.draft_top_k,
-            given.draft_steps,
-            given.verify_tree_size,
-            ranks,
-            given.max_lora_rank,
-            given.lora_slots,
-            None if given.max_image_patches == 0 else read_vision_config(checkpoint, given.vision, config),
-            given.max_image_patches,
-            given.kv_cache,
-            folder_quantization(checkpoint) is not None,
-            drafted == MTP,
+            **given.arguments_of(
+                choose_limits,
+                config=config,
+                has_draft=drafted is not None,
+                adapter_ranks=[adapter.rank for adapter in read_adapters(adapters, config).values()],
+                vision=None if given.max_image_patches == 0 else read_vision_config(checkpoint, given.vision, config),
+                is_packed=folder_quantization(checkpoint) is not None,
+                is_mtp=drafted == MTP,
+            )
         )
-        with ended_by_signals(), display:
+        with progress_display() as display:
             report = build_engine_directory(
                 checkpoint,
                 engine_dir,
-                limits,
-                given.target,
-                given.dtype,
-                given.attention,
-                given.weights,
-                given.force,
-                given.beyond_trained_context,
-                display,
-                drafted,
-                adapters,
-                given.vision,
-                given.all_plans,
-                given.head,
-                given.embedding,
-                found_format,
-                given.draft_vocabulary,
-                partial(_try, given.try_token, display),
+                **given.arguments_of(
+                    build_engine_directory,
+                    limits=limits,
+                    targets=given.target,
+                    progress=display,
+                    draft=drafted,
+                    adapters=adapters,
+                    tool_format=checkpoint_format(checkpoint, given.tool_format),
+                    check=partial(_try, given.try_token, display),
+                ),
             )
-    for line in report_lines(report):
-        typer.echo(line)
+    typer.echo("\n".join(report_lines(report)))
 
 
 def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: BuildReport) -> None:
@@ -250,23 +197,25 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     yield f"{report.path}: {config.family}, {report.dtype}, {config.num_layers} layers of {config.hidden_size}"
     yield (
         f"  limits            batch {limits.max_batch}, prefill chunk {limits.prefill_chunk}, "
-        f"context {limits.kv_capacity}{kv_cache_in_words(limits.kv_cache)}"
+        f"context {limits.kv_capacity}{descriptions.kv_cache_in_words(limits.kv_cache)}"
     )
     if report.draft is not None:
-        yield f"  draft             {draft_in_words(asdict(report.draft))}"
-        yield f"  draft limits      {draft_limits_in_words(asdict(limits))}"
+        yield f"  draft             {descriptions.draft_in_words(asdict(report.draft))}"
+        yield f"  draft limits      {descriptions.draft_limits_in_words(asdict(limits))}"
     if report.vision is not None:
-        rows = limits.image_rows
-        yield f"  vision            {vision_in_words(asdict(report.vision))}"
-        yield f"  vision limits     {vision_limits_in_words(report.vision.patches_within(rows[-1]), rows)}"
+        patches = report.vision.patches_within(limits.image_rows[-1])
+        yield f"  vision            {descriptions.vision_in_words(asdict(report.vision))}"
+        yield f"  vision limits     {descriptions.vision_limits_in_words(patches, limits.image_rows)}"
     for name, rank in report.adapters.items():
         yield f"  adapter           {name}, rank {rank}"
     if limits.has_lora:
-        yield f"  adapter limits    {lora_limits_in_words(asdict(limits))}"
+        yield f"  adapter limits    {descriptions.lora_limits_in_words(asdict(limits))}"
     models = {"base": config, "draft": report.draft, "vision": report.vision}
     for target in report.targets:
-        executors = executor_facts(models, limits, report.dtype, target)
-        yield from (f"  {target:<7} {line}" for line in executors_in_words(executors) if line.startswith("kernels"))
+        executors = descriptions.executor_facts(models, limits, report.dtype, target)
+        yield from (
+            f"  {target:<7} {line}" for line in descriptions.executors_in_words(executors) if line.startswith("kernels")
+        )
     for plan in report.plans:
         took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
         yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"

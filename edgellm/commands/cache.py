@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import typer
 
-from edgellm.commands import options
+from edgellm.commands import cache_prompts, options
 from edgellm.commands.cache_building import build_snapshots
-from edgellm.commands.cache_prompts import (
-    SnapshotOnDisk,
-    adapter_directories,
-    chosen_folder,
-    find_snapshot,
-    read_cache_prompts,
-    snapshot_files,
-)
 from edgellm.commands.console import MEBIBYTE, write_error, write_note
 from edgellm.commands.convert import size_in_bytes
+from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.settings import chosen_settings
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import SnapshotError
 from edgellm.kernels.user_paths import printable
-from edgellm.snapshots.system_prompt import PromptRecord
+from edgellm.snapshots.snapshot import Snapshot
 
 cache = typer.Typer(
-    name="cache", help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list"
+    name="cache",
+    cls=PanelGroup,
+    help="Compute system prompts ahead of time and keep them on disk.\n\nExample: edgellm cache list",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
-_NAMES = "Snapshots: the prompt's name, or what the file's name begins with, or a path."
 
-
-@dataclass(frozen=True)
-class FolderOptions(options.DebugOption):
+class FolderOptions(options.LogOptions):
     """Where snapshots are."""
 
     folder: Path | None = option("Where snapshots lie [default: in the user's cache directory].")
 
+    def files(self) -> list[cache_prompts.SnapshotOnDisk]:
+        """All snapshots there."""
+        return cache_prompts.snapshot_files(cache_prompts.chosen_folder(self.folder))
 
-@dataclass(frozen=True)
+
 class BuildOptions(
     options.ModelOption,
     options.ChatTemplateOption,
@@ -69,105 +68,121 @@ class BuildOptions(
     disk_budget: str | None = option("Most that the folder may take; the least recently used go first [default: 8GiB].")
 
 
-@dataclass(frozen=True)
 class ListOptions(FolderOptions):
     """All options of `edgellm cache list`."""
 
-    as_json: bool = option("Print JSON instead of text.", "--json", default=False)
+    as_json: bool = option("Print JSON instead of text.", "--json")
 
 
-@dataclass(frozen=True)
-class ShowOptions(ListOptions):
+class NameOptions(FolderOptions):
+    """Snapshots."""
+
+    name: list[str] | None = argument("Snapshots: the prompt's name, or what the file's name begins with, or a path.")
+
+    def named(self) -> list[cache_prompts.SnapshotOnDisk]:
+        """The snapshots that are named; typer.BadParameter for none, RequestError for a name that is not one's."""
+        if not self.name:
+            raise typer.BadParameter("missing: edgellm cache list shows them", param_hint="NAMES")
+        return [cache_prompts.find_snapshot(name, cache_prompts.chosen_folder(self.folder)) for name in self.name]
+
+
+class ShowOptions(NameOptions, ListOptions):
     """All options of `edgellm cache show`."""
 
-    name: list[str] | None = argument(_NAMES)
 
-
-@dataclass(frozen=True)
-class RemoveOptions(FolderOptions):
+class RemoveOptions(NameOptions):
     """All options of `edgellm cache remove`."""
 
-    name: list[str] | None = argument(_NAMES)
-    everything: bool = option("Every snapshot in the folder.", "--all", default=False)
+    everything: bool = option("Every snapshot in the folder.", "--all")
+
+    def chosen(self) -> list[cache_prompts.SnapshotOnDisk]:
+        """The snapshots that are named, or every one."""
+        if self.everything and self.name:
+            raise typer.BadParameter("give names or --all, not both", param_hint="--all")
+        return self.files() if self.everything else self.named()
 
 
-@dataclass(frozen=True)
 class VerifyOptions(RemoveOptions):
     """All options of `edgellm cache verify`."""
 
     model: Path | None = option("Also check that it was made for this engine directory.", "--model", "-m")
 
 
-@cache.command("build")
+@cache.command("build", cls=PanelCommand)
 @takes_options
 def build(given: BuildOptions) -> None:
     """Compute a system prompt (--prompt, --file, --prompts or standard input) and keep its KV cache on disk.
 
     Example: edgellm cache build --file system.txt --name robot
     """
-    wanted = read_cache_prompts(given.prompt, given.file, given.prompts, given.name, given.output, given.lora)
+    wanted = cache_prompts.read_cache_prompts(given)
     settings = chosen_settings(given)
     drafting = options.DraftingOptions(draft="" if given.draft else None, no_draft=given.draft is False)
+    drafted = drafting.applied_to(settings.drafting)
+    adapters = settings.adapters | cache_prompts.adapter_directories(wanted)
     # What a settings file says of answers does not choose what is computed here.
-    settings = replace(
-        settings,
-        system_cache=None,
-        adapter=None,
-        adapters=settings.adapters | adapter_directories(wanted),
-        drafting=drafting.applied_to(settings.drafting),
-    )
+    settings = replace(settings, system_cache=None, adapter=None, adapters=adapters, drafting=drafted)
     from edgellm.snapshots.store import DISK_BUDGET
 
     budget = DISK_BUDGET if given.disk_budget is None else size_in_bytes(given.disk_budget, "--disk-budget")
-    build_snapshots(settings, wanted, chosen_folder(given.folder), budget, given.replaces, *given.template_inputs())
+    folder = cache_prompts.chosen_folder(given.folder)
+    build_snapshots(settings, wanted, folder, budget, given.replaces, *given.template_inputs())
 
 
-@cache.command("list")
+@cache.command("list", cls=PanelCommand)
 @takes_options
 def list_snapshots(given: ListOptions) -> None:
     """List the snapshots in the folder, and files there that cannot be used.
 
     Example: edgellm cache list --json
     """
-    found = list(snapshot_files(chosen_folder(given.folder)))
+    found = given.files()
     if given.as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
-    typer.echo(f"{printable(chosen_folder(given.folder))}: {_counted(found)}")
+    typer.echo(f"{printable(cache_prompts.chosen_folder(given.folder))}: {_counted(found)}")
     for item in found:
         typer.echo(f"  {printable(item.path.stem[:8])}  {item.line()}")
 
 
-@cache.command("show")
+@cache.command("show", cls=PanelCommand)
 @takes_options
 def show(given: ShowOptions) -> None:
     """Say everything that a snapshot says of itself.
 
     Example: edgellm cache show robot
     """
-    found = [find_snapshot(text, chosen_folder(given.folder)) for text in _required(given.name)]
+    found = given.named()
     if given.as_json:
         typer.echo(json.dumps([item.values() for item in found], indent=2))
         return
     for item in found:
-        if item.error is not None:
-            raise item.error
-        typer.echo(printable(item.path))
-        for key, value in _rows(item):
-            typer.echo(f"  {key:<16}{printable(value)}")
+        rows = [f"  {key:<16}{printable(value)}" for key, value in _rows(item.opened())]
+        typer.echo("\n".join([printable(item.path), *rows]))
 
 
-@cache.command("verify")
+@cache.command("verify", cls=PanelCommand)
 @takes_options
 def verify(given: VerifyOptions) -> None:
     """Read snapshots whole and compare them with their SHA-256; exit with 1 where one cannot be used.
 
     Example: edgellm cache verify --all --model robot-engines
     """
+    from edgellm.engines.directories.engine_directory import EngineDirectory
+    from edgellm.snapshots.binding import snapshot_binding
+    from edgellm.snapshots.file import check_binding, verify_snapshot
+
     failed = False
-    for item in _chosen(given.name, given.everything, chosen_folder(given.folder)):
+    for item in given.chosen():
         try:
-            _verify(item, given.model)
+            snapshot = item.opened()
+            verify_snapshot(item.path, snapshot)
+            if given.model is not None:
+                found = snapshot.facts.binding
+                directory = EngineDirectory.open(given.model).with_kv_cache(found.kv_cache)
+                dtype = "float32" if found.backend == "numpy" else directory.dtype
+                expected = snapshot_binding(directory, found.backend, dtype, found.has_draft, found.adapter)
+                check_binding(item.path, snapshot, replace(expected, images=found.images))
             typer.echo(f"{printable(item.path)}: whole{'' if given.model is None else f', and made for {given.model}'}")
         except SnapshotError as error:
             failed = True
@@ -176,7 +191,7 @@ def verify(given: VerifyOptions) -> None:
         raise typer.Exit(1)
 
 
-@cache.command("remove")
+@cache.command("remove", cls=PanelCommand)
 @takes_options
 def remove(given: RemoveOptions) -> None:
     """Delete snapshots, damaged ones too; with --all, what is no snapshot stays, and is named.
@@ -190,7 +205,7 @@ def remove(given: RemoveOptions) -> None:
 
     chosen: list[Path] = []
     refused: list[SnapshotError] = []
-    for path in dict.fromkeys(item.path for item in _chosen(given.name, given.everything, chosen_folder(given.folder))):
+    for path in dict.fromkeys(item.path for item in given.chosen()):
         try:
             require_snapshot_file(path)
             chosen.append(path)
@@ -207,41 +222,18 @@ def remove(given: RemoveOptions) -> None:
         raise typer.Exit(1)
 
 
-def _verify(item: SnapshotOnDisk, model: Path | None) -> None:
-    from edgellm.engines.directories.engine_directory import EngineDirectory
-    from edgellm.snapshots.binding import snapshot_binding
-    from edgellm.snapshots.file import check_binding, verify_snapshot
-
-    snapshot = item.opened()
-    verify_snapshot(item.path, snapshot)
-    if model is not None:
-        found = snapshot.facts.binding
-        directory = EngineDirectory.open(model).with_kv_cache(found.kv_cache)
-        dtype = "float32" if found.backend == "numpy" else directory.dtype
-        expected = snapshot_binding(directory, found.backend, dtype, found.has_draft, found.adapter)
-        check_binding(item.path, snapshot, replace(expected, images=found.images))
-
-
-def _chosen(names: list[str] | None, everything: bool, folder: Path) -> Iterable[SnapshotOnDisk]:
-    if everything and names:
-        raise typer.BadParameter("give names or --all, not both", param_hint="--all")
-    return list(snapshot_files(folder)) if everything else [find_snapshot(name, folder) for name in _required(names)]
-
-
-def _required(names: list[str] | None) -> list[str]:
-    if not names:
-        raise typer.BadParameter("missing: edgellm cache list shows them", param_hint="NAMES")
-    return names
-
-
-def _rows(item: SnapshotOnDisk) -> Iterator[tuple[str, str]]:
-    snapshot = item.opened()
+def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     facts = snapshot.facts
     first = ", ".join(map(str, snapshot.token_ids[:12].tolist()))
     yield "name", facts.label
     yield "tokens", f"{facts.tokens:,}: {first}{', ...' if facts.tokens > 12 else ''}"
-    if snapshot.prompt is not None:
-        yield from _prompt_rows(snapshot.prompt)
+    if (prompt := snapshot.prompt) is not None:
+        parts = [prompt.content] if isinstance(prompt.content, str) else prompt.content
+        texts = (part if isinstance(part, str) else part.get("text", f"[image {part.get('digest')}]") for part in parts)
+        yield "prompt", " ".join(texts)
+        for key, value in (("tools", prompt.tools), ("template", prompt.template_variables)):
+            if value is not None:
+                yield key, json.dumps(value, ensure_ascii=False)
     yield "size", f"{snapshot.nbytes / MEBIBYTE:,.1f} MiB in {len(snapshot.rows)} tensors of rows"
     yield "model", facts.model
     yield "created", f"{facts.created}, EdgeLLM {facts.created_with}, format {facts.format_version}"
@@ -249,18 +241,7 @@ def _rows(item: SnapshotOnDisk) -> Iterator[tuple[str, str]]:
         yield key.replace("_", " "), "any" if value is None else str(value)
 
 
-def _prompt_rows(prompt: PromptRecord) -> Iterator[tuple[str, str]]:
-    parts = [prompt.content] if isinstance(prompt.content, str) else prompt.content
-    shown = [part if isinstance(part, str) else part.get("text", f"[image {part.get('digest')}]") for part in parts]
-    yield "prompt", " ".join(shown)
-    if prompt.tools is not None:
-        yield "tools", json.dumps(prompt.tools, ensure_ascii=False)
-    if prompt.template_variables is not None:
-        yield "template", json.dumps(prompt.template_variables, ensure_ascii=False)
-
-
-def _counted(found: list[SnapshotOnDisk]) -> str:
-    usable = [item.snapshot for item in found if item.snapshot is not None]
-    size = sum(snapshot.nbytes for snapshot in usable) / MEBIBYTE
-    words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {size:,.1f} MiB"
+def _counted(found: list[cache_prompts.SnapshotOnDisk]) -> str:
+    usable = [item.found.nbytes for item in found if not isinstance(item.found, SnapshotError)]
+    words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {sum(usable) / MEBIBYTE:,.1f} MiB"
     return words if len(usable) == len(found) else f"{words}, and {len(found) - len(usable)} that cannot be used"

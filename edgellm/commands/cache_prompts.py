@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.descriptions import adapter_choice
+from edgellm.commands.descriptions import named_directories
 from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_yaml
 from edgellm.engines.model.memory_plan import MEBIBYTE
@@ -31,7 +32,6 @@ from edgellm.snapshots.system_prompt import Tools, checked_template_inputs, prom
 
 if TYPE_CHECKING:
     from edgellm.commands.settings import Settings
-
 
 #: Of a text in an error no more characters are shown.
 _LONGEST_SHOWN = 100
@@ -53,37 +53,29 @@ class CachePrompt:
     adapter_directory: Path | None = None
 
 
-def read_cache_prompts(
-    prompt: str | None,
-    file: Path | None,
-    prompts: Path | None,
-    name: str | None,
-    output: Path | None,
-    lora: str | None = None,
-) -> list[CachePrompt]:
-    """What is to be computed; raises typer.BadParameter for options that exclude each other, RequestError."""
-    given = [
-        option
-        for option, value in (("--prompt", prompt), ("--file", file), ("--prompts", prompts))
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise typer.BadParameter(f"give one of {' and '.join(given)}", param_hint=given[-1])
+def read_cache_prompts(given: Any) -> list[CachePrompt]:
+    """What the options of `edgellm cache build` ask for; raises typer.BadParameter where they exclude each other, and
+    RequestError."""
+    prompt, file, prompts = given.prompt, given.file, given.prompts
+    ways = {"--prompt": prompt, "--file": file, "--prompts": prompts}
+    flags = [flag for flag, value in ways.items() if value is not None]
+    if len(flags) > 1:
+        raise typer.BadParameter(f"give one of {' and '.join(flags)}", param_hint=flags[-1])
     if prompts is not None:
-        if name is not None or output is not None or lora is not None:
+        if given.name is not None or given.output is not None or given.lora is not None:
             raise typer.BadParameter("--name, --output and --lora are for one prompt: write them into the YAML file")
         return load_cache_prompts(prompts)
     if file is not None:
         text, place = options.read_text_file(file, "--file"), f"the file {file}"
     elif prompt is not None:
-        text, place = options.checked_argument(prompt, "--prompt"), "--prompt"
+        text, place = prompt, "--prompt"
     elif sys.stdin is None or sys.stdin.isatty():
         raise typer.BadParameter(
             "missing: give it with --prompt, --file or --prompts, or on standard input", param_hint="--prompt"
         )
     else:
         text, place = options.read_standard_input(), "standard input"
-    return [_cache_prompt(text, place, name, output, lora, Path())]
+    return [_cache_prompt(text, place, given.name, given.output, given.lora, Path())]
 
 
 def load_cache_prompts(path: Path) -> list[CachePrompt]:
@@ -97,10 +89,9 @@ def load_cache_prompts(path: Path) -> list[CachePrompt]:
     if not isinstance(entries, list) or not entries:
         raise RequestError(f"{path} holds a {type(entries).__name__}: expected a list of prompts, each with a name")
     found = [_from_entry(entry, f"{path}, prompt {number}", path.parent) for number, entry in enumerate(entries, 1)]
-    labels = [entry.label for entry in found]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise RequestError(f"{path} has the name {label!r} more than once")
+    label, times = Counter(entry.label for entry in found).most_common(1)[0]
+    if times > 1:
+        raise RequestError(f"{path} has the name {label!r} more than once")
     return found
 
 
@@ -114,10 +105,11 @@ def _from_entry(entry: Any, place: str, folder: Path) -> CachePrompt:
             raise RequestError(f"{place}: {key} is {value!r}: expected text without null characters")
     if "name" not in entry or ("prompt" in entry) == ("file" in entry):
         raise RequestError(f"{place} has the keys {', '.join(map(str, entry))}: expected name, and prompt or file")
-    file, output = entry.get("file"), entry.get("output")
-    # Blocks of YAML end with a line end, which is no part of the prompt.
-    text = entry["prompt"].removesuffix("\n") if file is None else options.read_text_file(folder / file, f"{place}:")
-    output = None if output is None else folder / output
+    if "file" in entry:
+        text = options.read_text_file(folder / entry["file"], f"{place}:")
+    else:
+        text = entry["prompt"].removesuffix("\n")  # with which blocks of YAML end
+    output = folder / entry["output"] if "output" in entry else None
     try:
         return _cache_prompt(text, place, entry["name"], output, entry.get("lora"), folder)
     except typer.BadParameter as error:
@@ -129,7 +121,10 @@ def _cache_prompt(
 ) -> CachePrompt:
     if not text.strip():
         raise RequestError(f"{place} is empty: expected a system prompt")
-    adapter, directory = (None, None) if lora is None else adapter_choice(lora, folder)
+    adapter, directory = lora, None
+    if lora is not None and "=" in lora:
+        ((adapter, path),) = named_directories([lora]).items()
+        directory = folder / path
     output = None if output is None else user_path(output)
     return CachePrompt(label or prompt_label(text), text, output, adapter, directory)
 
@@ -156,44 +151,43 @@ class SnapshotOnDisk:
     """A file with its snapshot, or with the reason why it holds none that can be used."""
 
     path: Path
-    snapshot: Snapshot | None
-    error: SnapshotError | None = None
+    found: Snapshot | SnapshotError
 
     def opened(self) -> Snapshot:
         """The snapshot; raises the SnapshotError that says why it cannot be used."""
-        if self.snapshot is None:
-            raise self.error or SnapshotError(f"{self.path} holds no snapshot", "empty")
-        return self.snapshot
+        if isinstance(self.found, SnapshotError):
+            raise self.found
+        return self.found
 
     @property
     def label(self) -> str | None:
         """The prompt's name, where it can be read."""
-        return None if self.snapshot is None else self.snapshot.facts.label
+        return None if isinstance(self.found, SnapshotError) else self.found.facts.label
 
     def values(self) -> dict[str, Any]:
         """All there is to say, as JSON values; sizes in bytes."""
-        if self.snapshot is None:
-            return {"path": str(self.path), "error": str(self.error), "reason": self.error and self.error.reason}
-        prompt = None if self.snapshot.prompt is None else asdict(self.snapshot.prompt)
-        facts = asdict(self.snapshot.facts)
-        return {"path": str(self.path), "bytes": self.snapshot.nbytes, **facts, "prompt": prompt}
+        found = self.found
+        if isinstance(found, SnapshotError):
+            return {"path": str(self.path), "error": str(found), "reason": found.reason}
+        prompt = None if found.prompt is None else asdict(found.prompt)
+        return {"path": str(self.path), "bytes": found.nbytes, **asdict(found.facts), "prompt": prompt}
 
     def line(self) -> str:
         """A row of the list."""
-        if self.snapshot is None:
-            return f"cannot be used: {self.error and self.error.reason}"
-        facts = self.snapshot.facts
-        drafted = ", draft" if facts.binding.has_draft else ""
-        adapted = "" if facts.binding.adapter == NONE else f", adapter {facts.binding.adapter[:8]}"
+        if isinstance(self.found, SnapshotError):
+            return f"cannot be used: {self.found.reason}"
+        facts, binding = self.found.facts, self.found.facts.binding
+        drafted = ", draft" if binding.has_draft else ""
+        adapted = "" if binding.adapter == NONE else f", adapter {binding.adapter[:8]}"
         return (
-            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {self.snapshot.nbytes / MEBIBYTE:>9,.1f} MiB  "
-            f"{facts.binding.backend} {facts.binding.dtype}{drafted}{adapted}, {printable(facts.model)}"
+            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {self.found.nbytes / MEBIBYTE:>9,.1f} MiB  "
+            f"{binding.backend} {binding.dtype}{drafted}{adapted}, {printable(facts.model)}"
         )
 
 
-def snapshot_files(folder: Path) -> Iterator[SnapshotOnDisk]:
+def snapshot_files(folder: Path) -> list[SnapshotOnDisk]:
     """The snapshots in a folder, those that cannot be used among them."""
-    yield from (read_snapshot_file(path) for path in sorted(folder.glob(f"*{SUFFIX}")))
+    return [read_snapshot_file(path) for path in sorted(folder.glob(f"*{SUFFIX}"))]
 
 
 def read_snapshot_file(path: Path) -> SnapshotOnDisk:
@@ -201,7 +195,7 @@ def read_snapshot_file(path: Path) -> SnapshotOnDisk:
     try:
         return SnapshotOnDisk(path, read_snapshot(path))
     except SnapshotError as error:
-        return SnapshotOnDisk(path, None, error)
+        return SnapshotOnDisk(path, error)
 
 
 def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
@@ -210,7 +204,7 @@ def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
     It is the prompt's name, or what the name of one file in the folder begins with; only what is neither, and is
     written as a path (with a separator, or with the ending of snapshots), is a file anywhere.
     """
-    stored = list(snapshot_files(folder)) if name else []
+    stored = snapshot_files(folder) if name else []
     found = [item for item in stored if item.label == name]
     found = found or [item for item in stored if item.path.name.startswith(name)]
     if len(found) == 1:

@@ -4,39 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.commands import options
-from edgellm.commands.chat_commands import ChatState, Leave, is_command, run_command, turns_in_words
-from edgellm.commands.chat_input import LineSource, PipedLines, TerminalLines, chat_completion, open_lines, read_message
-from edgellm.commands.console import (
-    CancelOnInterrupt,
-    call_lines,
-    ended_by_signals,
-    prepare_output,
-    say,
-    statistics_line,
-    write_answer,
-    write_error,
-    write_note,
-)
+from edgellm.commands import console, models, options
+from edgellm.commands.chat_commands import COMMANDS, ChatState, Leave, is_command, run_command, turns_in_words
+from edgellm.commands.chat_input import PipedLines, TerminalLines, candidates, open_lines, read_message
 from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.images import dropped_files, require_image_there, shown_content
-from edgellm.commands.models import (
-    SHIPPED_NAME,
-    model_name,
-    open_model,
-    sampling_params,
-    system_prompt,
-    with_cached_prompt,
-)
 from edgellm.commands.settings import chosen_settings
-from edgellm.commands.table import option, takes_options
+from edgellm.commands.table import Options, option, takes_options
 from edgellm.errors import EdgeLLMError
 from edgellm.text.messages import require_tools_shown
 
@@ -48,21 +28,17 @@ if TYPE_CHECKING:
     from edgellm.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class ObservingOptions:
+class ObservingOptions(Options, panel="Logs and errors"):
     """What to take note of; by default nothing, which costs nothing."""
-
-    PANEL: ClassVar[str] = "Logs and errors"
 
     trace: Path | None = option(
         "Write what the draft, verification, acceptance and the host took of each round, in Chrome's trace format "
         "(open it at ui.perfetto.dev). Rounds then run stage by stage, a little slower.",
         metavar="FILE",
     )
-    nvtx: bool = option("Mark the same parts as NVTX ranges, for NVIDIA's profilers.", default=False)
+    nvtx: bool = option("Mark the same parts as NVTX ranges, for NVIDIA's profilers.")
 
 
-@dataclass(frozen=True)
 class ChatOptions(
     options.ModelOptions,
     options.PromptOptions,
@@ -95,14 +71,13 @@ def observing(asked: ObservingOptions) -> Iterator[Observer | None]:
     trace, path = Trace(), asked.trace
     if path is not None:
         trace.save(path)  # what cannot be written is said now
-    observers: list[Observer] = [trace] if path is not None else []
-    observers += [NvtxRanges()] if asked.nvtx else []
+    ranges = [NvtxRanges()] if asked.nvtx else []
     try:
-        yield Observers(*observers)
+        yield Observers(*([] if path is None else [trace]), *ranges)
     finally:
         if path is not None:
             trace.save(path)
-            write_note(f"The trace of {len(trace.spans)} spans is in {path}: open it at ui.perfetto.dev.")
+            console.write_note(f"The trace of {len(trace.spans)} spans is in {path}: open it at ui.perfetto.dev.")
 
 
 @takes_options
@@ -111,34 +86,37 @@ def chat(given: ChatOptions) -> None:
 
     Example: edgellm chat --image cup.jpg --temperature 0.7
     """
-    prepare_output()
-    settings, tools, variables = with_cached_prompt(chosen_settings(given), given, *given.template_inputs())
+    settings, tools, variables = models.with_cached_prompt(chosen_settings(given), given, *given.template_inputs())
     lines = open_lines(settings.history)
     with (
-        ended_by_signals(),
+        console.ended_by_signals(),
         observing(given) as observer,
-        open_model(settings, every_adapter=True, tools=tools, template_variables=variables) as llm,
+        models.open_model(settings, every_adapter=True, tools=tools, template_variables=variables) as llm,
     ):
         if observer is not None:
             llm.observe(observer)
-        params = sampling_params(settings, llm.default_params)
+        params = models.sampling_params(settings, llm.default_params)
         if tools:
             require_tools_shown(tools, llm.tokenizer.template_variables(), llm.tokenizer.template_origin)
-        own = system_prompt(llm, settings) or ""
+        own = models.system_prompt(llm, settings) or ""
         conversation = llm.create_session(own, params, settings.adapter, tools=tools, template_variables=variables)
-        conversation.warn = lambda warning: write_note(f"Note: {warning}.")
-        state = ChatState(llm, conversation, say=write_note)
-        state.text_system, state.image_system = own, system_prompt(llm, settings, with_images=True) or ""
+        conversation.warn = lambda warning: console.write_note(f"Note: {warning}.")
+        state = ChatState(llm, conversation, console.write_note, bool(settings.stats))
+        state.text_system, state.image_system = own, models.system_prompt(llm, settings, with_images=True) or ""
         for image in given.images or ():
             state.show(image)
         try:
             if isinstance(lines, TerminalLines):
-                state.say = say
-                lines.complete_with(chat_completion(state).candidates)
-                write_note(_greeting(llm, settings.adapter))
-                converse_at_terminal(state, lines, settings.stats is not False)
+                state.say, state.shows_statistics = console.say, settings.stats is not False
+                possible = {
+                    name: partial(each.completion, state) if callable(each.completion) else each.completion
+                    for name, each in COMMANDS.items()
+                }
+                lines.complete_with(partial(candidates, possible))
+                console.write_note(_greeting(llm, settings.adapter))
+                converse_at_terminal(state, lines)
             else:
-                converse_by_pipe(state, lines, bool(settings.stats))
+                converse_by_pipe(state, lines)
         except (Leave, EOFError):
             pass
         finally:
@@ -146,14 +124,14 @@ def chat(given: ChatOptions) -> None:
                 lines.close()
 
 
-def converse_at_terminal(state: ChatState, lines: LineSource, with_stats: bool) -> None:
+def converse_at_terminal(state: ChatState, lines: TerminalLines) -> None:
     """Answer until the user leaves; errors are shown and the conversation goes on. Raises Leave or EOFError."""
     interrupted = False
     while True:
         try:
             message = read_message(lines)
             interrupted = False
-            _handle(state, message, with_stats)
+            _handle(state, message)
         except EOFError:
             print()
             raise
@@ -162,86 +140,74 @@ def converse_at_terminal(state: ChatState, lines: LineSource, with_stats: bool) 
             if interrupted:
                 return
             interrupted = True
-            write_note("Press Ctrl-C again or Ctrl-D to leave.")
+            console.write_note("Press Ctrl-C again or Ctrl-D to leave.")
         except EdgeLLMError as error:
-            write_error(error)
+            console.write_error(error)
 
 
-def converse_by_pipe(state: ChatState, lines: PipedLines, with_stats: bool) -> None:
+def converse_by_pipe(state: ChatState, lines: PipedLines) -> None:
     """Answer every line, going on after errors, of which the exit code tells; a line that is no text ends it."""
     failed = False
-    while True:
-        try:
+    try:
+        while True:
             message = read_message(lines)
-        except EOFError:
-            if failed:
-                raise typer.Exit(1) from None
-            raise
-        try:
-            _handle(state, message, with_stats)
-        except Leave:
-            if failed:
-                raise typer.Exit(1) from None
-            raise
-        except EdgeLLMError as error:
-            failed = True
-            write_error(error)
-        if state.last_response is not None and state.last_response.finish_reason == "cancelled":
-            raise KeyboardInterrupt
+            try:
+                _handle(state, message)
+            except EdgeLLMError as error:
+                failed = True
+                console.write_error(error)
+            if state.last_response is not None and state.last_response.finish_reason == "cancelled":
+                raise KeyboardInterrupt
+    except (EOFError, Leave):
+        if failed:
+            raise typer.Exit(1) from None
+        raise
 
 
-def _handle(state: ChatState, message: str, with_stats: bool) -> None:
+def _handle(state: ChatState, message: str) -> None:
     text, files = dropped_files(message)
     if is_command(message) and text.startswith(message.split(maxsplit=1)[0]):  # no file that was dropped first
         again = run_command(state, message)
         if again is not None:
-            _answer(state, state.conversation.retry, again, with_stats)
+            _answer(state, state.conversation.retry, again)
             if not again.needs_sampling:
                 state.say("Answers are not drawn, so the same one comes again: /set temperature 0.7 draws others.")
     elif files and not state.llm.has_vision_model:
         state.say(f"This model sees no images: the path of {files[0].name} is sent as text.")
-        answer(state, message, with_stats)
+        answer(state, message)
     elif files:
         for file in files:
             state.show(file, "This question" if text else "The next question")
         if text:
-            answer(state, text, with_stats)
+            answer(state, text)
     elif message.strip():
         require_image_there(message)
-        answer(state, message[1:] if message.startswith("//") else message, with_stats)
+        answer(state, message[1:] if message.startswith("//") else message)
 
 
-def answer(state: ChatState, question: str, with_stats: bool) -> None:
+def answer(state: ChatState, question: str) -> None:
     """Stream the answer to a question; both become part of the conversation unless nothing was answered."""
     content = shown_content(state.attached_images, question)
-    response = _answer(state, partial(state.conversation.stream, content), state.params.seeded(), with_stats)
+    response = _answer(state, partial(state.conversation.stream, content), state.params.seeded())
     if response.is_answered:
         state.attached_images.clear()
 
 
-def _answer(
-    state: ChatState, ask: Callable[[SamplingParams], Generation], params: SamplingParams, with_stats: bool
-) -> Response:
+def _answer(state: ChatState, ask: Callable[[SamplingParams], Generation], params: SamplingParams) -> Response:
     """Stream the answer that `ask` gives with these parameters, and say what it did to the conversation."""
-    with CancelOnInterrupt() as interrupt:
-        stream = ask(params)
-        interrupt.watch(stream)
-        with stream:
-            for chunk in stream:
-                write_answer(chunk.text)
-    write_answer("\n")
-    response, context = stream.result(), state.llm.context_length
-    write_answer("".join(f"{line}\n" for line in call_lines(response)))
+    response, context = console.read_answer(partial(ask, params)), state.llm.context_length
     state.last_response, state.last_seed = response, params.seed
     state.answers += 1
     state.answer_tokens += response.usage.completion_tokens
-    if with_stats:
-        write_note(statistics_line(response, context))
+    if state.shows_statistics:
+        console.write_note(console.statistics_line(response, context))
     if response.dropped_turns and response.is_answered:
         turns = turns_in_words(response.dropped_turns)
-        write_note(f"The oldest {turns} left the conversation, to make room in the context ({context} tokens).")
+        console.write_note(f"The oldest {turns} left the conversation, to make room in the context ({context} tokens).")
     if response.finish_reason == "context":
-        write_note(f"The context is full ({context} tokens), the answer was cut: /set max_tokens N keeps room for N.")
+        console.write_note(
+            f"The context is full ({context} tokens), the answer was cut: /set max_tokens N keeps room for N."
+        )
     state.conversation.take_in()
     return response
 
@@ -249,7 +215,7 @@ def _answer(
 def _greeting(llm: LLM, adapter: str | None) -> str:
     from importlib import metadata
 
-    version = metadata.version("edgellm")
+    version, name = metadata.version("edgellm"), models.model_name(llm)
     adapters = adapters_in_words(llm.adapters, adapter)
     sight = ", sees images (/image FILE)" if llm.has_vision_model else ""
     toy = (
@@ -257,7 +223,7 @@ def _greeting(llm: LLM, adapter: str | None) -> str:
         "edgellm build prepares a model of your own."
     )
     return (
-        f"EdgeLLM {version}: {model_name(llm)} on the {llm.backend_name} backend, context {llm.context_length} tokens"
+        f"EdgeLLM {version}: {name} on the {llm.backend_name} backend, context {llm.context_length} tokens"
         f"{sight}{adapters and ', '}{adapters}. "
-        f"/help lists the commands, Ctrl-D leaves.{toy if model_name(llm) == SHIPPED_NAME else ''}"
+        f"/help lists the commands, Ctrl-D leaves.{toy if name == models.SHIPPED_NAME else ''}"
     )

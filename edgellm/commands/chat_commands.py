@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from edgellm.commands.chat_file import Conversation, load_conversation, save_conversation
+from edgellm.commands import images
+from edgellm.commands.chat_file import load_conversation, save_conversation
 from edgellm.commands.console import statistics_lines
 from edgellm.commands.descriptions import adapters_in_words
-from edgellm.commands.images import (
-    Part,
-    dropped_files,
-    image_in_words,
-    read_image_file,
-    require_image_there,
-    require_vision,
-)
 from edgellm.commands.models import model_name
 from edgellm.commands.settings import SAMPLING_KEYS
 from edgellm.commands.structures import read_schema
@@ -35,23 +27,11 @@ if TYPE_CHECKING:
     from edgellm.requests import Response
     from edgellm.sessions import Session
 
-HELP = '''\
-/help, /?            this list
-/reset               forget the conversation, keep the system prompt (but for one that an image brought)
-/undo                take the last question and its answer back
-/retry               answer the last question again, with a new seed where answers are drawn
-/trim N              keep the last N questions and their answers, forget what came before
-/system [TEXT]       show or set the system prompt; "" is none
-/image [FILE]        show an image with the next question, or list those it will show; "" is none
-/set [NAME VALUE]    show or set how answers are drawn (temperature, top_p, seed, max_tokens, stop, ...)
-/schema [FILE]       show the JSON schema of answers, or ask for one; "" is none
-/draft [KIND]        show or set what drafts: suffix (what was said before), chain, tree; "" is nothing
-/adapter [NAME]      show the LoRA adapters, or answer with one; "" is none
-/save FILE           write the conversation to a new file, or over a conversation
-/save! FILE          write it over any file
-/load FILE           go on with a conversation from a file
-/stats               counts and speeds of the last answer and of this session
-/exit, /bye          leave (also Ctrl-D)
+#: The argument of a command that is a path, of any file.
+FILE = "file"
+#: What takes the place of an argument that a command would show without one.
+NOTHING = '""'
+_NOTES = '''\
 A trailing backslash, or """ before and after, makes a message of several lines; // begins a message with a slash.
 The path of an image file in a message, as terminals write it where a file is dropped, shows the image.
 Ctrl-C stops an answer.'''
@@ -72,11 +52,12 @@ class ChatState:
     llm: LLM
     conversation: Session
     say: Callable[[str], None]
+    shows_statistics: bool = False
     last_response: Response | None = None
     last_seed: int | None = None
     answers: int = 0
     answer_tokens: int = 0
-    attached_images: list[Part] = field(default_factory=list)
+    attached_images: list[images.Part] = field(default_factory=list)
     text_system: str | None = None
     image_system: str | None = None
 
@@ -90,10 +71,10 @@ class ChatState:
 
         RequestError or ImageError where that cannot be.
         """
-        require_vision(self.llm)
-        attached_image = read_image_file(path)
+        images.require_vision(self.llm)
+        attached_image = images.read_image_file(path)
         self.attached_images.append(attached_image)
-        self.say(f"{question} shows {image_in_words(attached_image)}.")
+        self.say(f"{question} shows {images.image_in_words(attached_image)}.")
         if self._has_image_system and self.conversation.system == self.text_system:
             self.conversation.system = self.image_system
             self.say(
@@ -117,28 +98,53 @@ def is_command(message: str) -> bool:
     return message.startswith("/") and not message.startswith("//")
 
 
+class Command(NamedTuple):
+    """A command: what does it, its form and purpose as /help shows them, and what its argument may be: FILE, or the
+    words that are possible now."""
+
+    run: Callable[[ChatState, str], SamplingParams | None]
+    form: str
+    purpose: str
+    completion: str | Callable[[ChatState], Iterable[str]] | None
+
+
+#: The commands by name, without the slash, in the order of /help.
+COMMANDS: dict[str, Command] = {}
+_ALIASES = {"?": "help", "bye": "exit", "quit": "exit"}
+_Run = TypeVar("_Run", bound=Callable[..., Any])
+
+
+def _command(form: str, purpose: str, completion: Any = None) -> Callable[[_Run], _Run]:
+    """Makes a command of a function, which is named by the first word of its form."""
+
+    def add(run: _Run) -> _Run:
+        COMMANDS[form.split()[0].strip("/,")] = Command(run, form, purpose, completion)
+        return run
+
+    return add
+
+
 def run_command(state: ChatState, line: str) -> SamplingParams | None:
     """Carry out a command; raises Leave, or RequestError for one that is unknown or wrong.
 
     Where the last question is to be answered again, the sampling to do that with is returned.
     """
     name, _, argument = line[1:].strip().partition(" ")
-    name = ALIASES.get(name, name)
+    name, argument = _ALIASES.get(name, name), argument.strip()
     if name not in COMMANDS:
-        require_image_there(line)
-        raise RequestError(f"/{name} is no command{_hint(name)}; /help lists them")
-    return COMMANDS[name](state, argument.strip())
+        images.require_image_there(line)
+        close = did_you_mean(name, tuple(COMMANDS))
+        hint = close.replace("mean ", "mean /") if "did you mean" in close else ""
+        raise RequestError(f"/{name} is no command{hint}; /help lists them")
+    return COMMANDS[name].run(state, NOTHING if argument == "''" else argument)
 
 
-def _hint(name: str) -> str:
-    close = did_you_mean(name, tuple(COMMANDS))
-    return close.replace("mean ", "mean /") if "did you mean" in close else ""
-
-
+@_command("/help, /?", "this list")
 def _help(state: ChatState, argument: str) -> None:
-    state.say(HELP)
+    state.say("\n".join([*(f"{each.form:<20} {each.purpose}" for each in COMMANDS.values()), _NOTES]))
 
 
+@_command("/reset", "forget the conversation, keep the system prompt (but for one that an image brought)")
 def _reset(state: ChatState, argument: str) -> None:
     state.conversation.trim(0)
     state.attached_images.clear()
@@ -146,15 +152,20 @@ def _reset(state: ChatState, argument: str) -> None:
     state.say(f"The conversation is forgotten{', and the system prompt is the first one again' if returned else ''}.")
 
 
+@_command("/undo", "take the last question and its answer back")
 def _undo(state: ChatState, argument: str) -> None:
-    question = question_in_words(state.conversation.undo())
-    state.say(f"Taken back: {question}")
+    turn = state.conversation.undo()
+    parts = next((message["content"] for message in turn if message["role"] == "user"), "")
+    text = parts if isinstance(parts, str) else " ".join(part.get("text", "(an image)") for part in parts)
+    state.say(f"Taken back: {shorten(text, 70, placeholder=' ...')}")
 
 
+@_command("/retry", "answer the last question again, with a new seed where answers are drawn")
 def _retry(state: ChatState, argument: str) -> SamplingParams:
     return replace(state.params, seed=None).seeded()
 
 
+@_command("/trim N", "keep the last N questions and their answers, forget what came before")
 def _trim(state: ChatState, argument: str) -> None:
     if not argument.isdecimal() or len(argument) > 9:
         raise RequestError(f"/trim takes how many questions to keep, not {argument[:20]!r}: /trim N")
@@ -167,74 +178,38 @@ def turns_in_words(count: int) -> str:
     return "question and its answer" if count == 1 else f"{count} questions and their answers"
 
 
-def question_in_words(turn: Sequence[dict[str, Any]]) -> str:
-    """The question of a turn, in one line that is not long."""
-    contents = [message["content"] for message in turn if message["role"] == "user"]
-    parts = contents[0] if contents else ""
-    text = parts if isinstance(parts, str) else " ".join(part.get("text", "(an image)") for part in parts)
-    return shorten(text, 70, placeholder=" ...")
-
-
+@_command("/system [TEXT]", 'show or set the system prompt; "" is none')
 def _system(state: ChatState, argument: str) -> None:
     if argument:
-        state.conversation.system = "" if argument in ('""', "''") else argument
+        state.conversation.system = "" if argument == NOTHING else argument
         state.say("The system prompt is set; the conversation goes on. /reset starts a new one.")
     else:
         state.say(state.conversation.system or "There is no system prompt.")
 
 
-def _adapter(state: ChatState, argument: str) -> None:
-    names, conversation = state.llm.adapters, state.conversation
-    if argument:
-        name = None if argument in ('""', "''") else argument
-        if name is not None and name not in names:
-            hint = did_you_mean(name, names) if names else ": none is loaded (--lora NAME=DIR loads one)"
-            raise RequestError(f"there is no LoRA adapter {name!r}{hint}")
-        conversation.adapter = name
-        state.say(f"Answers are given {f'with {name}' if name else 'without an adapter'} from now on.")
-    else:
-        words = adapters_in_words(names, conversation.adapter)
-        state.say(f"{words}." if words else "There are no LoRA adapters; --lora NAME=DIR loads one.")
-
-
-def _draft(state: ChatState, argument: str) -> None:
-    from edgellm.drafting.config import drafting_config  # it takes long to load, and the model has loaded it
-
-    llm = state.llm
-    if argument:
-        chosen = None if argument in ('""', "''") else {"kind": argument}
-        limits, backend = llm.directory.limits, llm.backend_name
-        llm.use_drafting(None if chosen is None else drafting_config(limits, backend, chosen))
-    state.say(f"{drafted_by(llm.drafting)}.")
-
-
-def drafted_by(drafting: DraftingConfig | None) -> str:
-    """What drafts, in words."""
-    if drafting is None:
-        return "Nothing is drafted"
-    if not drafting.needs_draft_model:
-        return "Drafts are what followed the same tokens before, where that should be faster"
-    beside = ", or what followed the same tokens before" if drafting.suffix_decoding else ""
-    return f"Drafts are those of the draft model{beside}{', where that should be faster' if drafting.adaptive else ''}"
-
-
+@_command("/image [FILE]", 'show an image with the next question, or list those it will show; "" is none', FILE)
 def _image(state: ChatState, argument: str) -> None:
-    if argument in ('""', "''"):
+    if argument == NOTHING:
         state.attached_images.clear()
         shows_none = not any(isinstance(message["content"], list) for message in state.conversation.messages)
         returned = shows_none and state.return_to_first_system()
         state.say(f"The next question shows no image{', and the system prompt is the first one' if returned else ''}.")
     elif argument:
-        text, files = dropped_files(argument)
+        text, files = images.dropped_files(argument)
         for path in files if files and not text else [Path(argument)]:
             state.show(path)
     elif state.attached_images:
-        state.say(f"The next question shows {', '.join(map(image_in_words, state.attached_images))}.")
+        state.say(f"The next question shows {', '.join(map(images.image_in_words, state.attached_images))}.")
     else:
-        require_vision(state.llm)
+        images.require_vision(state.llm)
         state.say("No image waits for a question: /image FILE shows one.")
 
 
+@_command(
+    "/set [NAME VALUE]",
+    "show or set how answers are drawn (temperature, top_p, seed, max_tokens, stop, ...)",
+    lambda _: SAMPLING_KEYS,
+)
 def _set(state: ChatState, argument: str) -> None:
     name, _, text = argument.partition(" ")
     params = state.params
@@ -243,18 +218,16 @@ def _set(state: ChatState, argument: str) -> None:
         return
     if name not in SAMPLING_KEYS:
         raise RequestError(f"there is no setting {name!r}{did_you_mean(name, SAMPLING_KEYS)}")
-    if not text.strip():
-        state.say(f"{name} {shown(getattr(params, name))}")
-        return
-    params = replace(params, **{name: checked_value(name, _value(name, text.strip()))})
-    state.conversation.params = params
+    if text.strip():
+        params = replace(params, **{name: checked_value(name, _value(name, text.strip()))})
+        state.conversation.params = params
     state.say(f"{name} {shown(getattr(params, name))}")
 
 
 def _value(name: str, text: str) -> Any:
     """What the user wrote: "none" for the default, a number, true or false, a JSON string or list, or plain text."""
     if text == "none":
-        return next(item.default for item in fields(SamplingParams) if item.name == name)
+        return getattr(SamplingParams, name)
     try:
         value = parse_json(text, name, RequestError)
     except RequestError:
@@ -273,15 +246,53 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+@_command("/schema [FILE]", 'show the JSON schema of answers, or ask for one; "" is none', FILE)
 def _schema(state: ChatState, argument: str) -> None:
     structure = state.params.structure
     if argument:
-        structure = None if argument in ('""', "''") else read_schema(_path(argument, "schema"))
+        structure = None if argument == NOTHING else read_schema(_path(argument, "schema"))
         state.conversation.params = replace(state.params, structure=structure)
     if structure is None:
         state.say("Answers have any form: /schema FILE asks for JSON of a schema.")
     else:
         state.say(json.dumps(structure.json, indent=2, ensure_ascii=False) if not argument else "Answers are JSON now.")
+
+
+@_command("/draft [KIND]", 'show or set what drafts: suffix (what was said before), chain, tree; "" is nothing')
+def _draft(state: ChatState, argument: str) -> None:
+    from edgellm.drafting.config import drafting_config  # it takes long to load, and the model has loaded it
+
+    llm = state.llm
+    if argument:
+        chosen = None if argument == NOTHING else {"kind": argument}
+        limits, backend = llm.directory.limits, llm.backend_name
+        llm.use_drafting(None if chosen is None else drafting_config(limits, backend, chosen))
+    state.say(f"{drafted_by(llm.drafting)}.")
+
+
+def drafted_by(drafting: DraftingConfig | None) -> str:
+    """What drafts, in words."""
+    if drafting is None:
+        return "Nothing is drafted"
+    if not drafting.needs_draft_model:
+        return "Drafts are what followed the same tokens before, where that should be faster"
+    beside = ", or what followed the same tokens before" if drafting.suffix_decoding else ""
+    return f"Drafts are those of the draft model{beside}{', where that should be faster' if drafting.adaptive else ''}"
+
+
+@_command("/adapter [NAME]", 'show the LoRA adapters, or answer with one; "" is none', lambda state: state.llm.adapters)
+def _adapter(state: ChatState, argument: str) -> None:
+    names, conversation = state.llm.adapters, state.conversation
+    if argument:
+        name = None if argument == NOTHING else argument
+        if name is not None and name not in names:
+            hint = did_you_mean(name, names) if names else ": none is loaded (--lora NAME=DIR loads one)"
+            raise RequestError(f"there is no LoRA adapter {name!r}{hint}")
+        conversation.adapter = name
+        state.say(f"Answers are given {f'with {name}' if name else 'without an adapter'} from now on.")
+    else:
+        words = adapters_in_words(names, conversation.adapter)
+        state.say(f"{words}." if words else "There are no LoRA adapters; --lora NAME=DIR loads one.")
 
 
 def _path(argument: str, command: str) -> Path:
@@ -290,29 +301,37 @@ def _path(argument: str, command: str) -> Path:
     return user_path(argument)
 
 
+@_command("/save FILE", "write the conversation to a new file, or over a conversation", FILE)
 def _save(state: ChatState, argument: str, replaces_any: bool = False) -> None:
     path = _path(argument, "save!" if replaces_any else "save")
-    conversation = Conversation.of(state.conversation)
-    save_conversation(path, conversation, model_name(state.llm), replaces_any)
-    state.say(f"Saved {len(conversation.messages)} messages to {path}.")
+    saved = save_conversation(path, state.conversation, model_name(state.llm), replaces_any)
+    state.say(f"Saved {saved} messages to {path}.")
 
 
+@_command("/save! FILE", "write it over any file", FILE)
+def _save_over(state: ChatState, argument: str) -> None:
+    _save(state, argument, replaces_any=True)
+
+
+@_command("/load FILE", "go on with a conversation from a file", FILE)
 def _load(state: ChatState, argument: str) -> None:
     path = _path(argument, "load")
-    loaded, model = load_conversation(path)
+    loaded, session = load_conversation(path), state.conversation
     if loaded.adapter is not None and loaded.adapter not in state.llm.adapters:
         raise RequestError(
             f"{path}: its answers were given with the LoRA adapter {loaded.adapter!r}, which is not loaded: start with "
             f"--lora {loaded.adapter}=DIR"
         )
     if any(isinstance(message["content"], list) for message in loaded.messages):
-        require_vision(state.llm)
-    loaded.go_on(state.conversation)
+        images.require_vision(state.llm)
+    session.replace(loaded.messages)
+    session.system, session.params, session.adapter = loaded.system or "", loaded.params, loaded.adapter
     state.say(f"Loaded {len(loaded.messages)} messages from {path}.")
-    if model != model_name(state.llm):
-        state.say(f"They were had with {model or 'another model'}; this is {model_name(state.llm)}.")
+    if loaded.model != model_name(state.llm):
+        state.say(f"They were had with {loaded.model or 'another model'}; this is {model_name(state.llm)}.")
 
 
+@_command("/stats", "counts and speeds of the last answer and of this session")
 def _stats(state: ChatState, argument: str) -> None:
     llm, response = state.llm, state.last_response
     lines = [
@@ -326,7 +345,13 @@ def _stats(state: ChatState, argument: str) -> None:
     else:
         lines += statistics_lines(response, llm.context_length)
         lines.append("drawn: " + ("greedy" if state.last_seed is None else f"with seed {state.last_seed}"))
-        lines += drafting_lines(llm, response)
+        drafting, report = response.drafting, llm.drafting_report
+        if drafting is not None and drafting.rounds:
+            shares = ", ".join(f"{share:.0%}" for share in drafting.acceptance_by_position)
+            plans = ", ".join(f"{name} {count}" for name, count in drafting.plans.items())
+            lines.append(f"draft: rounds {plans}; accepted at depth 1, 2, ...: {shares or 'nothing'}")
+        if report is not None:
+            lines.append(f"draft chosen: {report.reason}")
     if llm.has_vision_model:
         counts = llm.metrics()["multimodal"]
         lines.append(
@@ -337,38 +362,6 @@ def _stats(state: ChatState, argument: str) -> None:
     state.say("\n".join(lines))
 
 
-def drafting_lines(llm: LLM, response: Response) -> Iterator[str]:
-    """What drafting did for an answer, and why the controller chose what it did."""
-    drafting = response.drafting
-    if drafting is not None and drafting.rounds:
-        shares = ", ".join(f"{share:.0%}" for share in drafting.acceptance_by_position)
-        plans = ", ".join(f"{name} {count}" for name, count in drafting.plans.items())
-        yield f"draft: rounds {plans}; accepted at depth 1, 2, ...: {shares or 'nothing'}"
-    report = llm.drafting_report
-    if report is not None:
-        yield f"draft chosen: {report.reason}"
-
-
+@_command("/exit, /bye", "leave (also Ctrl-D)")
 def _exit(state: ChatState, argument: str) -> None:
     raise Leave
-
-
-ALIASES = {"?": "help", "bye": "exit", "quit": "exit"}
-COMMANDS: dict[str, Callable[[ChatState, str], SamplingParams | None]] = {
-    "help": _help,
-    "reset": _reset,
-    "undo": _undo,
-    "retry": _retry,
-    "trim": _trim,
-    "system": _system,
-    "adapter": _adapter,
-    "draft": _draft,
-    "image": _image,
-    "set": _set,
-    "schema": _schema,
-    "save": _save,
-    "save!": partial(_save, replaces_any=True),
-    "load": _load,
-    "stats": _stats,
-    "exit": _exit,
-}

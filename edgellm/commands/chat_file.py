@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,57 +29,52 @@ LARGEST_FILE = 64 * 1024 * 1024
 
 @dataclass
 class Conversation:
-    """A system prompt, the turns so far (user and assistant in turn), how answers are drawn, and the LoRA adapter that
-    answers (None: none)."""
+    """A system prompt, the turns so far (user and assistant in turn), how answers are drawn, the LoRA adapter that
+    answers (None: none), and the name of the model that it was had with ("": unknown)."""
 
-    system: str | None = None
-    messages: list[dict[str, Any]] = field(default_factory=list)
-    params: SamplingParams = field(default_factory=SamplingParams)
-    adapter: str | None = None
-
-    @classmethod
-    def of(cls, session: Session) -> Conversation:
-        """The conversation of a session."""
-        system = session.system
-        messages = session.messages[0 if system is None else 1 :]
-        return cls(system or None, messages, session.params or SamplingParams(), session.adapter)
-
-    def go_on(self, session: Session) -> None:
-        """Let a session go on with this conversation. Raises RequestError while an answer is growing."""
-        session.replace(self.messages)
-        session.system, session.params, session.adapter = self.system or "", self.params, self.adapter
+    system: str | None
+    messages: list[dict[str, Any]]
+    params: SamplingParams
+    adapter: str | None
+    model: str
 
 
-def save_conversation(path: Path, conversation: Conversation, model: str, replaces_any: bool = False) -> None:
-    """Write a conversation as JSON in place of one, or of any ordinary file where this `replaces_any`.
+def save_conversation(path: Path, session: Session, model: str, replaces_any: bool = False) -> int:
+    """Write the conversation of a session as JSON in place of one, or of any ordinary file where this `replaces_any`.
 
-    The file is whole or what it was; where it is a link, what it leads to. Raises RequestError.
+    The file is whole or what it was; where it is a link, what it leads to. Returns how many messages it has; raises
+    RequestError.
     """
     _check_replaced(path, replaces_any)
+    messages = session.messages[0 if session.system is None else 1 :]
     content = {
         "format": FORMAT,
         "model": model,
-        "adapter": conversation.adapter,
-        "system": conversation.system,
-        "messages": [_with_paths(message) for message in conversation.messages],
-        "settings": {key: value for key, value in asdict(conversation.params).items() if key in SAMPLING_KEYS},
+        "adapter": session.adapter,
+        "system": session.system or None,
+        "messages": [_with_paths(message) for message in messages],
+        "settings": {key: getattr(session.params or SamplingParams(), key) for key in SAMPLING_KEYS},
     }
+    data = (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
     try:
-        write_atomically(
-            Path(os.path.realpath(path)), (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
-        )
+        write_atomically(Path(os.path.realpath(path)), data)
     except OSError as error:
         raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+    return len(messages)
 
 
 def _check_replaced(path: Path, replaces_any: bool) -> None:
-    """Raise RequestError where a file would be lost that is not to be replaced."""
+    """Raise RequestError where a file would be lost that is not to be replaced, and for what is there and no file, such
+    as a pipe, which might never end."""
     try:
-        _require_ordinary(path)
+        mode = path.stat().st_mode
     except FileNotFoundError:
         return
     except OSError as error:
         raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+    if not stat.S_ISREG(mode):
+        kind = "a directory" if stat.S_ISDIR(mode) else "no ordinary file"
+        raise RequestError(f"{path} is {kind}: expected the name of a file for a conversation")
     try:
         content = None if replaces_any else _read_json(path)
     except RequestError:
@@ -91,23 +86,15 @@ def _check_replaced(path: Path, replaces_any: bool) -> None:
         )
 
 
-def load_conversation(path: Path) -> tuple[Conversation, str]:
-    """Read a conversation and the name of the model it was had with; RequestError says what is wrong with the file."""
+def load_conversation(path: Path) -> Conversation:
+    """Read a conversation; RequestError says what is wrong with the file."""
     content = _read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise RequestError(f'{path} is no conversation that /save wrote: expected an object with "format": "{FORMAT}"')
     try:
-        return _checked(content), content.get("model", "")
+        return _checked(content)
     except EdgeLLMError as error:
         raise RequestError(f"{path}: {error}") from error
-
-
-def _require_ordinary(path: Path) -> None:
-    """Raise RequestError for what is there and no file, such as a pipe, which might never end; or OSError."""
-    mode = path.stat().st_mode
-    if not stat.S_ISREG(mode):
-        kind = "a directory" if stat.S_ISDIR(mode) else "no ordinary file"
-        raise RequestError(f"{path} is {kind}: expected the name of a file for a conversation")
 
 
 def _read_json(path: Path) -> Any:
@@ -119,7 +106,8 @@ def _checked(content: dict[str, Any]) -> Conversation:
     for key in content:
         if key not in KEYS:
             raise RequestError(f"unknown key {key!r}{did_you_mean(key, KEYS)}")
-    if not isinstance(content.get("model", ""), str):
+    model = content.get("model", "")
+    if not isinstance(model, str):
         raise RequestError("model is not text")
     adapter, system, messages, settings = (content.get(key) for key in ("adapter", "system", "messages", "settings"))
     for name, value in (("adapter", adapter), ("system", system)):
@@ -130,7 +118,7 @@ def _checked(content: dict[str, Any]) -> Conversation:
     for key in settings:
         if key not in SAMPLING_KEYS:
             raise RequestError(f"settings has the unknown key {key!r}{did_you_mean(key, SAMPLING_KEYS)}")
-    return Conversation(system, _checked_turns(messages), SamplingParams(**settings), adapter)
+    return Conversation(system, _checked_turns(messages), SamplingParams(**settings), adapter, model)
 
 
 def _checked_turns(messages: Any) -> list[dict[str, Any]]:

@@ -8,24 +8,17 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
-from edgellm.commands.chat_commands import COMMANDS, ChatState
-from edgellm.commands.images import PATH_STARTS, SUFFIXES
-from edgellm.commands.options import invalid_utf8
-from edgellm.commands.settings import SAMPLING_KEYS
+from edgellm.commands.chat_commands import FILE, is_command
+from edgellm.commands.images import SUFFIXES, is_path
+from edgellm.engines.formats.small_files import decoded
 from edgellm.errors import RequestError
 from edgellm.kernels.user_paths import user_folder, user_path
 
 PROMPT, CONTINUATION = ">>> ", "... "
 FENCE = '"""'
 HISTORY_LENGTH = 1000
-
-
-class LineSource(Protocol):
-    """Something that lines can be read from; EOFError says that there are no more."""
-
-    def read_line(self, prompt: str) -> str: ...
 
 
 class PipedLines:
@@ -36,7 +29,7 @@ class PipedLines:
         self._offset = 0
 
     def read_line(self, prompt: str) -> str:
-        """The next line without its end; `prompt` is not shown."""
+        """The next line without its end; `prompt` is not shown. EOFError says that there are no more."""
         data = self._stream.readline()
         if not data:
             raise EOFError
@@ -44,7 +37,8 @@ class PipedLines:
         try:
             return data.decode("utf-8").rstrip("\r\n").removeprefix("" if start else "\ufeff")
         except UnicodeDecodeError as error:
-            raise invalid_utf8("standard input", data[error.start], start + error.start) from error
+            place = f"byte 0x{data[error.start]:02x} at byte offset {start + error.start}"
+            raise RequestError(f"standard input is not UTF-8 text: invalid {place}") from error
 
 
 class TerminalLines:
@@ -84,16 +78,14 @@ class TerminalLines:
         readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
 
     def read_line(self, prompt: str) -> str:
-        """The next line; KeyboardInterrupt where Ctrl-C was pressed."""
+        """The next line; KeyboardInterrupt where Ctrl-C was pressed, EOFError at the end."""
         try:
-            line = input(prompt)
-            data = line.encode("utf-8", "surrogateescape")
-            data.decode("utf-8")
+            data = input(prompt).encode("utf-8", "surrogateescape")
         except UnicodeDecodeError as error:
-            raise invalid_utf8("the line", error.object[error.start], error.start) from error
+            data = error.object
         except UnicodeEncodeError as error:
             raise RequestError(f"the line has half of a surrogate pair at position {error.start}") from error
-        return line
+        return decoded(data, "the line", RequestError)
 
     def close(self) -> None:
         """Keep the history, where it can be kept; only its owner can read it."""
@@ -119,7 +111,7 @@ def open_lines(history: bool) -> PipedLines | TerminalLines:
     return PipedLines(sys.stdin.buffer)
 
 
-def read_message(lines: LineSource) -> str:
+def read_message(lines: PipedLines | TerminalLines) -> str:
     """One message: a line, several that end in a backslash, or all between two triple quotes. Raises EOFError."""
     line = lines.read_line(PROMPT)
     if line.lstrip().startswith(FENCE):
@@ -134,7 +126,7 @@ def read_message(lines: LineSource) -> str:
     return "\n".join([*parts, line])
 
 
-def _fenced(line: str, lines: LineSource) -> Iterator[str]:
+def _fenced(line: str, lines: PipedLines | TerminalLines) -> Iterator[str]:
     first = True
     while not line.rstrip().endswith(FENCE):
         if line or not first:
@@ -152,60 +144,32 @@ def _fenced(line: str, lines: LineSource) -> Iterator[str]:
 #: A word up to the cursor as terminals write paths: with backslashes before what shells would read.
 _WORD = re.compile(r"(?:\\.|[^\s\\])*\Z", re.DOTALL)
 _ESCAPED = re.compile(r"([\s\\'\"()&;|<>$`*?\[\]{}!#])")
-#: The argument of a command that is a path; None there means any file.
-FILE = "file"
-#: What completes an argument: FILE, or the words that are possible now.
-Argument = str | Callable[[], Iterable[str]]
+#: What completes an argument: FILE, or the words that are possible now; None: nothing.
+Argument = str | Callable[[], Iterable[str]] | None
 
 
-def chat_completion(state: ChatState) -> ChatCompletion:
-    """What completes the lines of this chat."""
-    kinds: dict[str, Argument] = {
-        "adapter": lambda: state.llm.adapters,
-        "set": lambda: SAMPLING_KEYS,
-        **dict.fromkeys(("image", "save", "load", "schema"), FILE),
-    }
-    return ChatCompletion({name: kinds.get(name.rstrip("!")) for name in COMMANDS})
+def candidates(arguments: Mapping[str, Argument], line: str) -> list[str]:
+    """Every way to go on with `line`, which ends at the cursor: whole lines that begin with it.
 
-
-class ChatCompletion:
-    """Completes the line of a chat.
-
-    `arguments` has all commands (without slash) that are offered, with what their argument may be, or None.
+    `arguments` has all commands (without slash) that are offered, with what their argument may be. What is finished
+    ends in a space; a folder ends in its slash.
     """
-
-    def __init__(self, arguments: Mapping[str, Argument | None]) -> None:
-        self._arguments = arguments
-
-    def candidates(self, line: str) -> list[str]:
-        """Every way to go on with `line`, which ends at the cursor: whole lines that begin with it.
-
-        What is finished ends in a space; a folder ends in its slash.
-        """
-        head, space, argument = line.partition(" ")
-        if line.startswith("/") and not line.startswith("//"):
-            if not space and (commands := [f"/{name} " for name in self._arguments if f"/{name}".startswith(line)]):
-                return sorted(commands)
-            if space and head[1:] in self._arguments:
-                given = argument.lstrip()
-                before = line[: len(line) - len(given)]
-                return [before + found for found in self._of_argument(self._arguments[head[1:]], given)]
-        return _of_message(line)
-
-    def _of_argument(self, kind: Argument | None, argument: str) -> list[str]:
-        if kind is None:
-            return []
-        if kind == FILE:
-            return list(_paths(argument))
-        assert callable(kind)
-        return [f"{word} " for word in kind() if word.startswith(argument)]
+    head, space, argument = line.partition(" ")
+    if is_command(line):
+        if not space and (commands := [f"/{name} " for name in arguments if f"/{name}".startswith(line)]):
+            return sorted(commands)
+        if space and head[1:] in arguments:
+            given, kind = argument.lstrip(), arguments[head[1:]]
+            words = [f"{word} " for word in kind() if word.startswith(given)] if callable(kind) else []
+            return [line[: len(line) - len(given)] + found for found in (_paths(given) if kind == FILE else words)]
+    return _of_message(line)
 
 
 def _of_message(line: str) -> list[str]:
     """The line with its last word completed where that begins as a path does: images and folders, as dropped ones."""
     match = _WORD.search(line)
     word = "" if match is None else match[0]
-    if not word.startswith(PATH_STARTS) or word.startswith("//"):
+    if not is_path(word):
         return []
     plain = re.sub(r"\\(.)", r"\1", word)
     return [

@@ -13,14 +13,18 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
+import typer
+
+from edgellm.errors import EdgeLLMError
 from edgellm.kernels.user_paths import printable
 
 if TYPE_CHECKING:
     from edgellm.drafting.acceptance import DraftingStatistics
+    from edgellm.generation import Generation
     from edgellm.requests import Response
 
 
@@ -28,9 +32,8 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 #: Control characters that a model's text could steer a terminal with; tab and line end are none of them.
 CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
-
-
 MEBIBYTE = 1 << 20
+FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
 
 
 class StatusLine:
@@ -63,12 +66,6 @@ class ProgressDisplay:
     def __init__(self) -> None:
         self._stages: dict[str, tuple[int, int]] = {}
 
-    def __enter__(self) -> ProgressDisplay:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        status_line.show("")
-
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show that `done` of `total` of a stage is done."""
         is_new = stage not in self._stages
@@ -91,19 +88,6 @@ class ProgressDisplay:
         return f" {done} of {total}" if stage in ("plans", "layers") else ""
 
 
-class Cancellable(Protocol):
-    """An answer that grows."""
-
-    def cancel(self) -> None: ...
-
-
-def prepare_output() -> None:
-    """Let standard output and error take any character: one they cannot show becomes a question mark."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
 def write_answer(text: str) -> None:
     """Write a piece of an answer at once; a terminal gets no control characters from it."""
     if text:
@@ -111,13 +95,12 @@ def write_answer(text: str) -> None:
         sys.stdout.flush()
 
 
-def write_note(text: str, stream: TextIO | None = None) -> None:
+def write_note(text: str) -> None:
     """Write a remark beside the answers to standard error, dim where it is a terminal and NO_COLOR is not set."""
-    stream = stream or sys.stderr
     status_line.show("")
-    text = wrapped(_steering_nothing(text), stream)
-    dim = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=stream, flush=True)
+    text = wrapped(_steering_nothing(text), sys.stderr)
+    dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
@@ -127,25 +110,50 @@ def say(text: str) -> None:
 
 def wrapped(text: str, stream: TextIO) -> str:
     """Text as it is to stand on `stream`: on a terminal its lines break between words."""
-    if not stream.isatty():
-        return text
-    width = shutil.get_terminal_size().columns
-    return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
+    width = max(1, shutil.get_terminal_size().columns)
+    wrapper = textwrap.TextWrapper(width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
+    parts = ([line] if len(line) <= width else wrapper.wrap(line) for line in text.split("\n"))
+    return "\n".join(part for found in parts for part in found) if stream.isatty() else text
 
 
-def _broken(line: str, width: int) -> list[str]:
-    if len(line) <= width:
-        return [line]
-    return textwrap.wrap(line, max(1, width), replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
-
-
-def write_error(error: BaseException) -> None:
-    """Write an error to standard error, with the way it came where EDGELLM_DEBUG is set; what it quotes of files and
-    names steers no terminal."""
+def write_error(error: BaseException, words: str = "") -> None:
+    """Write an error, or `words` for it, to standard error, with the way it came where EDGELLM_DEBUG is set; what it
+    quotes of files and names steers no terminal."""
     status_line.show("")
     if os.environ.get("EDGELLM_DEBUG"):
         traceback.print_exception(error)
-    print(wrapped(f"error: {_steering_nothing(str(error))}", sys.stderr), file=sys.stderr, flush=True)
+    print(wrapped(f"error: {_steering_nothing(words or str(error))}", sys.stderr), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Let a command end with a message and an exit code where it would end with a traceback."""
+    try:
+        yield
+        status_line.show("")
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    except BrokenPipeError:
+        _end_output()
+        raise typer.Exit(BROKEN_PIPE) from None
+    except (EdgeLLMError, MemoryError, OSError) as error:
+        words = str(error)
+        if isinstance(error, MemoryError):
+            words = "there is not enough memory for this on the machine"
+        elif isinstance(error, OSError):
+            _end_output()
+            words = f"{error.filename or 'the output'} cannot be read or written: {error.strerror}"
+        write_error(error, words)
+        raise typer.Exit(FAILED) from None
+
+
+def _end_output() -> None:
+    """Write what is still in the buffer, or drop it where that fails: it would again when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _steering_nothing(text: str) -> str:
@@ -172,47 +180,52 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class CancelOnInterrupt:
-    """While inside, the first Ctrl-C cancels the answer that was given to `watch`; the next one raises.
+@contextmanager
+def progress_display() -> Iterator[ProgressDisplay]:
+    """Shows stages while inside, where signals end the command as `ended_by_signals` does."""
+    with ended_by_signals():
+        try:
+            yield ProgressDisplay()
+        finally:
+            status_line.show("")
 
-    An answer that is given after Ctrl-C was pressed is cancelled at once.
+
+def read_answer(ask: Callable[[], Generation], shows: bool = True) -> Response:
+    """Write the answer that `ask` begins as it grows, then a line for each call of a tool in it, and why one is broken.
+
+    The first Ctrl-C cancels the answer, the next one raises KeyboardInterrupt. With `shows` false nothing is written.
     """
+    stream, pressed = None, False
 
-    def __init__(self) -> None:
-        self._answer: Cancellable | None = None
-        self._pressed = False
-        self._previous: Any = None
-
-    def watch(self, answer: Cancellable) -> None:
-        """Let Ctrl-C cancel `answer`."""
-        self._answer = answer
-        if self._pressed:
-            answer.cancel()
-
-    def __enter__(self) -> CancelOnInterrupt:
-        ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as for a background process: it stays so
-        if not ignored and threading.current_thread() is threading.main_thread():  # no other thread gets signals
-            self._previous = signal.signal(signal.SIGINT, self._press)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-
-    def _press(self, *_: Any) -> None:
-        if self._pressed:
+    def press(*_: Any) -> None:
+        nonlocal pressed
+        if pressed:
             raise KeyboardInterrupt
-        self._pressed = True
-        if self._answer is not None:
-            self._answer.cancel()
+        pressed = True
+        if stream is not None:
+            stream.cancel()
 
-
-def call_lines(response: Response) -> Iterator[str]:
-    """A line for each call of a tool that an answer makes, and why one is broken."""
-    for call in response.tool_calls:
-        yield f"{call.name}({call.arguments})" + ("" if call.complete else " (incomplete)")
-    if response.tool_call_error is not None:
-        yield f"({response.tool_call_error})"
+    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # as for a background process: it stays so
+    handles = not ignored and threading.current_thread() is threading.main_thread()  # no other thread gets signals
+    previous = signal.signal(signal.SIGINT, press) if handles else None
+    try:
+        stream = ask()
+        if pressed:
+            stream.cancel()
+        with stream:
+            for chunk in stream:
+                write_answer(chunk.text if shows else "")
+    finally:
+        if previous is not None:
+            signal.signal(signal.SIGINT, previous)
+    response = stream.result()
+    if shows:
+        write_answer("\n")
+        for call in response.tool_calls:
+            write_answer(f"{call.name}({call.arguments}){'' if call.complete else ' (incomplete)'}\n")
+        if response.tool_call_error is not None:
+            write_answer(f"({response.tool_call_error})\n")
+    return response
 
 
 def statistics_line(response: Response, context_length: int) -> str:
@@ -324,7 +337,7 @@ _chosen = {"level": "warning", "form": "text"}
 
 
 def show_logs(level: str = "warning", form: str = "text") -> None:
-    """Show what is logged from `level` on; a later call takes the place of an earlier one."""
+    """Show what is logged from `level` on, in this form; a later call takes the place of an earlier one."""
     _chosen.update(level=level, form=form)
     is_verbose = level in ("debug", "info")
     formatter = JSONLines() if form == "json" else TextLines(is_verbose)
@@ -336,8 +349,7 @@ def show_logs(level: str = "warning", form: str = "text") -> None:
     logger.setLevel(level.upper())
 
 
-def choose_logs(**chosen: str | None) -> None:
+def choose_logs(name: str, value: str | None) -> None:
     """Change what `show_logs` was told, where something was chosen."""
-    given = {name: value for name, value in chosen.items() if value is not None}
-    if given:
-        show_logs(**_chosen | given)
+    if value is not None:
+        show_logs(**_chosen | {name: value})

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
-from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals
-from edgellm.commands.table import argument, option, takes_options
+from edgellm.commands.console import MEBIBYTE, progress_display
+from edgellm.commands.table import Options, argument, option, takes_options
 from edgellm.engines.building.conversion import ConversionReport, convert_checkpoint
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
-@dataclass(frozen=True)
-class ConvertOptions:
+class ConvertOptions(Options):
     """All options of the command."""
 
-    source: Path = argument("Directory with pytorch_model.bin (or shards), or a .bin/.pt/.pth file.", required=True)
-    target: Path = argument("The checkpoint directory to make.", required=True)
+    source: Path = argument("Directory with pytorch_model.bin (or shards), or a .bin/.pt/.pth file.", default=...)
+    target: Path = argument("The checkpoint directory to make.", default=...)
     max_shard_size: str = option(
         "Weights beyond this size are split into files: bytes, or as in 500MB, 5GB, 4GiB.", default="5GB"
     )
-    force: bool = option("Replace an existing converted checkpoint.", default=False)
+    force: bool = option("Replace an existing converted checkpoint.")
 
 
 @takes_options
@@ -35,11 +33,9 @@ def convert(given: ConvertOptions) -> None:
     Example: edgellm convert old-model new-model --max-shard-size 4GB
     """
     size = size_in_bytes(given.max_shard_size, "--max-shard-size")
-    display = ProgressDisplay()
-    with ended_by_signals(), display:
+    with progress_display() as display:
         report = convert_checkpoint(given.source, given.target, size, given.force, display)
-    for line in report_lines(report):
-        typer.echo(line)
+    typer.echo("\n".join(report_lines(report)))
 
 
 def size_in_bytes(text: str, option: str) -> int:

@@ -27,14 +27,6 @@ def named_directories(options: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def adapter_choice(option: str, folder: Path = Path()) -> tuple[str, Path | None]:
-    """An adapter's name, and its directory where it is given as `NAME=DIR`, relative to `folder`."""
-    if "=" not in option:
-        return option, None
-    ((name, directory),) = named_directories([option]).items()
-    return name, folder / directory
-
-
 def adapters_in_words(names: Sequence[str], chosen: str | None) -> str:
     """Which adapters there are, and which one answers; "" where there are none."""
     if not names:

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -35,11 +35,10 @@ _STEPS = 8
 _DRAFTED_TOKENS = 32
 
 
-@dataclass(frozen=True)
 class DoctorOptions(ModelOptions):
     """All options of the command."""
 
-    as_json: bool = option("Print one JSON object.", "--json", default=False)
+    as_json: bool = option("Print one JSON object.", "--json")
 
 
 @takes_options
@@ -56,17 +55,24 @@ def doctor(given: DoctorOptions) -> None:
             typer.echo(line)
 
     for name, check in _CHECKS:
-        facts["machine"][name] = _said(check)
+        try:
+            facts["machine"][name] = check()
+        except EdgeLLMError as error:
+            facts["machine"][name] = f"not usable: {error}"
         say(f"{name:<12}{facts['machine'][name]}")
     gpu = find_gpu()
     facts["gpu"] = None if gpu is None else asdict(gpu)
     directory = EngineDirectory.open(given.chosen_model() or SHIPPED_MODEL)
-    model = {"path": str(directory.path), "family": directory.config.family, "dtype": directory.dtype}
-    facts |= {"model": model, "kv_cache": _kv_cache(directory)}
-    facts |= {"plans": _plans(directory), "draft": _draft(directory)}
     described = directory.models, directory.limits, directory.dtype
     packed = directory.packed_names
-    facts["executors"] = [] if gpu is None else executor_facts(*described, gpu.compute_capability, packed)
+    facts |= {
+        "model": {"path": str(directory.path), "family": directory.config.family, "dtype": directory.dtype},
+        "kv_cache": _kv_cache(directory),
+        "plans": _plans(directory),
+        "draft": _draft(directory),
+        "executors": [] if gpu is None else executor_facts(*described, gpu.compute_capability, packed),
+        "checks": [],
+    }
     say(
         f"{'model':<12}{directory.path} ({directory.config.family}, {directory.dtype})",
         *(f"{'executor':<12}{text}" for text in executors_in_words(facts["executors"])),
@@ -75,10 +81,9 @@ def doctor(given: DoctorOptions) -> None:
         f"{'draft':<12}{facts['draft']}",
         "\nself-check",
     )
-    facts["checks"] = []
     for found in _self_checks(directory):
-        facts["checks"].append(found.values())
-        say(f"  {found.text}")
+        facts["checks"].append(found)
+        say(f"  {found['text']}")
     facts["ok"] = all(found["ok"] is not False for found in facts["checks"])
     if given.as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -86,40 +91,24 @@ def doctor(given: DoctorOptions) -> None:
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class _Checked:
+def _checked(name: str, ok: bool | None, text: str, **figures: Any) -> dict[str, Any]:
     """What a check of the model found, in words and as JSON values; `ok` is None where it could not be made."""
-
-    name: str
-    ok: bool | None
-    text: str
-    figures: dict[str, Any] = field(default_factory=dict)
-
-    def values(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        return {"name": self.name, "ok": self.ok, "text": self.text, **self.figures}
+    return {"name": name, "ok": ok, "text": text, **figures}
 
 
-def _self_checks(directory: EngineDirectory) -> Iterator[_Checked]:
+def _self_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
     """Every check of the model that this machine can make; those of drafting where the others found no fault."""
     agrees = True
     try:
         for found in _logits_checks(directory):
-            agrees = agrees and found.ok is not False
+            agrees = agrees and found["ok"] is not False
             yield found
     except CheckpointError as error:
-        yield _Checked("weights", False, str(error))
+        yield _checked("weights", False, str(error))
         return
     if agrees and directory.draft is not None:
         for backend in ["numpy"] + (["tensorrt"] if find_gpu() is not None else []):
             yield _drafting_check(directory, backend)
-
-
-def _said(check: Callable[[], str]) -> str:
-    try:
-        return check()
-    except EdgeLLMError as error:
-        return f"not usable: {error}"
 
 
 def _gpu() -> str:
@@ -141,19 +130,15 @@ def _tensorrt() -> str:
     return f"{name} {library.version}, builds for {targets}"
 
 
-def _version_of(package: str) -> str:
+def _pycuda() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "version unknown"
-
-
-def _pycuda() -> str:
     if importlib.util.find_spec("pycuda") is None:
         return "not installed (pip install '.[gpu]' in EdgeLLM's checkout)"
-    return _version_of("pycuda")
+    try:
+        return version("pycuda")
+    except PackageNotFoundError:
+        return "version unknown"
 
 
 def _nvrtc() -> str:
@@ -217,7 +202,7 @@ def _draft(directory: EngineDirectory) -> str:
     return f"{draft_in_words(asdict(directory.draft.config))}; here {kind}{config.plan(directory.limits).name}"
 
 
-def _drafting_check(directory: EngineDirectory, backend: str) -> _Checked:
+def _drafting_check(directory: EngineDirectory, backend: str) -> dict[str, Any]:
     """Decode a few tokens with and without the draft; it is a fault if NumPy finds them different.
 
     In fp16 a tie of the two likeliest tokens may be decided otherwise: that is said, and no failure.
@@ -227,19 +212,16 @@ def _drafting_check(directory: EngineDirectory, backend: str) -> _Checked:
     for drafting in (None, DraftingConfig.largest(directory.limits)):
         with LLM(directory.path, backend=backend, drafting=drafting) as llm:
             answers.append(llm.generate(_PROMPT, params).token_ids)
-    plain, drafted = answers
-    equal = next((index for index, pair in enumerate(zip(plain, drafted, strict=True)) if pair[0] != pair[1]), None)
-    figures = {"tokens": len(plain), "first_difference": None if equal is None else equal + 1}
-    found = (
-        f"{len(plain)} tokens equal those of plain decoding"
-        if equal is None
-        else f"token {equal + 1} differs from plain decoding's"
-    )
-    name, ok = f"drafting on {backend}", equal is None or backend != "numpy"
-    return _Checked(name, ok, f"{name}: {found}", figures)
+    pairs = enumerate(zip(*answers, strict=True), 1)
+    different = next((number for number, (plain, drafted) in pairs if plain != drafted), None)
+    name, tokens, found = f"drafting on {backend}", len(answers[0]), f"token {different} differs from plain decoding's"
+    if different is None:
+        found = f"{tokens} tokens equal those of plain decoding"
+    ok = different is None or backend != "numpy"
+    return _checked(name, ok, f"{name}: {found}", tokens=tokens, first_difference=different)
 
 
-def _logits_checks(directory: EngineDirectory) -> Iterator[_Checked]:
+def _logits_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
     """Whether NumPy's logits are numbers, and the GPU's the same, token by token, where there is one."""
     prompt = Tokenizer.from_directory(directory.path, directory.config.vocab_size).encode(_PROMPT)
     with open_runner("numpy", directory) as runner:
@@ -247,11 +229,11 @@ def _logits_checks(directory: EngineDirectory) -> Iterator[_Checked]:
         reference = teacher_forced_logits(runner, prompt, answer)
     if not np.isfinite(reference).all():
         text = "NumPy: some logits are not finite: the weights are damaged (edgellm info --verify)"
-        yield _Checked("numpy", False, text)
+        yield _checked("numpy", False, text)
         return
-    yield _Checked("numpy", True, f"NumPy: {len(answer)} tokens, all logits finite", {"tokens": len(answer)})
+    yield _checked("numpy", True, f"NumPy: {len(answer)} tokens, all logits finite", tokens=len(answer))
     if find_gpu() is None:
-        yield _Checked("tensorrt", None, "no GPU to compare with")
+        yield _checked("tensorrt", None, "no GPU to compare with")
         return
     with open_runner("tensorrt", directory) as runner:
         found = teacher_forced_logits(runner, prompt, answer)
@@ -264,4 +246,4 @@ def _logits_checks(directory: EngineDirectory) -> Iterator[_Checked]:
     )
     figures = {"difference": difference, "largest_logit": largest, "allowed": tolerance * largest}
     known = {name: value if np.isfinite(value) else None for name, value in figures.items()}  # JSON has no other
-    yield _Checked("tensorrt", agrees, text, known)
+    yield _checked("tensorrt", agrees, text, **known)

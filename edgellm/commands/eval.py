@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from edgellm.commands import options
+from edgellm.commands import models, options
 from edgellm.commands.bench import require_writable, with_system_prompt, write_result
-from edgellm.commands.console import ProgressDisplay, prepare_output
-from edgellm.commands.models import (
-    chosen_adapters,
-    chosen_drafting,
-    described_directory,
-    model_name,
-    open_model_with,
-    sampling_params,
-)
+from edgellm.commands.console import ProgressDisplay, progress_display
 from edgellm.commands.settings import Settings, chosen_settings
-from edgellm.commands.table import option, takes_options
+from edgellm.commands.table import Options, option, takes_options
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.errors import RequestError
 
@@ -44,11 +35,8 @@ _WINDOW = 2048
 REFERENCE, PLAIN, DRAFTED = "reference", "plain", "drafted"
 
 
-@dataclass(frozen=True)
-class MeasureOptions:
+class MeasureOptions(Options, panel="Measures"):
     """What is to be measured, and of what."""
-
-    PANEL: ClassVar[str] = "Measures"
 
     text: Path | None = option("Perplexity of a text (UTF-8), in windows.", metavar="FILE")
     exact_match: Path | None = option(
@@ -71,9 +59,7 @@ class MeasureOptions:
     tokens: int | None = option("Take the first N tokens of the text.", least=1)
     examples: int | None = option("Take the first N lines of --exact-match and --rouge.", least=1)
     output: Path | None = option("Write all figures to this JSON file.", rich_help_panel="Output")
-    json_output: bool = option(
-        "Print one JSON object instead of the table.", "--json", default=False, rich_help_panel="Output"
-    )
+    json_output: bool = option("Print one JSON object instead of the table.", "--json", rich_help_panel="Output")
 
     @property
     def files(self) -> dict[str, Path]:
@@ -82,7 +68,6 @@ class MeasureOptions:
         return {measure: path for measure, path in given.items() if path is not None}
 
 
-@dataclass(frozen=True)
 class EvalOptions(
     options.ModelOptions,
     MeasureOptions,
@@ -104,7 +89,6 @@ def eval(given: EvalOptions) -> None:
 
     Example: edgellm eval robot-int4 --reference robot --text book.txt
     """
-    prepare_output()
     if given.text is None and not given.files:
         raise typer.BadParameter(
             "nothing is to be measured: give --text, --exact-match or --rouge", param_hint="--text"
@@ -115,65 +99,62 @@ def eval(given: EvalOptions) -> None:
     results = measure(settings, given)
     from edgellm.evaluation.report import report_lines
 
-    written = json.dumps(results, indent=2) + "\n"
-    if given.json_output:
-        typer.echo(written, nl=False)
-    else:
-        for line in report_lines(results):
-            typer.echo(line)
+    written = json.dumps(results, indent=2)
+    typer.echo(written if given.json_output else "\n".join(report_lines(results)))
     if given.output is not None:
-        write_result(given.output, written, "--output")
+        write_result(given.output, f"{written}\n", "--output")
 
 
 def measure(settings: Settings, asked: MeasureOptions) -> dict[str, Any]:
     """Measure what is asked for and return what there is to report, as JSON values."""
+    from edgellm.evaluation.measures import record_logits
 
     with ExitStack() as opened:
-        evaluation = _Evaluation(settings, asked)
-        evaluation.display = opened.enter_context(ProgressDisplay())
-        recorded = None
-        if evaluation.reference is not None:
-            other = evaluation.reference
-            with open_model_with(other, None, chosen_adapters(other)) as llm:
+        display = opened.enter_context(progress_display())
+        evaluation = _Evaluation(settings, asked, display)
+        other, recorded = evaluation.reference, None
+        if other is not None:
+            with models.open_model_with(other, None, models.chosen_adapters(other)) as llm:
                 if evaluation.windows:
-                    recorded = opened.enter_context(evaluation.recorded(llm))
+                    progress = partial(display, "scoring the reference")
+                    recorded = opened.enter_context(record_logits(llm, evaluation.windows, settings.adapter, progress))
                 evaluation.answer(llm, REFERENCE)
-        drafting = chosen_drafting(settings) if evaluation.examples else None
-        with open_model_with(settings, drafting, chosen_adapters(settings)) as llm:
-            facts = {"model": str(llm.directory.path), "name": model_name(llm), "backend": llm.backend_name}
+        drafting = models.chosen_drafting(settings) if evaluation.examples else None
+        with models.open_model_with(settings, drafting, models.chosen_adapters(settings)) as llm:
+            facts = {
+                "model": str(llm.directory.path),
+                "name": models.model_name(llm),
+                "backend": llm.backend_name,
+                "reference": None if other is None else str(models.described_directory(other).path),
+                "adapter": settings.adapter,
+                "date": date.today().isoformat(),
+                "sampling": asdict(evaluation.params) if evaluation.examples else None,
+            }
             scores = evaluation.scores(llm, recorded)
             llm.use_drafting(None)
             evaluation.answer(llm, PLAIN)
             if drafting is not None:
                 llm.use_drafting(drafting)
                 evaluation.answer(llm, DRAFTED)
-    return facts | evaluation.facts() | scores | evaluation.tasks()
-
-
-class _Answers(NamedTuple):
-    """What a model answered to the prompts of a file, and the seconds it took."""
-
-    responses: list[Response]
-    seconds: float
+    kinds = ("exact_match", "rouge")
+    return facts | scores | {kind: evaluation.task(kind) if kind in evaluation.examples else None for kind in kinds}
 
 
 class _Evaluation:
     """What is given, read and checked before a model is opened; then the measures, one model at a time."""
 
-    display: ProgressDisplay
-
-    def __init__(self, settings: Settings, asked: MeasureOptions) -> None:
+    def __init__(self, settings: Settings, asked: MeasureOptions, display: ProgressDisplay) -> None:
         """Raises EdgeLLMError for what is wrong with files, vocabularies, windows, or what is installed."""
         from edgellm.defaults import ModelDefaults
         from edgellm.evaluation.inputs import answer_windows, load_examples
         from edgellm.evaluation.measures import check_same_vocabulary, rouge_scorer, vocabulary_of
 
-        self._settings, self._asked = settings, asked
+        self._settings, self._asked, self._display = settings, asked, display
         self.reference = None if asked.reference is None else replace(settings, model=asked.reference, kv_cache=None)
-        directory, tokenizer = described_directory(settings), _tokenizer(settings)
+        directory, tokenizer = models.described_directory(settings), _tokenizer(settings)
         self._tokenizer, self._context = tokenizer, directory.limits.kv_capacity
         if self.reference is not None:
-            other = described_directory(self.reference)
+            other = models.described_directory(self.reference)
             self._context = min(self._context, other.limits.kv_capacity)
             check_same_vocabulary(
                 vocabulary_of(_tokenizer(self.reference), other.config.vocab_size),
@@ -185,7 +166,7 @@ class _Evaluation:
             kind: with_system_prompt(load_examples(path, asked.examples), settings.system)
             for kind, path in asked.files.items()
         }
-        self._params = sampling_params(settings)
+        self.params = models.sampling_params(settings)
         self._text: dict[str, Any] | None = None
         self.windows: list[Window] = []
         if asked.text is not None:
@@ -193,7 +174,8 @@ class _Evaluation:
         elif self.reference is not None:
             every = [example for examples in self.examples.values() for example in examples]
             self.windows = answer_windows(every, tokenizer, ModelDefaults(directory.path), self._context)
-        self._answers: dict[str, dict[str, _Answers]] = {kind: {} for kind in self.examples}
+        #: The answers to the prompts of a file by measure and way, and the seconds they took.
+        self._answers: dict[str, dict[str, tuple[list[Response], float]]] = {kind: {} for kind in self.examples}
 
     def _cut(self, path: Path) -> None:
         """Cut a text to windows."""
@@ -222,29 +204,13 @@ class _Evaluation:
             "bos": None if bos is None else self._tokenizer.id_to_token(bos),
         }
 
-    def facts(self) -> dict[str, Any]:
-        """What the figures are of, but for the model."""
-        reference, settings = self.reference, self._settings
-        return {
-            "reference": None if reference is None else str(described_directory(reference).path),
-            "adapter": settings.adapter,
-            "date": date.today().isoformat(),
-            "sampling": asdict(self._params) if self.examples else None,
-        }
-
-    def recorded(self, llm: LLM) -> RecordedLogits:
-        """The logits of the reference."""
-        from edgellm.evaluation.measures import record_logits
-
-        return record_logits(llm, self.windows, self._settings.adapter, partial(self.display, "scoring the reference"))
-
     def scores(self, llm: LLM, recorded: RecordedLogits | None) -> dict[str, Any]:
         """Perplexity, and where the reference's logits are `recorded` the distance to it."""
         from edgellm.evaluation.measures import divergence, perplexity
 
         if not self.windows:
             return {"text": None, "divergence": None}
-        began, progress = time.monotonic(), partial(self.display, "scoring the model")
+        began, progress = time.monotonic(), partial(self._display, "scoring the model")
         if recorded is None:
             found, distance = perplexity(llm, self.windows, self._settings.adapter, progress), None
         else:
@@ -282,35 +248,32 @@ class _Evaluation:
         from edgellm.evaluation.measures import answers
 
         for kind, examples in self.examples.items():
-            stage = f"{kind.replace('_', ' ')}, {way}"
-            began, progress = time.monotonic(), partial(self.display, stage)
-            responses = answers(llm, examples, self._params, self._settings.adapter, progress)
-            self._answers[kind][way] = _Answers(responses, time.monotonic() - began)
+            began, progress = time.monotonic(), partial(self._display, f"{kind.replace('_', ' ')}, {way}")
+            responses = answers(llm, examples, self.params, self._settings.adapter, progress)
+            self._answers[kind][way] = responses, time.monotonic() - began
 
-    def tasks(self) -> dict[str, Any]:
-        """The measures of the answers."""
-        return {kind: self._task(kind) if kind in self.examples else None for kind in ("exact_match", "rouge")}
+    def task(self, kind: str) -> dict[str, Any]:
+        """What the answers to the prompts of a file come to."""
+        from edgellm.evaluation.measures import exact_match, rouge
 
-    def _task(self, kind: str) -> dict[str, Any]:
-        examples, answers = self.examples[kind], self._answers[kind]
-        texts = {way: [response.text for response in found.responses] for way, found in answers.items()}
-        tokens = {way: [response.token_ids for response in found.responses] for way, found in answers.items()}
-        equal = None
-        if DRAFTED in tokens:
-            equal = sum(one == other for one, other in zip(tokens[PLAIN], tokens[DRAFTED], strict=True))
+        examples, ways, texts, tokens = self.examples[kind], {}, {}, {}
+        expected = [example.answer for example in examples]
+        for way, (responses, seconds) in self._answers[kind].items():
+            texts[way] = [response.text for response in responses]
+            tokens[way] = [response.token_ids for response in responses]
+            if kind == "rouge":
+                figures = dict(rouge(texts[way], expected))
+            else:
+                equal = sum(exact_match(texts[way], expected))
+                figures = {"equal": equal, "equal_share": equal / len(examples)}
+            count = sum(map(len, tokens[way]))
+            ways[way] = figures | {"tokens": count, "seconds": seconds, "tokens_per_second": count / seconds}
+        pairs = zip(tokens[PLAIN], tokens[DRAFTED], strict=True) if DRAFTED in tokens else None
         return {
             "file": str(self._asked.files[kind]),
             "examples": len(examples),
-            "drafted_equal_plain": equal,
-            "ways": {
-                way: _figures(kind, texts[way], [example.answer for example in examples])
-                | {
-                    "tokens": sum(map(len, tokens[way])),
-                    "seconds": found.seconds,
-                    "tokens_per_second": sum(map(len, tokens[way])) / found.seconds,
-                }
-                for way, found in answers.items()
-            },
+            "drafted_equal_plain": None if pairs is None else sum(one == other for one, other in pairs),
+            "ways": ways,
             "answers": [
                 {"place": example.place, "expected": example.answer} | {way: texts[way][number] for way in texts}
                 for number, example in enumerate(examples)
@@ -318,22 +281,11 @@ class _Evaluation:
         }
 
 
-def _figures(kind: str, texts: Sequence[str], expected: Sequence[str]) -> dict[str, Any]:
-    from edgellm.evaluation.measures import exact_match, rouge
-
-    if kind == "rouge":
-        return dict(rouge(texts, expected))
-    equal = sum(exact_match(texts, expected))
-    return {"equal": equal, "equal_share": equal / len(texts)}
-
-
 def _tokenizer(settings: Settings) -> Tokenizer:
     """The tokenizer of the model of the settings, with their chat template."""
-    from edgellm.text.template import ChatTemplate
     from edgellm.text.tokenizer import Tokenizer
 
-    directory = described_directory(settings)
+    directory = models.described_directory(settings)
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)
-    if settings.chat_template is not None:
-        tokenizer.chat_template = ChatTemplate.from_file(settings.chat_template)
+    tokenizer.chat_template = models.chosen_template(settings) or tokenizer.chat_template
     return tokenizer

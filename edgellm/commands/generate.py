@@ -6,22 +6,17 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from threading import Timer
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from edgellm.commands import options
-from edgellm.commands.console import (
-    CancelOnInterrupt,
-    call_lines,
-    prepare_output,
-    write_answer,
-    write_note,
-)
+from edgellm.commands.console import read_answer, write_note
 from edgellm.commands.images import read_image_file, require_vision, shown_content
 from edgellm.commands.models import open_model, sampling_params, with_cached_prompt
 from edgellm.commands.settings import chosen_settings
@@ -30,16 +25,13 @@ from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import RequestError
 
 if TYPE_CHECKING:
-    from edgellm.generation import Generation
     from edgellm.llm import LLM
     from edgellm.requests import Response, TokenLogprobs
 
-INTERRUPTED = 130
 _WAIT_SECONDS = 2.0
 _WAITING = "Waiting for the end of standard input, which is appended to the prompt (< /dev/null: nothing is)."
 
 
-@dataclass(frozen=True)
 class GenerateOptions(
     options.PromptOptions,
     options.SystemCacheOptions,
@@ -52,19 +44,16 @@ class GenerateOptions(
     options.ModelOption,
     options.ComputingOptions,
     options.LogOptions,
+    panel="Prompt",
 ):
     """All options of the command."""
-
-    PANEL: ClassVar[str] = "Prompt"
 
     prompt: str | None = argument(
         "What to say to the model; '-' reads standard input.", rich_help_panel="Arguments", is_free=True
     )
     file: Path | None = option("Read the prompt from a file.", "--file", "-f")
-    raw: bool = option("Complete the prompt as it is, without chat template.", default=False)
-    json_output: bool = option(
-        "Print one JSON object instead of the text.", "--json", default=False, rich_help_panel="Output"
-    )
+    raw: bool = option("Complete the prompt as it is, without chat template.")
+    json_output: bool = option("Print one JSON object instead of the text.", "--json", rich_help_panel="Output")
 
 
 @takes_options
@@ -75,7 +64,6 @@ def generate(given: GenerateOptions) -> None:
 
     Example: git diff | edgellm generate "Summarize this change:"
     """
-    prepare_output()
     asked, raw = given.template_inputs(), given.raw
     if raw and given.images:
         raise typer.BadParameter("has no place for images: leave --raw out", param_hint="--raw")
@@ -97,27 +85,22 @@ def generate(given: GenerateOptions) -> None:
         if given.images:
             require_vision(llm)
         attached_images = [read_image_file(image) for image in given.images or ()]
-        messages = [] if settings.system is None else [{"role": "system", "content": settings.system}]
-        with CancelOnInterrupt() as interrupt:
-            if raw:
-                stream = llm.stream(text, params, adapter=settings.adapter)
-            else:
-                question = {"role": "user", "content": shown_content(attached_images, text)}
-                stream = llm.stream_chat(
-                    [*messages, question], params, settings.adapter, tools=tools, template_variables=variables
-                )
-            interrupt.watch(stream)
-            response = _read_answer(stream, show=not given.json_output)
-        if not given.json_output:
-            write_answer("".join(f"{line}\n" for line in call_lines(response)))
-        if logprobs is not None and not given.json_output:
-            write_note("\n".join(logprob_lines(llm, response)))
+        messages: list[dict[str, Any]] = []
+        if settings.system is not None:
+            messages.append({"role": "system", "content": settings.system})
+        messages.append({"role": "user", "content": shown_content(attached_images, text)})
+        ask = partial(llm.stream_chat, messages, tools=tools, template_variables=variables)
+        if raw:
+            ask = partial(llm.stream, text)
+        response = read_answer(partial(ask, params, adapter=settings.adapter), not given.json_output)
         if given.json_output:
             print(json.dumps(answer_object(llm, response, params.seed, settings.adapter)))
-        elif response.structure_complete is False:
+        elif logprobs is not None:
+            write_note("\n".join(logprob_lines(llm, response)))
+        if response.structure_complete is False and not given.json_output:
             write_note(f"The answer is incomplete: it ended by {response.finish_reason} before its structure did.")
     if response.finish_reason == "cancelled":
-        raise typer.Exit(INTERRUPTED)
+        raise KeyboardInterrupt
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -127,13 +110,13 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
             raise typer.BadParameter("give a prompt or --file, not both", param_hint="--file")
         text, where = options.read_text_file(file, "--file"), f"the file {file}"
     elif prompt is not None and prompt != "-":
-        text, where = with_piped_text(options.checked_argument(prompt, "the prompt")), "the prompt"
+        text, where = with_piped_text(prompt), "the prompt"
     elif prompt is None and (sys.stdin is None or sys.stdin.isatty()):
         raise typer.BadParameter(
             "missing: give it as an argument, with --file, or on standard input", param_hint="PROMPT"
         )
     else:
-        text, where = _standard_input(), "standard input"
+        text, where = options.read_standard_input(), "standard input"
     if not text.strip():
         raise RequestError(f"{where} is empty: expected something for the model to answer")
     return text
@@ -142,39 +125,35 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 def with_piped_text(prompt: str) -> str:
     """A prompt with what is piped in, or read from a file, after it and a blank line; alone where there is nothing.
 
-    A pipe is read to its end. Devices and sockets are left alone: a program that starts this one may keep them open.
+    A pipe is read to its end, and where nothing comes for a while, that is said. Devices and sockets are left alone: a
+    program that starts this one may keep them open.
     """
-    if not _is_piped(sys.stdin):
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):  # none, or no file of the system's, as in a program that calls this
         return prompt
-    piped = _standard_input(lambda: write_note(_WAITING))
-    return f"{prompt.rstrip()}\n\n{piped}" if piped.strip() else prompt
-
-
-def _is_piped(stream: Any) -> bool:
-    if stream is None:
-        return False
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return prompt
+    timer = Timer(_WAIT_SECONDS, write_note, [_WAITING])
+    timer.daemon = True
+    timer.start()
     try:
-        mode = os.fstat(stream.fileno()).st_mode
-    except (OSError, ValueError):  # no file of the system's, as in a program that calls this one
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
-
-
-def _standard_input(late: Callable[[], None] | None = None) -> str:
-    """All of standard input; calls `late` where nothing comes for a while."""
-    timer = None if late is None else Timer(_WAIT_SECONDS, late)
-    if timer is not None:
-        timer.daemon = True
-        timer.start()
-    try:
-        return options.read_standard_input()
+        piped = options.read_standard_input()
     finally:
-        if timer is not None:
-            timer.cancel()
+        timer.cancel()
+    return f"{prompt.rstrip()}\n\n{piped}" if piped.strip() else prompt
 
 
 def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str | None) -> dict[str, Any]:
     """What `--json` prints. Times are in seconds; `seed` is null where nothing was drawn, `adapter` without one."""
+    drafting, report = None, llm.drafting_report
+    if response.drafting is not None:
+        drafting = {
+            **asdict(response.drafting),
+            "mean_acceptance_length": response.drafting.mean_acceptance_length,
+            "acceptance_by_position": response.drafting.acceptance_by_position,
+            "controller": None if report is None else asdict(report),
+        }
     timings = asdict(response.timings)
     del timings["step_gaps"]  # one for each step
     timings["tokens_per_second"] = response.timings.tokens_per_second(response.usage.completion_tokens)
@@ -192,7 +171,7 @@ def answer_object(llm: LLM, response: Response, seed: int | None, adapter: str |
         "parsed": response.parsed,
         "usage": asdict(response.usage),
         "timings": timings,
-        "drafting": drafting_object(llm, response),
+        "drafting": drafting,
         "logprobs": None if response.logprobs is None else [_logprobs_object(llm, each) for each in response.logprobs],
     }
 
@@ -211,27 +190,3 @@ def _logprobs_object(llm: LLM, found: TokenLogprobs) -> dict[str, Any]:
         return {"token_id": token_id, "token": text, "logprob": logprob}
 
     return entry(found.token_id, found.logprob) | {"top": [entry(*pair) for pair in found.top]}
-
-
-def drafting_object(llm: LLM, response: Response) -> dict[str, Any] | None:
-    """What drafting did for an answer, and what the controller makes of it; None where nothing is drafted."""
-    drafting = response.drafting
-    if drafting is None:
-        return None
-    report = llm.drafting_report
-    return {
-        **asdict(drafting),
-        "mean_acceptance_length": drafting.mean_acceptance_length,
-        "acceptance_by_position": drafting.acceptance_by_position,
-        "controller": None if report is None else asdict(report),
-    }
-
-
-def _read_answer(stream: Generation, show: bool) -> Response:
-    with stream:
-        for chunk in stream:
-            if show:
-                write_answer(chunk.text)
-    if show:
-        write_answer("\n")
-    return stream.result()

@@ -20,7 +20,6 @@ SUFFIXES = frozenset(
 )
 #: A word as terminals write the path of a dropped file: quoted, or with backslashes before what shells would read.
 _WORD = re.compile(r"""(?<!\S)(?:'(?:[^']|'\\'')*'|"(?:[^"\\]|\\.)*"|(?:\\.|[^\s\\])+)(?!\S)""", re.DOTALL)
-PATH_STARTS = ("/", "~/", "./", "../")
 
 #: A part of a message; beside what the model gets it has "name", the path it was read from.
 Part = dict[str, Any]
@@ -53,6 +52,11 @@ def require_vision(llm: LLM) -> None:
         )
 
 
+def is_path(word: str) -> bool:
+    """Whether a word begins as full paths do, or those from a folder on that everybody knows."""
+    return word.startswith(("/", "~/", "./", "../")) and not word.startswith("//") and "\n" not in word
+
+
 def dropped_files(message: str) -> tuple[str, list[Path]]:
     """A message without the image files that were dropped into it, and these files.
 
@@ -81,12 +85,7 @@ def require_image_there(message: str) -> None:
     match = _WORD.match(line)
     words = [_unquoted(match[0])] if match else []
     for word in (*words, line):  # the whole line, as some terminals paste a path with spaces
-        if (
-            word.startswith(PATH_STARTS)
-            and not word.startswith("//")
-            and "\n" not in word
-            and Path(word).suffix.lower() in SUFFIXES
-        ):
+        if is_path(word) and Path(word).suffix.lower() in SUFFIXES:
             raise RequestError(f"there is no file {word}")
 
 
@@ -95,7 +94,7 @@ def _image_file(text: str) -> Path | None:
     if text.lower().startswith("file://"):
         parts = urlsplit(text)
         text = unquote(parts.path) if parts.netloc in ("", "localhost") else ""
-    if not text.startswith(PATH_STARTS) or text.startswith("//") or "\0" in text or "\n" in text:
+    if not is_path(text) or "\0" in text:
         return None
     path = user_path(text)
     try:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from edgellm.drafting.config import DraftingConfig
     from edgellm.engines.directories.engine_directory import EngineDirectory
     from edgellm.llm import LLM
-    from edgellm.snapshots.system_prompt import CachedPrompt, Tools
+    from edgellm.snapshots.system_prompt import Tools
+    from edgellm.text.template import ChatTemplate
 
 PROGRESS_AFTER_SECONDS = 0.7
 #: How people know the model that comes with the package.
@@ -44,15 +45,21 @@ def open_model(
     llm = open_model_with(settings, drafting, chosen_adapters(settings, adapters, every_adapter))
     if snapshot is None:
         return llm
+    from edgellm.snapshots.prefix_index import common_tokens, token_key
     from edgellm.snapshots.system_prompt import system_prompt_ids
 
     try:
         cached = llm.load_snapshot(snapshot, [settings.adapter])
-        own = system_prompt(llm, settings)
-        _tell_of_another(cached, system_prompt_ids(llm.tokenizer, own, tools, template_variables))
+        ids = system_prompt_ids(llm.tokenizer, system_prompt(llm, settings), tools, template_variables)
     except BaseException:
         llm.close()
         raise
+    common = common_tokens(token_key(cached.token_ids), token_key(ids))
+    if common < len(ids):  # of another system prompt, or of one that the chat template renders otherwise now
+        write_note(
+            f"{cached.path} is of another system prompt: it has {common} of the {len(ids)} tokens that come before a "
+            "question."
+        )
     return llm
 
 
@@ -70,7 +77,7 @@ def chosen_adapters(
     Raises AdapterError for one of the settings' or `adapters` that there is none of.
     """
     directory = described_directory(settings)
-    names = [*directory.adapters, *(name for name in settings.adapters if name not in directory.adapters)]
+    names = list({**directory.adapters, **settings.adapters})
     wanted = [*adapters, *([] if settings.adapter is None else [settings.adapter])]
     for name in wanted:
         if name not in names:
@@ -84,22 +91,8 @@ def snapshot_path(name: str) -> Path:
     from edgellm.commands.cache_prompts import chosen_folder, find_snapshot
 
     found = find_snapshot(name, chosen_folder(None))
-    if found.error is not None:
-        raise found.error
+    found.opened()
     return found.path
-
-
-def _tell_of_another(cached: CachedPrompt, ids: Sequence[int]) -> None:
-    """Say so where a snapshot is not of the tokens `ids` that conversations begin with: of another system prompt, or of
-    one that the chat template renders otherwise now."""
-    from edgellm.snapshots.prefix_index import common_tokens, token_key
-
-    common = common_tokens(token_key(cached.token_ids), token_key(ids))
-    if common < len(ids):
-        write_note(
-            f"{cached.path} is of another system prompt: it has {common} of the {len(ids)} tokens that come before a "
-            "question."
-        )
 
 
 def with_cached_prompt(
@@ -121,9 +114,8 @@ def open_model_with(
     """As `open_model`, but drafting in this way (None: no draft is loaded), with these directories of adapters beside
     the engine directory's (None: with no adapter at all), and without a snapshot."""
     from edgellm.llm import LLM  # what a wrong option needs not load
-    from edgellm.text.template import ChatTemplate
 
-    template = None if settings.chat_template is None else ChatTemplate.from_file(settings.chat_template)
+    template = chosen_template(settings)
     try:
         llm = LLM(
             settings.model,
@@ -135,9 +127,15 @@ def open_model_with(
         )
     finally:
         status_line.show("")
-    if template is not None:
-        llm.tokenizer.chat_template = template
+    llm.tokenizer.chat_template = template or llm.tokenizer.chat_template
     return llm
+
+
+def chosen_template(settings: Settings) -> ChatTemplate | None:
+    """The chat template of the settings; None for the model's own."""
+    from edgellm.text.template import ChatTemplate
+
+    return None if settings.chat_template is None else ChatTemplate.from_file(settings.chat_template)
 
 
 def chosen_drafting(settings: Settings) -> DraftingConfig | None:

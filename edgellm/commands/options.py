@@ -6,15 +6,15 @@ import json
 import os
 import re
 import sys
-from dataclasses import dataclass, fields
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, TypeVar
 
 import typer
 
 from edgellm.commands.console import FORMATS, LEVELS, choose_logs
-from edgellm.commands.table import argument, option
-from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
+from edgellm.commands.table import Options, argument, option, options_of
+from edgellm.engines.formats.small_files import PROMPT_BYTES, decoded, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.engines.model.limits import KV_CACHES
 from edgellm.errors import RequestError
@@ -25,8 +25,9 @@ BACKENDS = ("auto", "numpy", "tensorrt")
 #: The kinds of `DraftingConfig`, which takes longer to load than all else here.
 DRAFT_KINDS = ("tree", "chain", "choices", "suffix")
 OPTIONAL_KIND = f"[{'|'.join(DRAFT_KINDS)}]"
-#: The most MiB of the host that are taken for rows and states.
-MOST_MIB = 1 << 20
+#: What is taken of the host's memory for rows and states.
+_MIB: dict[str, Any] = {"least": 0, "most": 1 << 20, "expected": f"a whole number of MiB from 0 to {1 << 20}"}
+_Checked = TypeVar("_Checked")
 _REPEATED = "may be given several times."
 
 
@@ -35,45 +36,29 @@ def _set_debug(value: bool) -> None:
         os.environ["EDGELLM_DEBUG"] = "1"
 
 
-@dataclass(frozen=True)
-class ModelOption:
+class ModelOption(Options, panel="Model"):
     """The engine directory."""
 
-    PANEL: ClassVar[str] = "Model"
-
     model: Path | None = option("Engine directory [default: the shipped model].", "--model", "-m")
+    engine_directory: Path | None = None
 
     def chosen_model(self) -> Path | None:
         """The directory that was given, in whichever way; typer.BadParameter where there are two."""
-        return self.model
+        if self.engine_directory is not None and self.model is not None:
+            message = f"{self.model} is given beside {self.engine_directory}: give one of them"
+            raise typer.BadParameter(message, param_hint="--model")
+        return self.engine_directory if self.model is None else self.model
 
 
-@dataclass(frozen=True)
-class ModelOptions(ModelOption):
+class ModelOptions(ModelOption, panel="Model"):
     """The engine directory, as an argument or as the option that all commands share."""
-
-    PANEL: ClassVar[str] = "Model"
 
     engine_directory: Path | None = argument("Engine directory [default: the shipped model].")
     model: Path | None = option("Engine directory, in place of the argument.", "--model", "-m")
 
-    def chosen_model(self) -> Path | None:
-        """The directory that was given, in whichever way; typer.BadParameter where there are two."""
-        return one_engine_directory(self.engine_directory, self.model)
 
-
-def one_engine_directory(argument: Path | None, option: Path | None) -> Path | None:
-    """The engine directory of a command's argument or of its --model; typer.BadParameter where both are given."""
-    if argument is not None and option is not None:
-        raise typer.BadParameter(f"{option} is given beside {argument}: give one of them", param_hint="--model")
-    return argument if option is None else option
-
-
-@dataclass(frozen=True)
-class ComputingOptions:
+class ComputingOptions(Options, panel="Model"):
     """What computes, how KV rows are kept, and where other settings stand."""
-
-    PANEL: ClassVar[str] = "Model"
 
     backend: str | None = option("What computes.", choices=BACKENDS)
     kv_cache: str | None = option(
@@ -81,36 +66,29 @@ class ComputingOptions:
         "the engine directory was built].",
         choices=KV_CACHES,
     )
-    config: Path | None = option("YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml].")
+    config: Path | None = option(
+        "YAML settings [default: $EDGELLM_CONFIG, ~/.config/edgellm/config.yaml].",
+        envvar="EDGELLM_CONFIG",
+        show_envvar=False,
+    )
 
 
-@dataclass(frozen=True)
-class DebugOption:
-    """What errors show."""
-
-    PANEL: ClassVar[str] = "Logs and errors"
-
-    debug: bool = option("Show where an error comes from.", default=False, callback=_set_debug, is_eager=True)
-
-
-@dataclass(frozen=True)
-class LogOptions(DebugOption):
-    """What is logged, and how."""
-
-    PANEL: ClassVar[str] = "Logs and errors"
+class LogOptions(Options, panel="Logs and errors"):
+    """What is logged, and how, and what errors show."""
 
     log_level: str | None = option(
         "What is logged to the standard error stream [default: warning].",
         choices=LEVELS,
-        callback=lambda value: choose_logs(level=value),
+        callback=lambda value: choose_logs("level", value),
         is_eager=True,
     )
     log_format: str | None = option(
         "Log lines for people or, as JSON, for programs [default: text].",
         choices=FORMATS,
-        callback=lambda value: choose_logs(form=value),
+        callback=lambda value: choose_logs("form", value),
         is_eager=True,
     )
+    debug: bool = option("Show where an error comes from.", callback=_set_debug, is_eager=True)
 
 
 def sampled(help: str, *flags: str, **details: Any) -> Any:
@@ -118,11 +96,8 @@ def sampled(help: str, *flags: str, **details: Any) -> Any:
     return option(help, *flags, check=checked_value, is_free=True, **details)
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
+class SamplingOptions(Options, panel="Sampling"):
     """How tokens are chosen."""
-
-    PANEL: ClassVar[str] = "Sampling"
 
     temperature: float | None = sampled("Randomness; 0 takes the likeliest token.")
     top_p: float | None = sampled("Draw from the likeliest tokens that reach P together.")
@@ -135,27 +110,15 @@ class SamplingOptions:
     max_tokens: int | None = sampled("Most tokens of an answer [default: what fits].")
     stop: list[str] | None = sampled(f"End the answer before this text; {_REPEATED}")
 
-    def given_sampling(self) -> dict[str, Any]:
-        """What was given, under its names as settings."""
-        values = {item.name: getattr(self, item.name) for item in fields(SamplingOptions)}
-        values["stop"] = tuple(self.stop or ())
-        return {name: value for name, value in values.items() if value not in (None, ())}
 
-
-@dataclass(frozen=True)
-class ChatTemplateOption:
+class ChatTemplateOption(Options, panel="Prompt"):
     """The chat template."""
-
-    PANEL: ClassVar[str] = "Prompt"
 
     chat_template: Path | None = option("File with a chat template, instead of the model's.")
 
 
-@dataclass(frozen=True)
-class PromptOptions(ChatTemplateOption):
+class PromptOptions(ChatTemplateOption, panel="Prompt"):
     """What stands before the user's words."""
-
-    PANEL: ClassVar[str] = "Prompt"
 
     system: str | None = option("System prompt [default: the model's own]; '' is none.", is_free=True)
     system_file: Path | None = option("File with the system prompt.")
@@ -171,14 +134,11 @@ class PromptOptions(ChatTemplateOption):
             raise typer.BadParameter("give --system or --system-file, not both", param_hint="--system")
         if self.system_file is not None:
             return read_text_file(self.system_file, "--system-file")
-        return None if self.system is None else checked_argument(self.system, "--system")
+        return self.system
 
 
-@dataclass(frozen=True)
-class SystemCacheOptions:
+class SystemCacheOptions(Options, panel="Prompt"):
     """The snapshot that conversations begin with."""
-
-    PANEL: ClassVar[str] = "Prompt"
 
     system_cache: str | None = option(
         "Snapshot that edgellm cache build made: take the system prompt and its KV cache from it. A name as edgellm "
@@ -186,78 +146,55 @@ class SystemCacheOptions:
         metavar="FILE",
         expected="a file or the name of a snapshot",
     )
-    no_system_cache: bool = option("Begin without the snapshot that a settings file names.", default=False)
+    no_system_cache: bool = option("Begin without the snapshot that a settings file names.")
 
 
-@dataclass(frozen=True)
-class ImageOptions:
+class ImageOptions(Options, panel="Prompt"):
     """Images that are shown with the first question."""
-
-    PANEL: ClassVar[str] = "Prompt"
 
     images: list[Path] | None = option(
         f"Show an image with the (first) question; {_REPEATED}", "--image", metavar="FILE"
     )
 
 
-@dataclass(frozen=True)
-class LoraOption:
+class LoraOption(Options, panel="LoRA adapters"):
     """LoRA adapters beside those of the engine directory."""
-
-    PANEL: ClassVar[str] = "LoRA adapters"
 
     lora: list[str] | None = option(
         f"Load a LoRA adapter (a PEFT directory) beside those of the engine directory; {_REPEATED}", metavar="NAME=DIR"
     )
 
 
-@dataclass(frozen=True)
-class AdapterOptions(LoraOption):
+class AdapterOptions(LoraOption, panel="LoRA adapters"):
     """The LoRA adapter that answers."""
-
-    PANEL: ClassVar[str] = "LoRA adapters"
 
     adapter: str | None = option(
         "Answer with this LoRA adapter [default: none].", metavar="NAME", expected="the name of an adapter"
     )
-    no_adapter: bool = option("Answer without the adapter that a settings file names.", default=False)
+    no_adapter: bool = option("Answer without the adapter that a settings file names.")
 
 
-@dataclass(frozen=True)
-class ChatOutputOptions:
+class ChatOutputOptions(Options, panel="Output"):
     """What a chat keeps and shows."""
-
-    PANEL: ClassVar[str] = "Output"
 
     history: bool | None = option("Keep the questions in a file.")
     stats: bool | None = option("A line of counts and speeds after answers; /stats says more.")
 
 
-@dataclass(frozen=True)
-class HostMemoryOptions:
+class HostMemoryOptions(Options, panel="Limits"):
     """The host's memory for what is computed already."""
 
-    PANEL: ClassVar[str] = "Limits"
-
     preemption_mib: int | None = option(
-        "MiB of the host's memory for rows of answers that give way to more urgent ones [default: 256].",
-        least=0,
-        most=MOST_MIB,
-        expected=f"a whole number of MiB from 0 to {MOST_MIB}",
+        "MiB of the host's memory for rows of answers that give way to more urgent ones [default: 256].", **_MIB
     )
     states_mib: int | None = option(
         "MiB of the host's memory for recurrent states at places of texts, of models that have such [default: 256].",
-        least=0,
-        most=MOST_MIB,
-        expected=f"a whole number of MiB from 0 to {MOST_MIB}",
+        **_MIB,
     )
 
 
-@dataclass(frozen=True)
-class ToolOptions:
+class ToolOptions(Options, panel="Tools and template"):
     """What the chat template gets with the messages."""
-
-    PANEL: ClassVar[str] = "Tools and template"
 
     tools: Path | None = option(
         "Tell the model of functions that it may call: a JSON list, as OpenAI's API takes it.", metavar="FILE"
@@ -275,27 +212,20 @@ class ToolOptions:
         Raises RequestError that names the file and the place in it, and typer.BadParameter for a wrong variable.
         """
         variables: dict[str, Any] = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        for text in self.template_variable or ():
-            name, equals, value = checked_argument(text, "--template-variable").partition("=")
-            if not equals:
-                raise typer.BadParameter(f"{text!r}: expected NAME=VALUE", param_hint="--template-variable")
-            if name in variables:
-                raise typer.BadParameter(f"{name} is given twice", param_hint="--template-variable")
-            variables[name] = _json_or_text(value)
         try:
+            for text in self.template_variable or ():
+                name, equals, value = text.partition("=")
+                if not equals:
+                    raise RequestError(f"{text!r}: expected NAME=VALUE")
+                if name in variables:
+                    raise RequestError(f"{name} is given twice")
+                variables[name] = _json_or_text(value)
             variables = checked_variables(variables)
         except RequestError as error:
             raise typer.BadParameter(str(error), param_hint="--template-variable") from error
-        return None if self.tools is None else read_tools(self.tools), variables
-
-
-def read_tools(path: Path) -> list[dict[str, Any]] | None:
-    """The tools of a JSON file, checked (`checked_tools`); raises RequestError that names the file and the place."""
-    given = parse_json(read_text_file(path, "--tools"), f"--tools {path}", RequestError)
-    try:
-        return checked_tools(given)
-    except RequestError as error:
-        raise RequestError(f"--tools {path}: {error}") from error
+        if self.tools is None:
+            return None, variables
+        return read_json_file(self.tools, "--tools", checked_tools), variables
 
 
 def _json_or_text(text: str) -> Any:
@@ -308,11 +238,8 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-@dataclass(frozen=True)
-class DraftingOptions:
+class DraftingOptions(Options, panel="Drafting"):
     """How answers are drafted."""
-
-    PANEL: ClassVar[str] = "Drafting"
 
     draft: str | None = option(
         "Draft with the model's EAGLE head, or, with suffix, from what was said before, which every model can "
@@ -320,7 +247,7 @@ class DraftingOptions:
         metavar=OPTIONAL_KIND,
         is_free=True,
     )
-    no_draft: bool = option("Decode without a draft.", default=False)
+    no_draft: bool = option("Decode without a draft.")
     suffix_decoding: bool | None = option("Draft from what was said before, too, beside the model's EAGLE head.")
     draft_top_k: int | None = option("Width of a draft tree's levels; 1 is a chain.")
     draft_steps: int | None = option("Levels of the draft: tokens of a chain.")
@@ -338,38 +265,25 @@ class DraftingOptions:
         "Let measured speed pick a smaller draft, or none, or always draft the same [default: pick]."
     )
 
-    def given_drafting(self) -> dict[str, Any]:
-        """What was given, under its names as settings."""
-        values = {item.name: getattr(self, item.name) for item in fields(DraftingOptions)}
-        given = {name: value for name, value in values.items() if value is not None}
-        if given.pop("no_draft"):
-            given["draft"] = False
-        elif "draft" in given:
-            kind, given["draft"] = given["draft"], True
-            given |= {"kind": kind} if kind else {}
-        return given
-
     def applied_to(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Drafting settings with these options on top; a contradiction is a usage error that names an option."""
         if self.no_draft and self.draft is not None:
             raise typer.BadParameter("--draft is given, and so is --no-draft: expected only one of them")
-        given = self.given_drafting()
-        if not given:
+        given = self.given(DraftingOptions)
+        kind = given.pop("draft", "")
+        given |= {"kind": kind} if kind else {}
+        if not given.pop("no_draft") and not given and self.draft is None:
             return settings
-        given.setdefault("draft", True)  # who says how to draft wants a draft
+        given["draft"] = not self.no_draft  # who says how to draft wants a draft
         from edgellm.drafting.config import merged_drafting
 
         try:
             return merged_drafting(settings, given)
-        except RequestError as error:
-            raise typer.BadParameter(_with_option_names(str(error))) from error
-
-
-def _with_option_names(message: str) -> str:
-    """An error about settings, in the words of the command line."""
-    names = "|".join(item.name for item in fields(DraftingOptions) if item.name != "draft")
-    message = message.replace("but draft is false", "and so is --no-draft").replace("kind is ", "--draft is ")
-    return re.sub(rf"\b({names}) is\b", lambda match: f"--{match[1].replace('_', '-')} is", message)
+        except RequestError as error:  # in the words of the command line
+            message = str(error).replace("but draft is false", "and so is --no-draft").replace("kind is", "--draft is")
+            for name in options_of(DraftingOptions).keys() - {"draft"}:
+                message = re.sub(rf"\b{name} is\b", f"--{name.replace('_', '-')} is", message)
+            raise typer.BadParameter(message) from error
 
 
 def read_text_file(path: Path, what: str) -> str:
@@ -378,32 +292,18 @@ def read_text_file(path: Path, what: str) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
+def read_json_file(path: Path, what: str, checked: Callable[[Any], _Checked]) -> _Checked:
+    """What `checked` makes of the JSON value in a file; RequestError names `what` and the file."""
+    value = parse_json(read_text_file(path, what), f"{what} {path}", RequestError)
+    try:
+        return checked(value)
+    except RequestError as error:
+        raise RequestError(f"{what} {path}: {error}") from error
+
+
 def read_standard_input() -> str:
     """The text of standard input without its last line end; raises RequestError."""
     data = sys.stdin.buffer.read(PROMPT_BYTES + 1)
     if len(data) > PROMPT_BYTES:
         raise RequestError(f"standard input has more than the {PROMPT_BYTES:,} bytes that are read of it")
-    return decoded_text(data, "standard input")
-
-
-def decoded_text(data: bytes, what: str) -> str:
-    """UTF-8 `data` without its last line end; raises RequestError that names `what` and the byte offset."""
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise invalid_utf8(what, error.object[error.start], error.start) from error
-    return text.removesuffix("\n").removesuffix("\r")
-
-
-def invalid_utf8(what: str, byte: int, offset: int) -> RequestError:
-    """The error for bytes that are not UTF-8."""
-    return RequestError(f"{what} is not UTF-8 text: invalid byte 0x{byte:02x} at byte offset {offset}")
-
-
-def checked_argument(text: str, what: str) -> str:
-    """Text from the command line, whose bytes Python hands on even where they are no text; raises RequestError."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        decoded_text(text.encode("utf-8", "surrogateescape"), what)
-    return text
+    return decoded(data, "standard input", RequestError).removesuffix("\n").removesuffix("\r")

@@ -66,9 +66,12 @@ def _write_panels(rows: Any, formatter: Any) -> None:
     panels: dict[str, list[tuple[str, str]]] = {}
     for panel, row in rows:
         panels.setdefault(panel, []).append(row)
-    framed = _can_show("".join(_FRAME))
-    if framed:
+    try:
+        "".join(_FRAME).encode(getattr(sys.stdout, "encoding", None) or "ascii")
+        framed = True
         formatter.write_paragraph()
+    except (UnicodeEncodeError, LookupError):
+        framed = False
     for title, records in panels.items():
         if not framed:
             with formatter.section(title):
@@ -84,11 +87,3 @@ def _framed(title: str, lines: Sequence[str], width: int) -> Iterator[str]:
     yield f"{left_top}{line} {title} {line * (width - len(title) - 5)}{right_top}"
     yield from (f"{side} {text.ljust(width - 4)} {side}" for text in lines)
     yield f"{left_bottom}{line * (width - 2)}{right_bottom}"
-
-
-def _can_show(characters: str) -> bool:
-    try:
-        characters.encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True

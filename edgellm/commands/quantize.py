@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,14 @@ from typing import Any
 import typer
 import yaml
 
-from edgellm.commands.console import MEBIBYTE, ProgressDisplay, ended_by_signals, write_note
-from edgellm.commands.table import argument, option, takes_options
+from edgellm.commands.console import MEBIBYTE, progress_display, write_note
+from edgellm.commands.table import Options, argument, option, takes_options
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.formats.small_files import PROMPT_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
+from edgellm.engines.quantizer import quantizer
 from edgellm.engines.quantizer.arithmetic import ARITHMETICS, open_arithmetic
-from edgellm.engines.quantizer.quantizer import (
-    GROUP_SIZES,
-    LONGEST_TEXT,
-    METHODS,
-    QuantizationOptions,
-    QuantizationReport,
-    is_eagle_head,
-    largest_group,
-    quantize_checkpoint,
-    refuse_quantized,
-)
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.user_paths import user_path
 from edgellm.text.messages import checked_messages
@@ -41,21 +30,20 @@ DEFAULT_TEXTS = "calibration.yaml"
 _MOST_TOKENS = 16_384
 
 
-@dataclass(frozen=True)
-class QuantizeOptions:
+class QuantizeOptions(Options):
     """All options of the command."""
 
-    checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", required=True)
-    target: Path = argument("The checkpoint directory to make.", required=True)
+    checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", default=...)
+    target: Path = argument("The checkpoint directory to make.", default=...)
     bits: int = option("Bits of a weight: 4, or 8 with a scale for each row.", default=4)
     group_size: int | None = option(
         "Columns that share a scale: 32, 64 or 128, with 4 bits alone [default: the largest that divides all rows].",
     )
-    asymmetric: bool = option("Give each scale a zero point: better, and a little larger.", default=False)
+    asymmetric: bool = option("Give each scale a zero point: better, and a little larger.")
     method: str | None = option(
         "awq scales columns by the activations; gptq lets columns make up for the errors of others, too; rtn rounds to "
         "nearest [default: awq; an EAGLE head: rtn].",
-        metavar="|".join(METHODS),
+        metavar="|".join(quantizer.METHODS),
     )
     calibration: Path | None = option(
         "Texts for the activations, like those the model will see: plain text, or a JSON object a line with "
@@ -65,8 +53,8 @@ class QuantizeOptions:
     backend: str = option(
         "What computes; auto: a GPU where there is one, else NumPy.", default=ARITHMETICS[0], choices=ARITHMETICS
     )
-    force: bool = option("Replace an existing checkpoint.", default=False)
-    restart: bool = option("Begin anew where an interrupted run has left layers.", default=False)
+    force: bool = option("Replace an existing checkpoint.")
+    restart: bool = option("Begin anew where an interrupted run has left layers.")
 
 
 @takes_options
@@ -76,34 +64,32 @@ def quantize(given: QuantizeOptions) -> None:
     Example: edgellm quantize Llama-3.2-1B llama-int4 --group-size 64
     """
     checkpoint, group_size, calibration = given.checkpoint, given.group_size, given.calibration
-    refuse_quantized(checkpoint)
+    quantizer.refuse_quantized(checkpoint)
     if group_size is None and given.bits == 4:
-        group_size = largest_group(checkpoint) or GROUP_SIZES[0]  # which is then refused, with what it does not divide
-        if group_size < GROUP_SIZES[0]:
-            largest = GROUP_SIZES[0]
+        largest = quantizer.GROUP_SIZES[0]  # which is refused where nothing divides the columns, with what it does not
+        group_size = quantizer.largest_group(checkpoint) or largest
+        if group_size < largest:
             write_note(f"Scales are shared by groups of {group_size}: {largest} does not divide every layer's columns.")
     with Checkpoint.open(checkpoint) as opened:
-        is_head = is_eagle_head(opened)
-    options = QuantizationOptions(
-        given.bits, group_size, not given.asymmetric, given.method or ("rtn" if is_head else METHODS[0])
+        is_head = quantizer.is_eagle_head(opened)
+    options = quantizer.QuantizationOptions(
+        given.bits, group_size, not given.asymmetric, given.method or ("rtn" if is_head else quantizer.METHODS[0])
     )
     texts: list[list[int]] = []
     if not is_head and (calibration is not None or options.method != "rtn"):
         config = read_decoder_config(checkpoint)
         entries = default_texts() if calibration is None else load_texts(calibration)
         texts = token_pieces(Tokenizer.from_directory(checkpoint, config.vocab_size), entries)
-    display = ProgressDisplay()
     arithmetic = open_arithmetic(given.backend)
     try:
-        with closing(arithmetic), ended_by_signals(), display:
-            report = quantize_checkpoint(
+        with closing(arithmetic), progress_display() as display:
+            report = quantizer.quantize_checkpoint(
                 checkpoint, given.target, options, texts, given.force, given.restart, display, arithmetic
             )
     except (KeyboardInterrupt, SystemExit):
         write_note("The layers that are done are kept: the same command goes on with the next.")
         raise
-    for line in report_lines(report):
-        typer.echo(line)
+    typer.echo("\n".join(report_lines(report)))
 
 
 #: A text, or a conversation.
@@ -155,7 +141,7 @@ def token_pieces(tokenizer: Tokenizer, entries: list[Text]) -> list[list[int]]:
         ids = tokenizer.encode(entry) if isinstance(entry, str) else _conversation_ids(tokenizer, entry)
         ids = ids[:left]
         left -= len(ids)
-        pieces += [ids[start : start + LONGEST_TEXT] for start in range(0, len(ids), LONGEST_TEXT)]
+        pieces += [ids[start : start + quantizer.LONGEST_TEXT] for start in range(0, len(ids), quantizer.LONGEST_TEXT)]
     return pieces
 
 
@@ -168,7 +154,7 @@ def _conversation_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> l
     return tokenizer.encode("\n".join(str(message["content"]) for message in messages))
 
 
-def report_lines(report: QuantizationReport) -> Iterator[str]:
+def report_lines(report: quantizer.QuantizationReport) -> Iterator[str]:
     """The table that ends a run."""
     options = report.options
     scales = f"groups of {options.group_size}" if options.group_size else "a scale for each row"

@@ -3,59 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import resource
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.commands import options
-from edgellm.commands.console import prepare_output, write_note
-from edgellm.commands.models import (
-    chosen_adapters,
-    chosen_drafting,
-    described_directory,
-    sampling_params,
-    snapshot_path,
-    tell_of_loss,
-    with_cached_prompt,
-)
-from edgellm.commands.settings import (
-    Settings,
-    chosen_settings,
-)
-from edgellm.commands.table import option, takes_options
+from edgellm.commands import models, options
+from edgellm.commands.console import write_note
+from edgellm.commands.settings import Settings, chosen_settings
+from edgellm.commands.table import Options, option, takes_options
 from edgellm.errors import EdgeLLMError, EngineError, RequestError
 
 if TYPE_CHECKING:
     from edgellm.http.app import Service
     from edgellm.http.connections import Server
 
-_INTERRUPTED = 130
 #: A thread that reads a request gives way to the model's, and to the event loop, after so long.
 _SWITCH_SECONDS = 0.001
 #: Files that the model and connections which are being turned away may have open beside those that are served.
 _OTHER_FILES = 1024
 
 
-@dataclass(frozen=True)
-class ServerOptions:
+class ServerOptions(Options, panel="Server"):
     """Where the server listens, and who may ask it."""
-
-    PANEL: ClassVar[str] = "Server"
 
     host: str = option("Address to listen on; 0.0.0.0 is every one.", default="127.0.0.1", metavar="ADDRESS")
     port: int = option("Port to listen on; 0 is any free one.", default=8000, least=0, most=65535)
     model_name: str | None = option("What requests call the model [default: its directory].", metavar="NAME")
     api_key: str | None = option("Key that requests must have; other users see it (ps).", metavar="KEY", is_free=True)
     api_key_file: Path | None = option("File with such keys, one a line.", metavar="FILE")
-    allow_anyone: bool = option("Answer other machines without a key.", default=False)
+    allow_anyone: bool = option("Answer other machines without a key.")
     allowed_host: list[str] | None = option(
         "Name under which the server is asked, too; may be repeated.", metavar="NAME"
     )
@@ -86,11 +71,8 @@ class ServerOptions:
         return found
 
 
-@dataclass(frozen=True)
-class LimitOptions:
+class LimitOptions(Options, panel="Limits"):
     """What the server takes at most."""
-
-    PANEL: ClassVar[str] = "Limits"
 
     queue_limit: int = option("Requests that may wait; one more is answered with 429.", default=64, least=1)
     max_connections: int = option("Connections at a time; more are closed.", default=256, least=1)
@@ -103,7 +85,6 @@ class LimitOptions:
     shutdown_seconds: float = option("How long answers may go on after SIGTERM.", default=30.0, least=0.0)
 
 
-@dataclass(frozen=True)
 class ServeOptions(
     options.ModelOptions,
     ServerOptions,
@@ -128,9 +109,8 @@ def serve(given: ServeOptions) -> None:
 
     Example: edgellm serve --port 8000
     """
-    prepare_output()
     keys = given.keys()
-    settings, tools, variables = with_cached_prompt(chosen_settings(given), given, None, {})
+    settings, tools, variables = models.with_cached_prompt(chosen_settings(given), given, None, {})
     if tools or variables:
         raise RequestError(
             f"the snapshot {settings.system_cache} is of a prompt with tools or template variables, which requests "
@@ -142,7 +122,7 @@ def serve(given: ServeOptions) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     ended_by = asyncio.run(_serve(replace(settings, adapter=None), given, keys))
     if ended_by == signal.SIGINT:
-        raise typer.Exit(_INTERRUPTED)
+        raise KeyboardInterrupt
 
 
 async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -> int | None:
@@ -154,30 +134,29 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     from edgellm.http.guard import Guard
     from edgellm.structure.steps import try_apart
     from edgellm.structure.trial import TrialProcess
-    from edgellm.text.template import ChatTemplate
 
-    directory = described_directory(settings)
+    directory = models.described_directory(settings)
     model = ServedModel(
         given.model_name or directory.path.resolve().name,
-        params=sampling_params(settings),
+        params=models.sampling_params(settings),
         system=settings.system,
         most_images=given.max_images,
         image_pixels=given.max_image_pixels,
     )
-    loras = chosen_adapters(settings, every_adapter=True)
+    loras = models.chosen_adapters(settings, every_adapter=True)
     names = {*directory.adapters, *(loras or {})}
     if model.name in names:
         raise RequestError(f"{model.name!r} is the name of a LoRA adapter, too: name the model with --model-name")
-    template = None if settings.chat_template is None else ChatTemplate.from_file(settings.chat_template)
-    draft = chosen_drafting(settings)
-    tell_of_loss(draft)
+    template = models.chosen_template(settings)
+    draft = models.chosen_drafting(settings)
+    models.tell_of_loss(draft)
     llm = AsyncLLM(
         settings.model,
         backend=settings.backend,
         kv_cache=settings.kv_cache,
         drafting=draft,
         adapters=loras,
-        snapshots=[] if settings.system_cache is None else [snapshot_path(settings.system_cache)],
+        snapshots=[] if settings.system_cache is None else [models.snapshot_path(settings.system_cache)],
         preemption_budget=settings.preemption_mib << 20,
         state_budget=settings.states_mib << 20,
         queue_limit=given.queue_limit,
@@ -193,7 +172,7 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     service.connections, service.closed_connections = lambda: len(http.server_state.connections), http.closed
     watching = asyncio.ensure_future(_watch(service, http))
     trials = TrialProcess()
-    try_apart(trials)
+    try_apart(trials.check)
     try:
         await http.serve()
     finally:
@@ -214,6 +193,8 @@ async def _watch(service: Service, http: Server) -> None:
         places = " and ".join(f"http://{f'[{host}]' if ':' in host else host}:{port}" for host, port in http.addresses)
         write_note(f"Listening on {places}; loading the model.")
         await service.open()
+        gc.collect()
+        gc.freeze()  # no collection walks the model again: each took 30 ms, in which no other thread ran
         write_note(f"Ready: {', '.join(service.model.names)}.")
         await service.wait_for_failure()
     except Exception:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from edgellm.snapshots.staging import is_snapshot_path
 _ASKED_FOR_ONE_BY_ONE = ("logprobs", "structure", "logit_bias", "allowed_token_ids", "bad_words")
 #: How answers are drawn and when they end.
 SAMPLING_KEYS = tuple(item.name for item in fields(SamplingParams) if item.name not in _ASKED_FOR_ONE_BY_ONE)
-#: Options that are settings, too.
-_SHARED = (
+
+
+class _Shared(
     options.ModelOption,
     options.ComputingOptions,
     options.PromptOptions,
@@ -31,7 +32,8 @@ _SHARED = (
     options.AdapterOptions,
     options.ChatOutputOptions,
     options.HostMemoryOptions,
-)
+):
+    """Options that are settings, too."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ def load_settings(path: str | Path | None = None) -> Settings:
 
     Raises SettingsError that names file and key.
     """
-    found = user_path(path) if path is not None else _user_file()
-    if found is None:
+    found = user_folder("XDG_CONFIG_HOME", ".config") / "config.yaml" if path is None else user_path(path)
+    if path is None and not found.exists():
         return Settings()
     text = read_text(found, SETTINGS_BYTES, SettingsError, "the settings file", takes_pipes=True)
     origin = printable(found)
@@ -79,14 +81,6 @@ def load_settings(path: str | Path | None = None) -> Settings:
     return Settings(**{key: _checked(key, value, origin, found.parent) for key, value in own.items()})
 
 
-def _user_file() -> Path | None:
-    named = os.environ.get("EDGELLM_CONFIG")
-    if named:
-        return user_path(named)
-    path = user_folder("XDG_CONFIG_HOME", ".config") / "config.yaml"
-    return path if path.exists() else None
-
-
 def _known(key: Any, known: tuple[str, ...], origin: str) -> str:
     if key not in known:
         raise SettingsError(f"{origin} has the unknown key {str(key)!r}{did_you_mean(str(key), known)}")
@@ -94,62 +88,49 @@ def _known(key: Any, known: tuple[str, ...], origin: str) -> str:
 
 
 def _checked(key: str, value: Any, origin: str, folder: Path) -> Any:
+    """The value of a key in a file, which is called `origin` and lies in `folder`. Raises SettingsError."""
     if key in _SECTIONS:
-        return _SECTIONS[key](value, origin, folder)
-    described = next(options_of(group)[key] for group in _SHARED if key in options_of(group))
-    if value is None and getattr(Settings, key) is None:
+        expected, read = _SECTIONS[key]
+        if not isinstance(value, (dict, type(None))):
+            raise SettingsError(f"{origin}: {key} is {value!r}: expected {expected}")
+        try:
+            return read(value or {}, f"{key} in {origin}", folder)
+        except RequestError as error:
+            raise SettingsError(f"{key} in {origin}: {error}") from error
+    described, takes_null = options_of(_Shared)[key], getattr(Settings, key) is None
+    if value is None and takes_null:
         return None
     if not described.allows(value):
-        nothing = ", or null" if getattr(Settings, key) is None else ""
-        raise _wrong(origin, key, value, described.in_words(value) + nothing)
+        expected = described.in_words(value) + (", or null" if takes_null else "")
+        raise SettingsError(f"{origin}: {key} is {value!r}: expected {expected}")
     if key == "system_cache" and is_snapshot_path(value) and (folder / user_path(value)).exists():
         return str(folder / user_path(value))
     return folder / user_path(value) if described.type is Path else value
 
 
-def _sampling(values: Any, origin: str, folder: Path) -> dict[str, Any]:
-    place = f"sampling in {origin}"
-    try:
-        return {
-            _known(key, SAMPLING_KEYS, place): checked_value(key, value)
-            for key, value in _section("sampling", values, origin, "keys and values").items()
-        }
-    except RequestError as error:
-        raise SettingsError(f"{place}: {error}") from error
+def _sampling(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
+    return {_known(key, SAMPLING_KEYS, place): checked_value(key, value) for key, value in values.items()}
 
 
-def _drafting(values: Any, origin: str, folder: Path) -> dict[str, Any]:
-    values = _section("drafting", values, origin, "keys and values")
+def _drafting(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
     from edgellm.drafting.config import checked_drafting  # it takes longer to load than all else here
 
-    try:
-        return checked_drafting(values, folder)
-    except RequestError as error:
-        raise SettingsError(f"drafting in {origin}: {error}") from error
+    return checked_drafting(values, folder)
 
 
-def _adapters(values: Any, origin: str, folder: Path) -> dict[str, Path]:
-    values = _section("adapters", values, origin, "names and directories")
+def _adapters(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Path]:
     for name, directory in values.items():
         if not all(isinstance(text, str) and text.strip() and "\0" not in text for text in (name, directory)):
-            raise SettingsError(
-                f"adapters in {origin}: {name!r} is {directory!r}: expected a name and a directory, without a null "
-                "character"
-            )
+            raise RequestError(f"{name!r} is {directory!r}: expected a name and a directory, without a null character")
     return {name: folder / user_path(directory) for name, directory in values.items()}
 
 
-_SECTIONS = {"sampling": _sampling, "drafting": _drafting, "adapters": _adapters}
-
-
-def _section(key: str, values: Any, origin: str, expected: str) -> dict[Any, Any]:
-    if not isinstance(values, (dict, type(None))):
-        raise _wrong(origin, key, values, expected)
-    return values or {}
-
-
-def _wrong(origin: str, key: str, value: Any, expected: str) -> SettingsError:
-    return SettingsError(f"{origin}: {key} is {value!r}: expected {expected}")
+#: What is expected of keys whose values have keys themselves, and what reads these.
+_SECTIONS: dict[str, tuple[str, Callable[[dict[Any, Any], str, Path], dict[str, Any]]]] = {
+    "sampling": ("keys and values", _sampling),
+    "drafting": ("keys and values", _drafting),
+    "adapters": ("names and directories", _adapters),
+}
 
 
 def chosen_settings(given: Any) -> Settings:
@@ -164,7 +145,7 @@ def chosen_settings(given: Any) -> Settings:
     if isinstance(given, options.DraftingOptions):
         chosen["drafting"] = given.applied_to(settings.drafting)
     if isinstance(given, options.SamplingOptions):
-        chosen["sampling"] = settings.sampling | given.given_sampling()
+        chosen["sampling"] = settings.sampling | given.given(options.SamplingOptions)
     for key in ("adapter", "system_cache"):
         if getattr(given, f"no_{key}", False):
             if chosen[key] is not None:

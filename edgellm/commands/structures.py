@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import typer
 
-from edgellm.commands.options import checked_argument, read_text_file, sampled
-from edgellm.commands.table import option
-from edgellm.engines.formats.strict_formats import parse_json
-from edgellm.errors import RequestError
+from edgellm.commands.options import read_json_file, sampled
+from edgellm.commands.table import Options, option
 
 if TYPE_CHECKING:
     from edgellm.structure.description import Structure
 
 
-@dataclass(frozen=True)
-class StructureOptions:
+class StructureOptions(Options, panel="Sampling"):
     """What is noted of each token, and the form that the answer must have."""
-
-    PANEL: ClassVar[str] = "Sampling"
 
     logprobs: int | None = sampled("Show each token's log-probability, and the N likeliest there.", metavar="N")
     json_schema: Path | None = option("The answer is JSON of the schema in this file.", metavar="FILE")
@@ -41,16 +35,12 @@ class StructureOptions:
         from edgellm.structure.description import Structure  # what plain answers need not load
 
         if self.regex is not None:
-            return Structure(regex=checked_argument(self.regex, "--regex"))
-        return Structure(choice=[checked_argument(each, "--choice") for each in self.choice]) if self.choice else None
+            return Structure(regex=self.regex)
+        return Structure(choice=self.choice) if self.choice else None
 
 
 def read_schema(path: Path) -> Structure:
     """The structure of a file with a JSON schema; raises RequestError that names the file."""
     from edgellm.structure.description import Structure
 
-    schema = parse_json(read_text_file(path, "the JSON schema"), f"the JSON schema {path}", RequestError)
-    try:
-        return Structure(json=schema)
-    except RequestError as error:
-        raise RequestError(f"{path}: {error}") from error
+    return read_json_file(path, "the JSON schema", lambda schema: Structure(json=schema))

@@ -1,9 +1,9 @@
-"""The table of options: each is a field of a dataclass, written once for the command line, its help and settings files.
+"""The table of options: an attribute of a class each, written once for the command line, help and settings files.
 
     backend: str | None = option("What computes.", choices=BACKENDS)
 
 says that `--backend` takes one of `BACKENDS`, and so does the key `backend` of a settings file where there is such a
-key. A command takes a dataclass that inherits those of the options that it shares with others.
+key. A command takes a class of `Options` that inherits the groups which it shares with others.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import typer
 
+from edgellm.commands.console import explaining
+from edgellm.engines.formats.small_files import decoded
 from edgellm.errors import RequestError, did_you_mean, shown
 from edgellm.kernels.user_paths import user_path
 
@@ -86,6 +88,13 @@ class Option:
             raise typer.BadParameter(f"{shown(given)}{expected}")
         return user_path(value) if self.type is Path else value
 
+    def require_text(self, value: Any) -> None:
+        """Raise RequestError for a text with bytes that are none: Python hands them on from the command line."""
+        for text in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(text, str):
+                name = self.flags[0] if self.flags else f"the {self.name}"
+                decoded(text.encode("utf-8", "surrogateescape"), name, RequestError)
+
     @property
     def parameter(self) -> inspect.Parameter:
         """A parameter of a function, as typer makes an option of."""
@@ -95,60 +104,95 @@ class Option:
         if self.choices or (self.type is Path and self.flags):
             details.setdefault("metavar", "|".join(self.choices) or "<path>")
         found = typer.Option(*self.flags, **details) if self.flags else typer.Argument(**details)
-        default = inspect.Parameter.empty if self.default is MISSING else self.default
+        default = inspect.Parameter.empty if self.default is ... else self.default
         annotation: Any = Annotated[self.annotation, found]  # type: ignore[name-defined]
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+class _Written(NamedTuple):
+    """An option as a class has it: without its name, its type and its panel."""
+
+    help: str
+    flags: Sequence[str] | None
+    default: Any
+    details: dict[str, Any]
+
+
 def option(help: str, *flags: str, default: Any = None, **details: Any) -> Any:
-    """A field that is an option, by default --NAME or, of bool | None, --NAME/--no-NAME; `details` are fields of
-    `Option`, or what typer takes."""
-    return field(default=default, metadata={"option": (help, flags, details)})
+    """An option, by default --NAME or, of bool | None, --NAME/--no-NAME; one of bool is false unless it is given.
+    `details` are fields of `Option`, or what typer takes."""
+    return _Written(help, flags, default, details)
 
 
-def argument(help: str, required: bool = False, **details: Any) -> Any:
-    """A field that is an argument."""
-    return field(default=MISSING if required else None, metadata={"option": (help, None, details)})
+def argument(help: str, default: Any = None, **details: Any) -> Any:
+    """An argument; by `default` ... it is required."""
+    return _Written(help, None, default, details)
+
+
+class Options:
+    """The values of options that stand together; a class has those of its bases, too. Its own stand in the `panel` of
+    the help, unless they name another."""
+
+    panel: str | None = None
+
+    def __init_subclass__(cls, panel: str | None = None) -> None:
+        cls.panel = panel
+
+    def __init__(self, **given: Any) -> None:
+        """Values by name; what is not given has its default."""
+        cls: type = type(self)
+        for name, described in options_of(cls).items():
+            setattr(self, name, given.get(name, described.default))
+
+    def given(self, group: type) -> dict[str, Any]:
+        """What was given of the options of a group, which is one of the bases, by name."""
+        values = {name: getattr(self, name) for name in options_of(group)}
+        return {name: value for name, value in values.items() if value not in (None, [])}
+
+    def arguments_of(self, function: Callable[..., Any], **others: Any) -> dict[str, Any]:
+        """Arguments of a function by name: the options that are its parameters, too, but for `others`."""
+        cls: type = type(self)
+        shared = options_of(cls).keys() & inspect.signature(function).parameters.keys()
+        return {name: getattr(self, name) for name in shared} | others
 
 
 @functools.cache
 def options_of(cls: type) -> dict[str, Option]:
-    """The options of a dataclass by name: its own, then those of its bases in the order in which they are written.
-
-    They stand in the panel of the help that the `PANEL` of the class names which has them, or that they name
-    themselves.
-    """
-    hints = get_type_hints(cls, include_extras=True)
-    described = {item.name: item for item in fields(cls) if "option" in item.metadata}
-    found = {}
+    """The options of a class by name: its own, then those of its bases in the order in which they are written."""
+    hints = get_type_hints(cls)
+    found: dict[str, Option] = {}
     for base in cls.__mro__:
-        for name in inspect.get_annotations(base):
-            if name in described and name not in found:
-                found[name] = _option(described[name], hints[name], vars(base).get("PANEL"))
+        for name, written in vars(base).items():
+            if isinstance(written, _Written) and name not in found:
+                found[name] = _option(name, written, hints[name], vars(base)["panel"])
     return found
 
 
-def _option(item: Any, annotation: Any, panel: str | None) -> Option:
-    text, flags, details = item.metadata["option"]
+def _option(name: str, written: _Written, annotation: Any, panel: str | None) -> Option:
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
     kind = get_args(kinds[0])[0] if get_origin(kinds[0]) is list else kinds[0]
+    flags = written.flags
     if flags == ():
-        name = item.name.replace("_", "-")
-        flags = (f"--{name}/--no-{name}" if annotation == (bool | None) else f"--{name}",)
-    own = {key: details[key] for key in Option.__dataclass_fields__ if key in details}
-    others = {key: value for key, value in details.items() if key not in own}
+        flag = name.replace("_", "-")
+        flags = (f"--{flag}/--no-{flag}" if annotation == (bool | None) else f"--{flag}",)
+    default = False if annotation is bool and written.default is None else written.default
+    own = {key: value for key, value in written.details.items() if key in Option.__dataclass_fields__}
+    others = {key: value for key, value in written.details.items() if key not in own}
     details = {"rich_help_panel": panel, "show_default": kind is not bool, **others}
-    return Option(item.name, kind, annotation, item.default, text, flags or (), details, **own)
+    return Option(name, kind, annotation, default, written.help, flags or (), details, **own)
 
 
-def takes_options(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """A command, made of a function that takes a dataclass of options."""
+def takes_options(function: Callable[[Any], None]) -> Callable[..., Any]:
+    """A command, made of a function that takes `Options`; it explains its errors."""
     (taken,) = inspect.signature(function, eval_str=True).parameters.values()
     parameters = [each.parameter for each in options_of(taken.annotation).values()]
 
     @functools.wraps(function)
-    def command(**values: Any) -> Any:
-        return function(taken.annotation(**values))
+    def command(**values: Any) -> None:
+        with explaining():
+            for name, described in options_of(taken.annotation).items():
+                described.require_text(values[name])
+            function(taken.annotation(**values))
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}

@@ -11,29 +11,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from edgellm.decoding.rules import StepMasks
-from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import PlanChooser
-from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.runners.base_runner import StepKey
-from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
-from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import SnapshotError
 from edgellm.requests import TokenLogprobs, token_logprobs
-from edgellm.snapshots.contents import KVContents
-from edgellm.snapshots.preempted_rows import RowKeeper
-from edgellm.snapshots.slots import SlotSnapshots
-from edgellm.snapshots.state_cache import StateKeeper
-
-if TYPE_CHECKING:
-    from edgellm.multimodal.image_processor import PreparedImage
 
 logger = logging.getLogger("edgellm.serving")
 
@@ -88,30 +77,16 @@ class EmittedToken(NamedTuple):
 
 
 class DecodingLoop:
-    """Answers sequences on a runner. `contents` are those of its slots, exchanged with them; `chooser` picks
-    plans (None: no drafting); `encode` encodes the images of a prompt; `given` proposes what the host knows; `keeper`
-    keeps rows of sequences that give way (None: they are computed again), `states` recurrent states (None: the model
-    has none).
+    """Answers sequences in the slots of a runner; `chooser` picks plans (None: no drafting).
 
     Where a slot is free, `settle` and `admit`; then `advance` round by round. Not thread-safe.
     """
 
-    def __init__(
-        self,
-        runner: DecodingRunner,
-        contents: list[KVContents],
-        chooser: PlanChooser | None = None,
-        snapshots: SlotSnapshots | None = None,
-        encode: Callable[[Sequence[int], Sequence[PreparedImage]], PromptImages] | None = None,
-        given: GivenDrafting | None = None,
-        keeper: RowKeeper | None = None,
-        states: StateKeeper | None = None,
-    ) -> None:
-        self._runner, self._chooser, self._given = runner, chooser, given
-        self._looks_up = given is not None and given.looks_up
-        self.slots = SlotTable(runner, contents, snapshots, encode, given, keeper, states)
+    def __init__(self, slots: SlotTable, chooser: PlanChooser | None = None) -> None:
+        self.slots, self._runner, self._chooser, self._given = slots, slots.runner, chooser, slots.given
+        self._looks_up = slots.given is not None and slots.given.looks_up
         #: The sequences that have a slot, in the slots' order.
-        self.running = self.slots.running
+        self.running = slots.running
         self._launches: deque[_Launch] = deque()
         self._last_read = 0.0
         #: The next step, where its forward pass is enqueued and the choice is not; and the seconds from the moment at
@@ -177,9 +152,11 @@ class DecodingLoop:
 
     def _launch_ahead(self) -> None:
         """Launch what the backend may run before a token of it is read; at least one step where none is under way."""
-        now = self._outlook()
-        self._begin(now)
-        while len(self._launches) <= self._runner.backend.steps_ahead:
+        while True:
+            now = self._outlook()
+            self._begin(now)
+            if len(self._launches) > self._runner.backend.steps_ahead:
+                return
             if self._launches and self._waits_for_tokens(now):
                 for launch in self._launches:  # their text is read later
                     self._know(launch)
@@ -187,8 +164,6 @@ class DecodingLoop:
             if not now.going or (self._launches and not now.may_follow):
                 return
             self._launch(now)
-            now = self._outlook()
-            self._begin(now)
 
     def _outlook(self) -> _Outlook:
         running = self.running
@@ -207,12 +182,10 @@ class DecodingLoop:
     def _begin(self, now: _Outlook) -> None:
         """Where rules have to know the tokens under way before the next one is chosen, enqueue the forward pass behind
         them now, which needs them on the device alone; unless it is likely that no plain step comes next."""
-        if self._begun is not None or not self._launches or self._chooser is not None or not now.ruled:
-            return
-        if not self._runner.backend.steps_ahead or not now.may_follow:
-            return
-        if self._given is None or not self._given.expects_round(len(self.running), self._waited):
-            self._begun = self._runner.begin(len(self.running))
+        batch, given = len(self.running), self._given
+        waits = now.ruled and self._chooser is None and self._begun is None and self._runner.backend.steps_ahead > 0
+        if waits and self._launches and now.may_follow and not (given and given.expects_round(batch, self._waited)):
+            self._begun = self._runner.begin(batch)
 
     def _waits_for_tokens(self, now: _Outlook) -> bool:
         """Whether what is launched next depends on tokens that are under way: rules on them, or a draft of what follows

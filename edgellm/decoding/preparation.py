@@ -16,7 +16,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import ContextError, RequestError, TemplateError
-from edgellm.requests import Messages, Request, require_request
+from edgellm.requests import Request, require_request
 from edgellm.sampling_params import SamplingParams
 from edgellm.snapshots.system_prompt import SystemPrompt, Tools, system_prompt_ids
 from edgellm.structure.answers import RuleMaker
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 #: Of so many system prompts it is remembered where they end.
 _MOST_SYSTEM_PROMPTS = 64
+#: What kernels take of a request's sampling as it is.
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAMPLING_VALUES = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES, "logit_bias")
 
 
 class _Prompt(NamedTuple):
@@ -62,7 +65,7 @@ class Preparation:
     ) -> None:
         """Without `vision` images are refused."""
         self._directory, self._tokenizer, self._vision, self._defaults = directory, tokenizer, vision, defaults
-        self._unread = UnreadVariables()
+        self._capacity, self._unread = directory.limits.kv_capacity, UnreadVariables()
         #: The tokens of system prompts by their JSON: few are asked with again and again.
         self._system_ids = lru_cache(_MOST_SYSTEM_PROMPTS)(self._ids_of_system_prompt)
         #: How the model calls tools.
@@ -87,22 +90,21 @@ class Preparation:
         clock, params = Clock(), (request.params or SamplingParams()).seeded()
         runner.base.adapter_digest(request.adapter)
         drops = conversation is not None and conversation.overflow == "drop_oldest"
-        prompt, dropped = self._prompt(request, None if drops else self._directory.limits.kv_capacity), Dropped()
-        if drops and request.messages is not None:
-            prompt, dropped = self._fitted(request, request.messages, prompt, params.max_tokens)
+        prompt, dropped = self._prompt(request, None if drops else self._capacity), Dropped()
+        if drops:
+            prompt, dropped = self._fitted(request, prompt, params.max_tokens)
         self._check_length(prompt)
         continued = continued_text(request)
-        calling = self.tools.calling(request.choice, prompt.token_ids, continued, params.structure)
+        reader, made = self.tools.calling(request.choice, prompt.token_ids, continued, params.structure)
         answer = OutputText(
-            self._tokenizer.detokenizer(shown_ids=() if calling is None else calling.reader.shown_ids),
+            self._tokenizer.detokenizer(shown_ids=() if reader is None else reader.shown_ids),
             params.stop,
             params.stop_token_ids,
             () if params.ignore_eos else self._directory.eos_token_ids,
             params.max_tokens,
-            None if calling is None else calling.reader,
+            reader,
             params.min_tokens,
         )
-        made = None if calling is None else calling.rules
         rules = self._rules.rules(params, prompt.token_ids, continued, made)
         tally = DraftingTally(runner.stage_seconds) if drafts or rules is not None else None
         return DecodingSequence(
@@ -115,13 +117,13 @@ class Preparation:
             request.adapter,
             prompt.images,
             logprobs=params.logprobs,
-            context_length=self._directory.limits.kv_capacity,
+            context_length=self._capacity,
             conversation=conversation,
             dropped=dropped,
             structure=params.structure,
             priority=request.priority,
             rules=rules,
-            calls=None if calling is None else calling.reader,
+            calls=reader,
             system_tokens=self._system_tokens(request, prompt) if runner.base.states.is_recurrent else 0,
         )
 
@@ -203,13 +205,12 @@ class Preparation:
             require_tools_shown(tools, names, origin)
             self._unread.report(variables, names, origin)
 
-    def _fitted(
-        self, request: Request, messages: Messages, whole: _Prompt, max_tokens: int | None
-    ) -> tuple[_Prompt, Dropped]:
+    def _fitted(self, request: Request, whole: _Prompt, max_tokens: int | None) -> tuple[_Prompt, Dropped]:
         """The prompt of messages, of which `whole` is that of all, without the turns that leave, and what these are.
 
         Images are not read again.
         """
+        messages = request.messages or ()
         starts = turn_starts(messages)
         if not starts:
             return whole, Dropped()
@@ -225,9 +226,7 @@ class Preparation:
             return self._with_images(prompt_ids, list(chain.from_iterable(compress(shown, kept))))
 
         sizes = turn_sizes(messages, starts, [sum(image.tokens for image in each) for each in shown])
-        turns = turns_to_drop(
-            lambda turns: len(without(turns).token_ids), sizes, self._directory.limits.kv_capacity, max_tokens
-        )
+        turns = turns_to_drop(lambda turns: len(without(turns).token_ids), sizes, self._capacity, max_tokens)
         return without(turns), Dropped(turns, stays(messages, starts[turns]).count(False))
 
     def _ready(self, prompt_ids: list[int], shown: Sequence[ImageReference]) -> _Prompt:
@@ -246,26 +245,17 @@ class Preparation:
         return _Prompt(prompt_ids if self._vision is None else self._vision.expand(prompt_ids, images), images)
 
     def _check_length(self, prompt: _Prompt) -> None:
-        count, capacity = len(prompt.token_ids), self._directory.limits.kv_capacity
+        count = len(prompt.token_ids)
         if not count:
             raise RequestError("the prompt is empty: it must have at least one token")
-        if count >= capacity:
-            raise ContextError.of_prompt(count, capacity)
+        if count >= self._capacity:
+            raise ContextError.of_prompt(count, self._capacity)
 
 
 def sampling_values(params: SamplingParams) -> SamplingValues:
     """A request's sampling, as the kernels take it."""
-    return SamplingValues(
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.seed or 0,
-        logit_bias=tuple(dict(params.logit_bias).items()),
-    )
+    values = {name: getattr(params, name) for name in _SAMPLING_VALUES}
+    return SamplingValues(**values, seed=params.seed or 0)
 
 
 def continued_text(request: Request) -> str | None:

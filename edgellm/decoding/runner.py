@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from edgellm.drafting.config import DraftingConfig
@@ -28,32 +29,21 @@ def open_runner(
     `vision_memory` is what a vision encoder takes (bytes by name). Trees of what was said before are planned for where
     they are asked for and no draft model has larger ones; smaller ones where memory is short.
     """
+    opened = partial(DecodingRunner.open, backend, directory, progress, adapters)
     if drafting is None:
-        return DecodingRunner.open(backend, directory, progress, adapters, vision_memory, drafts=False)
-    if not drafting.needs_draft_model:
-        return _open_for_given(backend, directory, adapters, progress, vision_memory or {})
-    if directory.draft is None:
-        raise RequestError(
-            f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
-            "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
-        )
-    drafting.plan(directory.limits)  # refused before anything is loaded
-    return DecodingRunner.open(backend, directory, progress, adapters, vision_memory)
-
-
-def _open_for_given(
-    backend: Backend,
-    directory: EngineDirectory,
-    adapters: Mapping[str, LoraAdapter] | None,
-    progress: Callable[[int, int], None] | None,
-    memory: Mapping[str, int],
-) -> DecodingRunner:
-    """A runner without a draft model, with room for the largest trees of given candidates that fit into memory."""
+        return opened(vision_memory, drafts=False)
+    if drafting.needs_draft_model:
+        if directory.draft is None:
+            raise RequestError(
+                f"drafting is asked for, but {directory.path} has no draft model: build one with it (edgellm build "
+                "CHECKPOINT ENGINE_DIR --draft DRAFT_CHECKPOINT), or leave drafting out"
+            )
+        drafting.plan(directory.limits)  # refused before anything is loaded
+        return opened(vision_memory)
     for nodes in GIVEN_SIZES:
         trees = given_tree_bytes(directory.config, directory.limits, nodes, backend.compute_dtype)
-        known = {**memory, f"trees of {nodes} candidates": trees}
         try:
-            runner = DecodingRunner.open(backend, directory, progress, adapters, known, drafts=False)
+            runner = opened({**(vision_memory or {}), f"trees of {nodes} candidates": trees}, drafts=False)
         except DeviceMemoryError:
             if nodes == GIVEN_SIZES[-1]:
                 raise

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.drafting.said import Said
 from edgellm.engines.runners.prompt_images import PromptImages, TokenIdentity
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.constraints import TokenConstraint
+from edgellm.engines.speculation.constraints import TokenConstraint, fill_tree_masks
 from edgellm.errors import AdapterError, ConstraintError
 from edgellm.requests import Response, Timings, TokenLogprobs, Usage
 from edgellm.snapshots.preempted_rows import KeptRows
@@ -232,3 +234,35 @@ class DecodingSequence:
             tool_calls=calls,
             tool_call_error=None if self.calls is None else self.calls.error,
         )
+
+
+class StepMasks:
+    """See `edgellm.engines.runners.sampling_state.StepRules`: the masks of `sequences`, slot by slot.
+
+    A sequence whose rules have no way on is `stuck` alone; what is drawn for it is dropped.
+    """
+
+    def __init__(self, sequences: Sequence[DecodingSequence]) -> None:
+        self._sequences = sequences
+
+    def fill(self, trees: tuple[np.ndarray, np.ndarray] | None, rows: np.ndarray, masks: np.ndarray) -> int:
+        """Masks of the leading slots, those of idle ones left out; see `StepRules`."""
+        rows.fill(-1)
+        used = 0
+        for slot, sequence in enumerate(self._sequences):
+            constraint = sequence.constraint
+            if constraint is None or sequence.finished or sequence.is_over:
+                continue
+            try:
+                if trees is not None:
+                    tokens, parents = trees
+                    nodes = tokens.shape[1]
+                    found = fill_tree_masks(constraint, tokens[slot].tolist(), parents[slot].tolist(), masks[used:])
+                    rows[slot * nodes : (slot + 1) * nodes] = np.where(found >= 0, found + used, -1)
+                    used += int(found.max()) + 1
+                elif not constraint.is_free():
+                    constraint.fill_mask(masks[used])
+                    rows[slot], used = used, used + 1
+            except ConstraintError as error:
+                sequence.stuck(error)
+        return used

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from edgellm.decoding.rules import StepMasks
-from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.sequence import DecodingSequence, StepMasks
 from edgellm.drafting.given import GivenDrafting
 from edgellm.engines.backends.base import Readback
 from edgellm.engines.runners.prefill import Stops
@@ -25,7 +24,12 @@ if TYPE_CHECKING:
 
 
 class SlotTable:
-    """The slots of a runner; `DecodingLoop` says what is given. No step is under way when anything changes."""
+    """The slots of a runner. No step is under way when anything changes.
+
+    `contents` are those of the slots, exchanged with them; `encode` encodes the images of a prompt; `given` proposes
+    what the host knows; `keeper` keeps rows of sequences that give way (None: they are computed again), `states`
+    recurrent states (None: the model has none).
+    """
 
     def __init__(
         self,
@@ -37,9 +41,8 @@ class SlotTable:
         keeper: RowKeeper | None = None,
         states: StateKeeper | None = None,
     ) -> None:
-        self._runner, self._contents, self._given, self._keeper = runner, contents, given, keeper
-        self._states = states
-        self._snapshots, self._encode_images = snapshots, encode
+        self.runner, self._contents, self._snapshots, self._encode_images = runner, contents, snapshots, encode
+        self.given, self._keeper, self._states = given, keeper, states
         #: The sequences that have a slot, in the slots' order.
         self.running: list[DecodingSequence] = []
 
@@ -50,13 +53,13 @@ class SlotTable:
         Raises AdapterError for an adapter that is not loaded.
         """
         slots = [self.running.index(each) for each in leaving]
-        has_slot = len(self.running) - len(slots) < self._runner.limits.max_batch
-        return has_slot and self._runner.base.has_adapter_place(sequence.adapter, *slots)
+        has_slot = len(self.running) - len(slots) < self.runner.limits.max_batch
+        return has_slot and self.runner.base.has_adapter_place(sequence.adapter, *slots)
 
     def outranked(self, sequence: DecodingSequence) -> list[DecodingSequence]:
         """Those that would have to give way for a sequence to have a place: of the lowest priority, the latest begun of
         these first. None where it would not have one even so."""
-        image_token = self._runner.base.config.image_token_id  # in an answer it could not be computed again
+        image_token = self.runner.base.config.image_token_id  # in an answer it could not be computed again
         lower = [each for each in self.running if each.priority < sequence.priority and not each.finished]
         lower = [each for each in lower if image_token is None or image_token not in each.answer.token_ids]
         lower.sort(key=lambda each: (each.priority, -each.clock.started))
@@ -70,7 +73,7 @@ class SlotTable:
 
         What it raises is that sequence's failure: it has no slot then, and nothing has changed for the others.
         """
-        slot, base, first = len(self.running), self._runner.base, None
+        slot, base, first = len(self.running), self.runner.base, None
         sequence.clock.begin()
         if sequence.prepared_images and sequence.images is None and self._encode_images is not None:
             sequence.images = self._encode_images(sequence.prompt_ids, sequence.prepared_images)
@@ -84,22 +87,21 @@ class SlotTable:
                 first = self._start(slot, sequence)
             else:
                 self._put_back(slot, sequence)
-            if self._given is not None and not sequence.known:
-                self._given.open(sequence, sequence.prompt_ids)
+            if self.given is not None and not sequence.known:
+                self.given.open(sequence, sequence.prompt_ids)
         except BaseException:
             base.await_rows()
             base.set_adapter(slot, None)  # the slot stays idle: it must not keep an adapter's place
             raise
         self._release_rows(sequence)
-        sequence.room = self._runner.limits.kv_capacity - len(sequence.prompt_ids)
+        sequence.room = self.runner.limits.kv_capacity - len(sequence.prompt_ids)
         sequence.wanted = sequence.room if sequence.max_tokens is None else min(sequence.room, sequence.max_tokens)
         sequence.least = sequence.most = sequence.known + (first is not None)
         self.running.append(sequence)
         return first
 
     def prove(self, slot: int, logits: np.ndarray) -> None:
-        """See that the first logits [1, V] of a slot's sequence, behind rows of a snapshot, are numbers. Raises
-        SnapshotError."""
+        """Raise SnapshotError where the first logits [1, V] behind rows of a snapshot are not numbers."""
         assert self._snapshots is not None
         self._snapshots.prove(slot, logits)
         self.running[slot].is_unproven = False
@@ -113,16 +115,14 @@ class SlotTable:
             sequence.tally.pause()
         if self._keeper is not None:
             rows = len(sequence.prompt_ids) + sequence.known - 1
-            sequence.kept = self._keeper.keep(slot, rows, self._runner.draft_rows(slot))
+            sequence.kept = self._keeper.keep(slot, rows, self.runner.draft_rows(slot))
         self._leave(slot)
 
     def release(self, slot: int, keep_rows: bool = True) -> None:
         """Leave a slot whose sequence has ended, to reuse what it holds (`keep_rows`) or nothing of it."""
         sequence, last = self.running[slot], len(self.running) - 1
-        if keep_rows and self._states is not None and self._runner.draft is not None:
-            self._runner.complete_draft(
-                slot, len(self.running)
-            )  # a next turn goes on where the states are, or not at all
+        if keep_rows and self._states is not None and self.runner.draft is not None:
+            self.runner.complete_draft(slot, last + 1)  # a next turn goes on where the states are, or not at all
         self._leave(slot)
         if not keep_rows or sequence.is_unproven:
             self.forget_rows(last)
@@ -130,18 +130,18 @@ class SlotTable:
 
     def forget(self, sequence: DecodingSequence) -> None:
         """Let go of what is kept for a sequence that has no slot, and wants none any more."""
-        if self._given is not None:
-            self._given.close(sequence)
+        if self.given is not None:
+            self.given.close(sequence)
         self._release_rows(sequence)
         sequence.prepared_images, sequence.images = (), None  # whoever keeps the answer does not keep these
 
     def forget_rows(self, slot: int) -> None:
         """Reuse nothing of a slot's rows."""
-        self._contents[slot].replace((), None if self._runner.draft_rows(slot) is None else 0)
+        self._contents[slot].replace((), None if self.runner.draft_rows(slot) is None else 0)
 
     def _start(self, slot: int, sequence: DecodingSequence) -> Readback:
         """Compute a text, as far as its rows are nowhere."""
-        runner, known, restored = self._runner, sequence.known, 0
+        runner, known, restored = self.runner, sequence.known, 0
         text_ids, tokens = sequence.text_ids, sequence.identities
         images = None if sequence.images is None else sequence.images.followed_by(known)
         contents = self._bring_rows(slot, tokens, sequence)
@@ -171,7 +171,7 @@ class SlotTable:
         self.forget_rows(slot)
         self._keeper.put_back(slot, sequence.kept)
         text_ids, known, draft_rows = sequence.text_ids, sequence.known, sequence.kept.draft_rows
-        self._runner.resume(slot, text_ids, known, draft_rows, sequence.sampling, sequence.images)
+        self.runner.resume(slot, text_ids, known, draft_rows, sequence.sampling, sequence.images)
 
     def _release_rows(self, sequence: DecodingSequence) -> None:
         kept, sequence.kept = sequence.kept, None
@@ -180,7 +180,7 @@ class SlotTable:
 
     def _leave(self, slot: int) -> None:
         """Leave a slot idle, its rows reusable; unless it is the last one, the last one's sequence moves there."""
-        sequence, runner = self.running[slot], self._runner
+        sequence, runner = self.running[slot], self.runner
         runner.stop(slot)
         self._contents[slot].bind(sequence.adapter_digest)
         rows = sequence.identities[: len(sequence.prompt_ids) + max(0, sequence.answer.token_count - 1)]
@@ -205,11 +205,11 @@ class SlotTable:
         idle = range(slot, len(self._contents))
         taken, copied = choose_slot(self._contents, idle, tokens, sequence.adapter_digest, shortened)
         if taken != slot:
-            self._runner.swap_rows(taken, slot)
+            self.runner.swap_rows(taken, slot)
             self._exchange_contents(taken, slot)
         if copied is not None:
             copied = taken if copied == slot else copied
-            self._runner.copy_rows(copied, slot)
+            self.runner.copy_rows(copied, slot)
             self._contents[slot].copy_from(self._contents[copied])
         self._contents[slot].bind(sequence.adapter_digest)
         return self._contents[slot]
@@ -224,7 +224,7 @@ class SlotTable:
             return None
         place, contents[slot].place = contents[slot].place, 0
         if reused != place:
-            self._runner.base.await_rows()  # a snapshot's states are not to arrive behind these
+            self.runner.base.await_rows()  # a snapshot's states are not to arrive behind these
             if reused:
                 states.put_back(slot, tokens, reused, adapter)
         elif reused - states.latest(tokens, adapter, reused) >= states.least and not restored:

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,8 +72,8 @@ class RecordedLogits:
     def __init__(self, windows: Sequence[Window], vocabulary: Sequence[str | None]) -> None:
         """Raises RequestError where the folder for temporary files has no room."""
         self.windows, self.vocabulary = list(windows), list(vocabulary)
-        self.losses: list[np.ndarray] = []
-        needed, folder = logits_bytes(windows, len(vocabulary)), tempfile.gettempdir()
+        tokens, folder = sum(len(window.counted) for window in windows), tempfile.gettempdir()
+        needed = tokens * len(vocabulary) * _FLOAT32.itemsize
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise RequestError(
@@ -83,9 +82,8 @@ class RecordedLogits:
             )
         self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `close`
 
-    def append(self, logits: np.ndarray, tokens: np.ndarray) -> None:
-        """Keep the logits [n, V] float32 that the next `tokens` [n] are drawn from."""
-        self.losses.append(_losses(logits, tokens))
+    def append(self, logits: np.ndarray) -> None:
+        """Keep the logits [n, V] float32 that the next tokens are drawn from."""
         self._file.write(logits.tobytes())
 
     def rewind(self) -> None:
@@ -105,15 +103,8 @@ class RecordedLogits:
     def __enter__(self) -> RecordedLogits:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def logits_bytes(windows: Sequence[Window], vocabulary: int) -> int:
-    """How many bytes `RecordedLogits` takes."""
-    return sum(len(window.counted) for window in windows) * vocabulary * _FLOAT32.itemsize
 
 
 def vocabulary_of(tokenizer: Tokenizer, size: int) -> list[str | None]:
@@ -123,17 +114,15 @@ def vocabulary_of(tokenizer: Tokenizer, size: int) -> list[str | None]:
 
 def check_same_vocabulary(reference: Sequence[str | None], found: Sequence[str | None]) -> None:
     """Raise RequestError where two models do not have the same tokens for the same ids."""
+    difference = ""
     if len(reference) != len(found):
-        raise RequestError(
-            f"the vocabularies differ: the reference has {len(reference)} tokens, the model {len(found)}; expected an "
-            "engine directory of the same model"
-        )
-    for token_id, (one, other) in enumerate(zip(reference, found, strict=True)):
-        if one != other:
-            raise RequestError(
-                f"the vocabularies differ: token {token_id} is {one!r} in the reference and {other!r} in the model; "
-                "expected an engine directory of the same model"
-            )
+        difference = f"the reference has {len(reference)} tokens, the model {len(found)}"
+    elif reference != found:
+        token_id = next(index for index, text in enumerate(reference) if text != found[index])
+        one, other = reference[token_id], found[token_id]
+        difference = f"token {token_id} is {one!r} in the reference and {other!r} in the model"
+    if difference:
+        raise RequestError(f"the vocabularies differ: {difference}; expected an engine directory of the same model")
 
 
 def record_logits(
@@ -142,7 +131,7 @@ def record_logits(
     """The logits of a reference, for `divergence`."""
     recorded = RecordedLogits(windows, vocabulary_of(llm.tokenizer, llm.directory.config.vocab_size))
     try:
-        _score(llm, windows, recorded.append, adapter, progress)
+        _score(llm, windows, lambda logits, tokens: recorded.append(logits), adapter, progress)
     except BaseException:
         recorded.close()
         raise
@@ -189,12 +178,14 @@ def divergence(
     check_same_vocabulary(recorded.vocabulary, vocabulary_of(llm.tokenizer, llm.directory.config.vocab_size))
     recorded.rewind()
     losses: list[np.ndarray] = []
+    expected: list[np.ndarray] = []
     divergences: list[np.ndarray] = []
     differences: list[Difference] = []
     places = ((n, i) for n, window in enumerate(recorded.windows) for i in range(window.first, len(window.token_ids)))
 
     def take(logits: np.ndarray, tokens: np.ndarray) -> None:
         reference = recorded.read(len(logits))
+        expected.append(_losses(reference, tokens))
         losses.append(_losses(logits, tokens))
         divergences.append(_divergences(reference, logits))
         best, found = reference.argmax(1), logits.argmax(1)
@@ -212,7 +203,7 @@ def divergence(
         float(np.percentile(values, 99)),
         float(values.max()),
         1 - len(differences) / len(values),
-        Perplexity.of(np.concatenate(recorded.losses)),
+        Perplexity.of(np.concatenate(expected)),
         Perplexity.of(np.concatenate(losses)),
         tuple(differences),
     )

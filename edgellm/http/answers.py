@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from edgellm.decoding.preparation import continued_text
 from edgellm.decoding.sequence import DecodingSequence
@@ -161,70 +161,70 @@ def event(value: Any, name: str | None = None) -> bytes:
     return (f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n").encode()
 
 
-class Writer(Protocol):
+class Writer:
     """Writes the answers to one request in the form of an endpoint; `index` says which of them something is of."""
-
-    def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
-        """The answers to a request that does not stream."""
-
-    def begin(self) -> Iterator[bytes]:
-        """The first events of a stream, sent with its first piece."""
-
-    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
-        """The events of a piece."""
-
-    def ended(self, index: int, response: Response) -> Iterator[bytes]:
-        """The events of an answer's end."""
-
-    def end(self, responses: Sequence[Response]) -> Iterator[bytes]:
-        """The last events, when all answers have ended."""
-
-    def failure(self, error: HTTPError) -> Iterator[bytes]:
-        """The events of a stream that fails."""
-
-
-class CompletionWriter:
-    """Writes answers of `/v1/completions`; see `Writer`."""
-
-    prefix, kind, streamed_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, asked: ParsedRequest, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
         self._asked, self._tokenizer, self._readers = asked, tokenizer, readers
-        self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
-        self._offsets = [0] * len(readers)
 
     def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
-        """See `Writer`."""
-        pieces = [replace(each, content=self._echoed(index) + each.content) for index, each in enumerate(pieces)]
-        choices = [
-            {"index": index, **self._said(index, piece), **self._ending(response)}
-            for index, (piece, response) in enumerate(zip(pieces, responses, strict=True))
-        ]
+        """The answers to a request that does not stream."""
+        raise NotImplementedError
+
+    def begin(self) -> Iterator[bytes]:
+        """The first events of a stream, sent with its first piece."""
+        raise NotImplementedError
+
+    def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
+        """The events of a piece."""
+        raise NotImplementedError
+
+    def ended(self, index: int, response: Response) -> Iterator[bytes]:
+        """The events of an answer's end."""
+        raise NotImplementedError
+
+    def end(self, responses: Sequence[Response]) -> Iterator[bytes]:
+        """The last events, when all answers have ended."""
+        return iter(())
+
+    def failure(self, error: HTTPError) -> Iterator[bytes]:
+        """The events of a stream that fails."""
+        yield event(error.body())
+
+
+class CompletionWriter(Writer):
+    """Writes answers of `/v1/completions`."""
+
+    prefix, kind, streamed_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._common = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time())}
+        self._common["model"] = self._asked.model
+        self._offsets = [0] * len(self._readers)
+
+    def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
+        choices = []
+        for index, (piece, response) in enumerate(zip(pieces, responses, strict=True)):
+            echoing = replace(piece, content=self._echoed(index) + piece.content)
+            choices.append({"index": index, **self._said(index, echoing), **self._ending(response)})
         return {**self._common, "object": self.kind, "choices": choices, "usage": self._usage(responses)}
 
     def begin(self) -> Iterator[bytes]:
-        """See `Writer`."""
         for index in range(len(self._readers)):
             yield from self.piece(index, Piece(content=self._echoed(index)))
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
-        """See `Writer`."""
         if piece != Piece():
             yield self._event({"index": index, **self._delta(index, piece), "finish_reason": None})
 
     def ended(self, index: int, response: Response) -> Iterator[bytes]:
-        """See `Writer`."""
         yield self._event({"index": index, **self._delta(index, Piece()), **self._ending(response)})
 
     def end(self, responses: Sequence[Response]) -> Iterator[bytes]:
-        """See `Writer`."""
         if self._asked.include_usage:
             yield event({**self._common, "object": self.streamed_kind, "choices": [], "usage": self._usage(responses)})
         yield b"data: [DONE]\n\n"
-
-    def failure(self, error: HTTPError) -> Iterator[bytes]:
-        """See `Writer`."""
-        yield event(error.body())
 
     def _echoed(self, index: int) -> str:
         """The prompt's text, where answers begin with it."""
@@ -242,11 +242,15 @@ class CompletionWriter:
     _delta = _said
 
     def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
+        """The log-probabilities of a piece, where they were asked for and, in a stream, there are some."""
         params = self._asked.request.params
         if params is None or params.logprobs is None or (self._asked.stream and not piece.logprobs):
             return None
+        return self._logprob_lists(index, piece.logprobs)
+
+    def _logprob_lists(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
         found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for each in piece.logprobs:
+        for each in logprobs:
             text, _ = token_text(self._tokenizer, each.token_id)
             likeliest = {token_text(self._tokenizer, other)[0]: max(value, LEAST_LOGPROB) for other, value in each.top}
             row = (text, max(each.logprob, LEAST_LOGPROB), likeliest, self._offsets[index])
@@ -284,24 +288,18 @@ class CompletionWriter:
 
 
 class ChatWriter(CompletionWriter):
-    """Writes answers of `/v1/chat/completions`; see `Writer`."""
+    """Writes answers of `/v1/chat/completions`."""
 
     prefix, kind, streamed_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def begin(self) -> Iterator[bytes]:
-        """See `Writer`."""
         choice = self._asked.request.choice
         content = "" if choice is None or choice.mode == "none" else None  # which it stays beside calls
         delta = {"role": "assistant", "content": content}
         yield self._event({"index": 0, "delta": delta, "logprobs": None, "finish_reason": None})
 
     def _said(self, index: int, piece: Piece) -> dict[str, Any]:
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": piece.content,
-            "refusal": None,
-            "annotations": [],
-        }
+        message: dict[str, Any] = {"role": "assistant", "content": piece.content, "refusal": None, "annotations": []}
         if piece.calls:
             message |= {"content": piece.content or None, "tool_calls": [call_object(each) for each in piece.calls]}
         if self._readers[index].reasoning_tokens:
@@ -309,15 +307,10 @@ class ChatWriter(CompletionWriter):
         return {"message": message, "logprobs": self._logprobs(index, piece)}
 
     def _delta(self, index: int, piece: Piece) -> dict[str, Any]:
-        delta: dict[str, Any] = {} if not piece.reasoning else {"reasoning_content": piece.reasoning}
-        if piece.content:
-            delta["content"] = piece.content
-        if piece.calls:
-            delta["tool_calls"] = [{"index": each.index, **call_object(each)} for each in piece.calls]
+        delta: dict[str, Any] = {"reasoning_content": piece.reasoning, "content": piece.content}
+        delta["tool_calls"] = [{"index": each.index, **call_object(each)} for each in piece.calls]
+        delta = {name: value for name, value in delta.items() if value}
         return {"delta": delta, "logprobs": self._logprobs(index, piece)}
 
-    def _logprobs(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        params = self._asked.request.params
-        if params is None or params.logprobs is None or (self._asked.stream and not piece.logprobs):
-            return None
-        return {"content": logprob_objects(self._tokenizer, piece.logprobs), "refusal": None}
+    def _logprob_lists(self, index: int, logprobs: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return {"content": logprob_objects(self._tokenizer, logprobs), "refusal": None}

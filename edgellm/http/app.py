@@ -10,9 +10,10 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -26,11 +27,11 @@ from starlette.routing import Route
 from starlette.types import Scope
 
 from edgellm import __version__
-from edgellm.asynchronous import AsyncLLM
+from edgellm.asynchronous import AsyncGeneration, AsyncLLM
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.errors import EdgeLLMError, EngineError, TemplateError
 from edgellm.generation import Generation, RequestState
-from edgellm.http import asgi, fields
+from edgellm.http import asgi, completions
 from edgellm.http.answers import AnswerReader, ChatWriter, CompletionWriter, Writer
 from edgellm.http.bodies import TEXT_BYTES, TOKEN_BYTES
 from edgellm.http.errors import HTTPError, http_error, later, without_folders
@@ -39,12 +40,10 @@ from edgellm.http.guard import Guard
 from edgellm.http.page import PATHS, page_file
 from edgellm.http.readers import LARGE_BODY, ImageMemory, Readers
 from edgellm.http.responses import ResponseWriter, response_request
-from edgellm.requests import Chunk
-from edgellm.requests import Response as RequestResponse
+from edgellm.http.under_way import AnswersUnderWay
+from edgellm.metrics import family
 from edgellm.runtime import SHIPPED_MODEL, SpecDecodeRuntime
-from edgellm.serving.async_generation import AsyncGeneration
 from edgellm.text.template import ChatTemplate
-from edgellm.tool_calls.calls import all_deltas
 
 logger = logging.getLogger("edgellm.http")
 T = TypeVar("T")
@@ -57,25 +56,19 @@ _LONGEST_WAIT = 60
 _NO_HEADER, _LONGEST_HEADER = re.compile(r"[^\x20-\x7e]"), 2000
 
 
-@dataclass(frozen=True)
-class EndpointKind:
-    """An endpoint that answers: how its requests are read and its answers written."""
-
-    path: str
-    read: Callable[[bytes, ServedModel], ParsedRequest]
-    writer: Callable[[ParsedRequest, Any, Sequence[AnswerReader]], Writer]
-
-
-ENDPOINTS = (
-    EndpointKind("/v1/chat/completions", fields.chat, ChatWriter),
-    EndpointKind("/v1/completions", fields.completion, CompletionWriter),
-    EndpointKind("/v1/responses", response_request, ResponseWriter),
-)
+#: How a request is read, and its answers are written.
+EndpointKind = tuple[Callable[[bytes, ServedModel], ParsedRequest], type[Writer]]
+#: What asks the model, by path.
+ENDPOINTS: dict[str, EndpointKind] = {
+    "/v1/chat/completions": (completions.chat, ChatWriter),
+    "/v1/completions": (completions.completion, CompletionWriter),
+    "/v1/responses": (response_request, ResponseWriter),
+}
 #: What the shipped model is, for who takes it for more.
 SHIPPED = "This model comes with EdgeLLM: a toy of 10.8 M parameters, which knows its table, in English."
 #: What is answered whatever the model's state.
 _ALWAYS = ("/health", "/metrics", *PATHS)
-_COUNTED = (*(kind.path for kind in ENDPOINTS), "/tokenize", "/v1/models", "/v1", "/version", *_ALWAYS)
+_COUNTED = (*ENDPOINTS, "/tokenize", "/v1/models", "/v1", "/version", *_ALWAYS)
 
 
 class Service:
@@ -95,7 +88,7 @@ class Service:
     ) -> None:
         """`model` says how the model is called and what it takes; its adapters are known when it is open. A chat
         `template` takes the place of the model's own."""
-        self._llm, self._guard, self._bodies = llm, guard, asgi.Bodies(body_bytes, BODIES * body_bytes)
+        self._llm, self.guard, self._bodies = llm, guard, asgi.Bodies(body_bytes, BODIES * body_bytes)
         self.model, self._template = model, template
         self._runtime: SpecDecodeRuntime | None = None
         self._model_memory: Mapping[str, int] = {}
@@ -113,7 +106,7 @@ class Service:
 
     def app(self) -> Starlette:
         """The application, as servers of ASGI run it."""
-        asked = {kind.path: self._answering(kind) for kind in ENDPOINTS} | {"/tokenize": self._tokenize}
+        asked = {path: partial(self._answer, kind) for path, kind in ENDPOINTS.items()} | {"/tokenize": self._tokenize}
         shown = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
         shown |= {"/v1": self._what_there_is, "/version": self._version}
         shown |= {"/health": self._health, "/metrics": self._metrics} | dict.fromkeys(PATHS, page_file)
@@ -125,7 +118,7 @@ class Service:
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: asgi.refuse, HTTPError: asgi.refuse})
         app.router.redirect_slashes = False
-        app.add_middleware(asgi.Guarded, gate=self)
+        app.add_middleware(asgi.Guarded, service=self)
         return app
 
     @property
@@ -187,7 +180,7 @@ class Service:
 
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raise HTTPError for a request that is not to be answered, whatever it asks."""
-        self._guard.check(scope["path"], headers)
+        self.guard.check(scope["path"], headers)
         if scope["path"] in _ALWAYS or self.state == "ready":
             return
         if self.failure is not None:
@@ -199,126 +192,70 @@ class Service:
         if scope["path"].startswith("/v1/") or scope["path"] == "/tokenize":
             raise later(503, "the model is being loaded: ask again soon", "loading", 2)
 
-    def sharing(self, headers: Headers) -> dict[str, str]:
-        """See `Guard.sharing`."""
-        return self._guard.sharing(headers)
-
     def count(self, scope: Scope, status: int) -> None:
         """A response was begun."""
         path = scope["path"] if scope["path"] in _COUNTED else "other"
         self._responses[path, status] += 1
         logger.info("%s %s: %d", scope["method"], path, status, extra={"edgellm": {"client": scope["client"]}})
 
-    def _answering(self, kind: EndpointKind) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            return await self._answer(kind, request)
-
-        return answer
-
     async def _answer(self, kind: EndpointKind, request: Request) -> Response:
         """Ask the model, and wait for the answers, or the first piece of those that are streamed: what a queue or the
         engine refuses has a status of its own, and what was not begun may be asked of another server."""
-        asked, answers, states = await self._ask(kind, request)
+        read, make_writer = kind
+        asked, answers, states = await self._ask(read, request)
         assert self._runtime is not None
         tokenizer = self._runtime.tokenizer
         pairs = zip(states, asked.requests, strict=True)
         readers = [AnswerReader.of(tokenizer, state.sequence, each) for state, each in pairs]
-        writer = kind.writer(asked, tokenizer, readers)
         headers = {"cache-control": "no-store"}
         if asked.ignored:
             headers["edgellm-ignored"] = _NO_HEADER.sub("?", ", ".join(asked.ignored))[:_LONGEST_HEADER]
         if dropped := sum(state.sequence.dropped.messages for state in states):
             headers["edgellm-dropped-messages"] = str(dropped)
         self._answers.update(answers)
-        try:
+        under_way = AnswersUnderWay(answers, readers, make_writer(asked, tokenizer, readers))
+        with self._telling(asked.fields):
             if not asked.stream:
-                responses = [_not_cancelled(await answer.result()) for answer in answers]
-                pieces = [reader.read(_as_chunk(each)) for reader, each in zip(readers, responses, strict=True)]
-                return JSONResponse(writer.whole(pieces, responses), headers=headers)
-            chunks = _chunks(answers)
-            first = await anext(chunks)
-            events = self._events(answers, first, chunks, readers, writer)
-            headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
-            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-        except BaseException as error:
-            for answer in answers:
-                answer.cancel()
-            if isinstance(error, EdgeLLMError):
-                raise self._told(error, asked.fields) from error
-            raise
-
-    async def _events(
-        self,
-        answers: Sequence[AsyncGeneration],
-        first: tuple[int, Chunk | None],
-        chunks: AsyncGenerator[tuple[int, Chunk | None], None],
-        readers: Sequence[AnswerReader],
-        writer: Writer,
-    ) -> AsyncIterator[bytes]:
-        """The events of answers that have begun; each time all that has come since, however slowly they are taken."""
-        try:
-            for each in writer.begin():
-                yield each
-            index, chunk = first
-            responses: dict[int, RequestResponse] = {}
-            while True:
-                if chunk is None:
-                    responses[index] = _not_cancelled(await answers[index].result())
-                    found = writer.ended(index, responses[index])
-                else:
-                    found = writer.piece(index, readers[index].read(chunk))
-                events = b"".join(found)
-                if events:
-                    yield events
-                if len(responses) == len(answers):
-                    break
-                index, chunk = await anext(chunks)
-            yield b"".join(writer.end([responses[index] for index in range(len(answers))]))
-        except Exception as error:
-            for each in writer.failure(self._told(error, {})):
-                yield each
-        finally:
-            await chunks.aclose()
-            for answer in answers:
-                answer.cancel()  # of no account where it is finished
+                return JSONResponse(await under_way.whole(), headers=headers)
+            events = await under_way.begin(lambda error: self._told(error, {}))
+        headers["x-accel-buffering"] = "no"  # a proxy is to hand pieces on as they come
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
     async def _ask(
-        self, kind: EndpointKind, request: Request
+        self, read: Callable[[bytes, ServedModel], ParsedRequest], request: Request
     ) -> tuple[ParsedRequest, list[AsyncGeneration], list[RequestState]]:
-        async with self._bodies.reading(request) as body:
+        def submit(body: bytes) -> tuple[ParsedRequest, list[Generation]]:
+            asked = read(body, self.model)
+            with self._images.reading(asked.pixels) as hand_over, self._telling(asked.fields):
+                generations: list[Generation] = []
+                try:
+                    for each in asked.requests:
+                        generations.append(self._llm.served._submit(each, asked.conversation))
+                        hand_over(generations[-1].request_state.sequence)
+                except BaseException:  # all are answered, or none
+                    for generation in generations:
+                        generation.cancel()
+                    raise
+                return asked, generations
 
-            def submit() -> tuple[ParsedRequest, list[Generation]]:
-                asked = kind.read(body, self.model)
-                with self._images.reading(asked.pixels) as hand_over, self._telling(asked.fields):
-                    generations: list[Generation] = []
-                    try:
-                        for each in asked.requests:
-                            generations.append(self._llm.served._submit(each, asked.conversation))
-                            hand_over(generations[-1].request_state.sequence)
-                    except BaseException:  # all are answered, or none
-                        for generation in generations:
-                            generation.cancel()
-                        raise
-                    return asked, generations
-
-            asked, generations = await self._read(request, submit, len(body))
+        asked, generations = await self._read(request, submit)
         return asked, [await _asynchronous(each) for each in generations], [each.request_state for each in generations]
 
-    async def _read(self, request: Request, function: Callable[[], T], size: int) -> T:
-        """What a function makes of a body of that size, in a thread."""
-        client = self._guard.client(request.client.host if request.client is not None else "", request.headers)
-        return await self._readers.run(client, function, size > LARGE_BODY)
+    async def _read(self, request: Request, function: Callable[[bytes], T]) -> T:
+        """What a function makes of the body of a request, in a thread, which joins it, too."""
+        client = self.guard.client(request.client.host if request.client is not None else "", request.headers)
+        async with self._bodies.reading(request) as parts:
+            is_large = sum(map(len, parts)) > LARGE_BODY
+            return await self._readers.run(client, lambda: function(b"".join(parts)), is_large)
 
     async def _tokenize(self, request: Request) -> Response:
-        async with self._bodies.reading(request) as body:
+        def prompt_ids(body: bytes) -> list[int]:
+            asked = completions.tokens(body, self.model)
+            assert self._runtime is not None
+            with self._images.reading(asked.pixels), self._telling(asked.fields):
+                return list(self._runtime.prepare(asked.request).prompt_ids)
 
-            def count() -> list[int]:
-                asked = fields.tokens(body, self.model)
-                assert self._runtime is not None
-                with self._images.reading(asked.pixels), self._telling(asked.fields):
-                    return list(self._runtime.prepare(asked.request).prompt_ids)
-
-            ids = await self._read(request, count, len(body))
+        ids = await self._read(request, prompt_ids)
         return JSONResponse({"count": len(ids), "max_model_len": self._llm.context_length, "tokens": ids})
 
     async def _models(self, request: Request) -> Response:
@@ -357,28 +294,27 @@ class Service:
 
     def _metric_lines(self) -> list[str]:
         """What the server itself counts, in Prometheus's form."""
-        lines = ["# HELP edgellm_http_responses_total Responses, by endpoint and status."]
-        lines.append("# TYPE edgellm_http_responses_total counter")
-        for (path, status), count in sorted(self._responses.items()):
-            lines.append(f'edgellm_http_responses_total{{path="{path}",status="{status}"}} {count}')
-        lines.append("# HELP edgellm_http_connections_closed_total Connections that were closed, by why.")
-        lines.append("# TYPE edgellm_http_connections_closed_total counter")
-        for reason, count in sorted(self.closed_connections.items()):
-            lines.append(f'edgellm_http_connections_closed_total{{reason="{reason}"}} {count}')
-        gauges = {
-            "http_connections": ("Connections that are open.", self.connections()),
-            "http_answers": ("Requests that are being answered, this one too.", len(self._working)),
-            "http_lost_readers": ("Threads that never ended making a request ready.", self._readers.lost),
-            "http_body_bytes": ("Bytes of requests that are being read.", self._bodies.held),
-            "resident_memory_bytes": ("Memory of the process.", _resident_bytes()),
-            "available_memory_bytes": ("Memory of the system that programs can still have.", available_memory() or 0),
-            "system_memory_bytes": ("Memory of the system.", os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()),
-        }
-        for name, (text, value) in gauges.items():
-            lines += [f"# HELP edgellm_{name} {text}", f"# TYPE edgellm_{name} gauge", f"edgellm_{name} {value}"]
-        lines.append("# HELP edgellm_model_memory_bytes Memory that the model takes on its device, by what for.")
-        lines.append("# TYPE edgellm_model_memory_bytes gauge")
-        lines += [f'edgellm_model_memory_bytes{{part="{part}"}} {size}' for part, size in self._model_memory.items()]
+        counted = sorted(self._responses.items())
+        responses = {f'{{path="{path}",status="{status}"}}': count for (path, status), count in counted}
+        closed = {f'{{reason="{reason}"}}': count for reason, count in sorted(self.closed_connections.items())}
+        memory = {f'{{part="{part}"}}': size for part, size in self._model_memory.items()}
+        system_bytes = os.sysconf("SC_PHYS_PAGES") * resource.getpagesize()
+        families = (
+            ("http_responses_total", "Responses, by endpoint and status.", responses),
+            ("http_connections_closed_total", "Connections that were closed, by why.", closed),
+            ("http_connections", "Connections that are open.", self.connections()),
+            ("http_answers", "Requests that are being answered, this one too.", len(self._working)),
+            ("http_lost_readers", "Threads that never ended making a request ready.", self._readers.lost),
+            ("http_body_bytes", "Bytes of requests that are being read.", self._bodies.held),
+            ("resident_memory_bytes", "Memory of the process.", _resident_bytes()),
+            ("available_memory_bytes", "Memory of the system that programs can still have.", available_memory() or 0),
+            ("system_memory_bytes", "Memory of the system.", system_bytes),
+            ("model_memory_bytes", "Memory that the model takes on its device, by what for.", memory),
+        )
+        lines = []
+        for name, text, value in families:
+            samples = value if isinstance(value, dict) else {"": value}
+            lines += family(name, "counter" if name.endswith("_total") else "gauge", text, samples)
         return lines
 
     @property
@@ -417,36 +353,6 @@ async def _asynchronous(generation: Generation) -> AsyncGeneration:
         return generation
 
     return await AsyncGeneration(ask)
-
-
-async def _chunks(answers: Sequence[AsyncGeneration]) -> AsyncGenerator[tuple[int, Chunk | None], None]:
-    """The chunks of several answers, by their indices, as they come; None is the end of one."""
-    waiting = {asyncio.ensure_future(anext(answer, None)): index for index, answer in enumerate(answers)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                index, chunk = waiting.pop(task), task.result()
-                if chunk is not None:
-                    waiting[asyncio.ensure_future(anext(answers[index], None))] = index
-                yield index, chunk
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
-
-
-def _as_chunk(response: RequestResponse) -> Chunk:
-    """A whole answer as one chunk."""
-    calls = all_deltas(response.tool_calls)
-    return Chunk(response.text, response.token_ids, (), response.logprobs or (), calls)
-
-
-def _not_cancelled(response: RequestResponse) -> RequestResponse:
-    """An answer, if nothing has cut it off: HTTPError for one that the server's end has."""
-    if response.finish_reason == "cancelled":
-        raise later(503, "the server has ended before the answer was complete", "ending", 5)
-    return response
 
 
 def _resident_bytes() -> int:

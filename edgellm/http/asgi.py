@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -15,6 +15,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from edgellm.http.errors import HTTPError, http_error, later
+
+if TYPE_CHECKING:
+    from edgellm.http.app import Service
 
 logger = logging.getLogger("edgellm.http")
 
@@ -31,16 +34,12 @@ class Bodies:
         self.held = 0
 
     @asynccontextmanager
-    async def reading(self, request: Request) -> AsyncIterator[bytes]:
-        """The body of a request, which counts as held as long as it is used. Raises HTTPError for one that is too
-        large, or of another type than JSON, and where too much is held."""
+    async def reading(self, request: Request) -> AsyncIterator[list[bytes]]:
+        """The parts of a request's body, which count as held as long as they are used. Raises HTTPError for a body that
+        is too large, or of another type than JSON, and where too much is held."""
         _check_content(request.headers)
-        too_large = HTTPError(
-            413,
-            f"the body has more than {self._most:,} bytes, which are the most (--max-body-mib)",
-            code="body_too_large",
-            headers={"connection": "close"},
-        )
+        message = f"the body has more than {self._most:,} bytes, which are the most (--max-body-mib)"
+        too_large = HTTPError(413, message, code="body_too_large", headers={"connection": "close"})
         length = request.headers.get("content-length", "0")
         declared = int(length) if length.isdecimal() else 0
         if declared > self._most * (1 if "expect" in request.headers else 1 + _DROPPED):
@@ -58,7 +57,7 @@ class Bodies:
                     raise later(503, "the server reads as many requests as it can hold: ask again", "busy")
             if read > self._most:
                 raise too_large
-            yield b"".join(parts)
+            yield parts
         finally:
             self.held -= sum(map(len, parts))
 
@@ -132,33 +131,19 @@ class Endpoint:
             await response.body_iterator.aclose()  # type: ignore[attr-defined]
 
 
-class Gate(Protocol):
-    """What `Guarded` asks."""
-
-    def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise HTTPError for a request that is not to be answered, whatever it asks."""
-
-    def sharing(self, headers: Headers) -> dict[str, str]:
-        """The headers that let a page of another origin read an answer."""
-
-    def count(self, scope: Scope, status: int) -> None:
-        """A response was begun."""
-
-
 class Guarded:
-    """Checks each request before anything else sees it, answers what browsers ask before they ask, and gives every
-    answer the headers that it needs."""
+    """Checks each request first, answers what browsers ask before they ask, and gives every answer its headers."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], gate: Gate) -> None:
-        self._app, self._gate = app, gate
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service) -> None:
+        self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        more = {"x-content-type-options": "nosniff", **self._gate.sharing(headers)}
+        more = {"x-content-type-options": "nosniff", **self._service.guard.sharing(headers)}
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._gate.count(scope, message["status"])
+                self._service.count(scope, message["status"])
                 pairs = [(name.encode(), value.encode("latin-1")) for name, value in more.items()]
                 message = {**message, "headers": [*message["headers"], *pairs]}
             await send(message)
@@ -170,7 +155,7 @@ class Guarded:
                 more["access-control-allow-headers"] = "authorization, content-type, x-session-id"
                 await Response(status_code=204)(scope, receive, counted)
                 return
-            self._gate.check(scope, headers)
+            self._service.check(scope, headers)
         except HTTPError as error:
             await _response(error)(scope, receive, counted)
             return

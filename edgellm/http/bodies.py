@@ -39,8 +39,7 @@ def check_images(body: bytes, value: dict[str, Any], most: int) -> None:
 
 
 def _without_data(body: bytes, most: int) -> bytes:
-    """A body in which data URLs are cut off behind their scheme; perhaps only its beginning, where that has more than
-    `most` bytes already."""
+    """A body in which data URLs are cut off behind their scheme, or its beginning that has more than `most` bytes."""
     parts, size, place = [], 0, 0
     while size <= most and (begin := body.find(b'"data:', place)) >= 0:
         end = begin + len(b'"data:')
@@ -61,8 +60,8 @@ def _without_strings(text: bytes) -> bytes:
 
 
 def _has_too_many(text: bytes) -> bool:
-    is_full = text.count(b"[") + text.count(b"{") > MOST_VALUES
-    return is_full or _values(_WHOLE_NUMBERS.sub(b"[]", text)) > MOST_VALUES
+    lists = text.count(b"[") + text.count(b"{")
+    return lists > MOST_VALUES or _values(_WHOLE_NUMBERS.sub(b"[]", text)) > MOST_VALUES
 
 
 def _values(text: bytes) -> int:

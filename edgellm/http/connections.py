@@ -88,8 +88,7 @@ class WatchedProtocol(H11Protocol):
             return
         elif state[0] is h11.IDLE and now - self._since > self.limits.header_seconds:
             if self.conn.trailing_data[0]:
-                seconds = f"{self.limits.header_seconds:g} seconds"
-                self._turn_away("slow headers", 408, f"the request's headers did not come within {seconds}")
+                self._turn_away_slow("headers", self.limits.header_seconds)
             else:
                 self.closed["silent"] += 1
                 self.transport.close()
@@ -98,12 +97,14 @@ class WatchedProtocol(H11Protocol):
                 self.closed["slow body"] += 1
                 self.transport.abort()
             else:
-                seconds = f"{self.limits.body_seconds:g} seconds"
-                self._turn_away("slow body", 408, f"the request's body did not come within {seconds}")
+                self._turn_away_slow("body", self.limits.body_seconds)
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP."""
         self._turn_away("no HTTP", 400, msg)
+
+    def _turn_away_slow(self, part: str, seconds: float) -> None:
+        self._turn_away(f"slow {part}", 408, f"the request's {part} did not come within {seconds:g} seconds")
 
     def _turn_away(self, reason: str, status: int, message: str) -> None:
         self.closed[reason] += 1

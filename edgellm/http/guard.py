@@ -19,12 +19,18 @@ _WITHOUT_KEY = ("/health", *PATHS)
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a name is; None where it is none."""
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address, or a name that stands for one on every machine, is this machine's own alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
+    address = _address(host)
+    return host.lower() == "localhost" if address is None else address.is_loopback
 
 
 @dataclass(frozen=True)
@@ -54,24 +60,17 @@ class Guard:
         """Raise HTTPError for a request that is not to be answered."""
         host = headers.get("host", "")
         name = host_name(host)
-        if name is None or not (name in self.hosts or (self.any_address and _is_address(name))):
-            raise HTTPError(
-                421,
-                f"the host {shown(host)[:200]} is not one that this server answers for: expected "
-                f"{', '.join(sorted(self.hosts))} (--allowed-host adds one)",
-                code="wrong_host",
-            )
+        if name is None or not (name in self.hosts or (self.any_address and _address(name) is not None)):
+            found = f"the host {shown(host)[:200]} is not one that this server answers for"
+            expected = f"expected {', '.join(sorted(self.hosts))} (--allowed-host adds one)"
+            raise HTTPError(421, f"{found}: {expected}", code="wrong_host")
         origin = headers.get("origin")
         if origin is not None and not self.is_known_origin(origin, host):
             message = f"pages of {shown(origin)[:200]} may not ask this server (--allowed-origin lets them)"
             raise HTTPError(403, message, code="wrong_origin")
         if self.keys and path not in _WITHOUT_KEY and not self._has_key(headers.get("authorization", "")):
-            raise HTTPError(
-                401,
-                "the key is missing or wrong: expected the header Authorization: Bearer KEY",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+            message = "the key is missing or wrong: expected the header Authorization: Bearer KEY"
+            raise HTTPError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     def client(self, address: str, headers: Mapping[str, str]) -> str:
         """Who asks: the key where there are some, else the address."""
@@ -105,11 +104,3 @@ def host_name(host: str) -> str | None:
     except ValueError:
         return None
     return parts.hostname if parts.hostname and parts.netloc == host and "@" not in host else None
-
-
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True

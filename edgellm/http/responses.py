@@ -5,79 +5,66 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from edgellm.errors import shown
-from edgellm.http.answers import FINISH_REASONS, AnswerReader, Piece, event, logprob_objects
+from edgellm.http.answers import FINISH_REASONS, Piece, Writer, event, logprob_objects
 from edgellm.http.errors import HTTPError
-from edgellm.http.fields import (
-    TOOLS,
-    Fields,
-    ParsedRequest,
-    ServedModel,
-    asked,
-    checked,
-    common,
-    sampling,
-    stream_options,
-    structured,
-    thinking,
-    truncation,
-    with_images,
-)
+from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs, wrong
 from edgellm.requests import Response
-from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.calls import ToolCallDelta
 from edgellm.tool_calls.values import is_object
 
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES = ("user", "assistant", "system", "developer")
-#: Items of the output by type: what their ids begin with, what they begin as, and the part that has their text.
-_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
-    "reasoning": ("rs", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""}),
-    "message": ("msg", {"role": "assistant", "content": []}, {"type": "output_text", "text": "", "annotations": []}),
-    "function_call": ("fc", {"arguments": ""}, None),
+#: Fields of a response that are null, or are not yet known.
+_NEVER_OR_LATER = ("completed_at", "error", "incomplete_details", "max_tool_calls", "previous_response_id", "usage")
+#: Items of the output by type: what their ids begin with, what they begin as, the part that has their text, and what
+#: the events of that text are called.
+_ITEMS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
+    "reasoning": ("rs", {"summary": [], "content": []}, {"type": "reasoning_text", "text": ""}, "reasoning_text"),
+    "message": (
+        "msg",
+        {"role": "assistant", "content": []},
+        {"type": "output_text", "text": "", "annotations": []},
+        "output_text",
+    ),
+    "function_call": ("fc", {"arguments": ""}, None, "function_call_arguments"),
 }
 
 
 def response_request(body: bytes, model: ServedModel) -> ParsedRequest:
     """A request to `/v1/responses`. Raises HTTPError."""
     fields = Fields(body, model)
-    metadata = fields.take("metadata", dict, "an object")
-    name, stream, shared = common(fields, model)
+    metadata = fields.take("metadata", dict)
+    request = fields.common()
     fields.only("n", 1, why="one answer is given to a conversation")
-    params = sampling(fields, model, "max_output_tokens")
-    include = fields.take("include", list, "a list") or []
+    params = fields.sampling("max_output_tokens")
+    include, top = fields.take("include", list) or [], fields.take("top_logprobs", int)
     fields.ignored += [f"include.{each}" for each in map(str, include) if each != _LOGPROBS]
-    top = fields.take("top_logprobs", int, "a whole number")
     if _LOGPROBS in include or top:
-        params = checked("top_logprobs", lambda count: replace(params, logprobs=count), top or 0, "logprobs")
-    text = fields.take("text", dict, "an object") or {}
-    params = _with_text_format(fields, params, text)
+        params = with_logprobs(params, "top_logprobs", top or 0)
+    text = fields.take("text", dict) or {}
+    request["params"] = _with_text_format(fields, params, text)
     tools = {name: fields.take(name) for name in TOOLS}
+    request |= {**tools, "tool_choice": _tool_choice(tools["tool_choice"])}
     why = "answers are not stored: send all of the conversation as input"
-    for each in ("previous_response_id", "conversation", "prompt", "context_management"):
-        fields.refuse(each, why)
+    fields.refuse("previous_response_id", "conversation", "prompt", "context_management", why=why)
     fields.only("background", False, why=why)
-    conversation = truncation(fields)
-    fields.refuse("max_tool_calls", "it counts calls of a server's own tools, and there are none here")
-    stream_options(fields, stream)
-    reasoning = fields.take("reasoning", dict, "an object") or {}
+    conversation = fields.truncation()
+    fields.refuse("max_tool_calls", why="it counts calls of a server's own tools, and there are none here")
+    reasoning = fields.take("reasoning", dict) or {}
     fields.ignored += [f"reasoning.{each}" for each in reasoning if each != "effort" and reasoning[each] is not None]
-    variables = thinking(fields, model, reasoning.get("effort"), "reasoning.effort")
-    instructions = fields.take("instructions", str, "text")
-    messages = with_images(fields, input_messages(fields.take("input"), instructions), model, "input")
+    request["template_variables"] = fields.thinking(reasoning.get("effort"), "reasoning.effort")
+    instructions = fields.take("instructions", str)
+    request["messages"] = fields.with_images(input_messages(fields.take("input"), instructions), "input")
     fields.end()
-    request = {"messages": messages, "params": params, **shared}
-    request |= {**tools, "tool_choice": _tool_choice(tools["tool_choice"]), "template_variables": variables}
-    named = {"": "input", "structure": "text.format", ".function": ""}  # functions of tools are flat
-    found = asked(named, fields, name, request, stream)
     echoed = {"instructions": instructions, "metadata": metadata or {}, "text": text or {"format": {"type": "text"}}}
     echoed |= {each: tools[each] for each in tools if tools[each] is not None}
     echoed |= {each: fields.unused.get(each) for each in ("user", "safety_identifier", "prompt_cache_key")}
     echoed["reasoning"] = {"effort": None, "summary": None, **reasoning}
-    return replace(found, echoed=echoed, conversation=conversation)
+    named = {"": "input", "structure": "text.format", ".function": ""}  # functions of tools are flat
+    return fields.parsed(named, request, echoed=echoed, conversation=conversation)
 
 
 def _tool_choice(given: Any) -> Any:
@@ -97,7 +84,7 @@ def _with_text_format(fields: Fields, params: Any, text: Mapping[str, Any]) -> A
     form = text.get("format")
     if isinstance(form, dict) and form.get("type") == "json_schema":
         form = {"type": "json_schema", "json_schema": {key: form[key] for key in form if key != "type"}}
-    return structured(fields, params, "text.format", form)
+    return fields.structured(params, form, "text.format")
 
 
 def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]:
@@ -111,8 +98,7 @@ def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
     if not isinstance(given, list) or not given:
-        found = "missing" if given is None else shown(given)
-        raise HTTPError(400, f"input is {found}: expected text, or a list of items", param="input")
+        raise wrong("input", given, "text, or a list of items")
     reasoning = ""
     for number, item in enumerate(given):
         what = f"input[{number}]"
@@ -139,8 +125,8 @@ def input_messages(given: Any, instructions: str | None) -> list[dict[str, Any]]
             output = _texts(item.get("output"), what)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": output})
         else:
-            wrong = f"{what} is {shown(kind or item)}: expected a message, or a function's call or its output"
-            raise HTTPError(400, wrong, param="input")
+            found = f"{what} is {shown(kind or item)}"
+            raise HTTPError(400, f"{found}: expected a message, or a function's call or its output", param="input")
     return messages
 
 
@@ -148,16 +134,12 @@ def _message(item: Mapping[str, Any], what: str) -> dict[str, Any]:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES or not isinstance(content, (str, list)):
         raise HTTPError(400, f"{what} has no role ({', '.join(_ROLES)}) and content", param="input")
-    if isinstance(content, str):
-        return {"role": role, "content": content}
+    if role == "assistant" or isinstance(content, str):
+        return {"role": role, "content": _texts(content, what)}
     parts = []
     for part in content:
-        if isinstance(part, dict) and part.get("type") == "input_image":
-            parts.append({**part, "type": "image_url"})
-        else:
-            parts.append({"type": "text", "text": _text(part, what)})
-    if role == "assistant":
-        return {"role": role, "content": _texts(parts, what)}
+        is_image = isinstance(part, dict) and part.get("type") == "input_image"
+        parts.append({**part, "type": "image_url"} if is_image else {"type": "text", "text": _text(part, what)})
     return {"role": role, "content": parts}
 
 
@@ -182,11 +164,11 @@ def _is_cut(response: Response) -> bool:
     return FINISH_REASONS.get(response.finish_reason) == "length"
 
 
-class ResponseWriter:
-    """Writes answers of `/v1/responses`; see `edgellm.http.answers.Writer`."""
+class ResponseWriter(Writer):
+    """Writes answers of `/v1/responses`."""
 
-    def __init__(self, asked: ParsedRequest, tokenizer: Tokenizer, readers: Sequence[AnswerReader]) -> None:
-        self._asked, self._tokenizer, (self._reader,) = asked, tokenizer, readers
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._id, self._created = f"resp_{uuid.uuid4().hex}", time.time()
         self._number = 0
         self._output: list[dict[str, Any]] = []
@@ -194,42 +176,33 @@ class ResponseWriter:
         self._logprobs: list[dict[str, Any]] = []
 
     def whole(self, pieces: Sequence[Piece], responses: Sequence[Response]) -> dict[str, Any]:
-        """See `Writer`."""
         for _ in (*self.piece(0, *pieces), *self._close(*responses)):
             pass
         return self._finished(*responses)
 
     def begin(self) -> Iterator[bytes]:
-        """See `Writer`."""
         for name in ("response.created", "response.in_progress"):
             yield self._event(name, response=self._object("in_progress"))
 
     def piece(self, index: int, piece: Piece) -> Iterator[bytes]:
-        """See `Writer`."""
         goes_on = bool(piece.calls) and piece.calls[0].name is None  # with a call: what else there is, is behind that
         yield from self._called(piece.calls[:goes_on])
         if piece.reasoning:
             yield from self._opened("reasoning")
-            yield from self._added("response.reasoning_text.delta", piece.reasoning)
+            yield from self._added(piece.reasoning)
         if piece.content:
             yield from self._opened("message")
             logprobs = logprob_objects(self._tokenizer, piece.logprobs)
             self._logprobs += logprobs
-            yield from self._added("response.output_text.delta", piece.content, logprobs=logprobs)
+            yield from self._added(piece.content, logprobs=logprobs)
         yield from self._called(piece.calls[goes_on:])
 
     def ended(self, index: int, response: Response) -> Iterator[bytes]:
-        """See `Writer`."""
         yield from self._close(response)
         finished = self._finished(response)
         yield self._event(f"response.{finished['status']}", response=finished)
 
-    def end(self, responses: Sequence[Response]) -> Iterator[bytes]:
-        """See `Writer`."""
-        return iter(())
-
     def failure(self, error: HTTPError) -> Iterator[bytes]:
-        """See `Writer`."""
         failed = self._object("failed") | {"error": {"code": "server_error", "message": error.message}}
         yield self._event("response.failed", response=failed)
 
@@ -238,14 +211,14 @@ class ResponseWriter:
             if call.name is not None:
                 yield from self._opened("function_call", call_id=call.id, name=call.name)
             if call.arguments:
-                yield from self._added("response.function_call_arguments.delta", call.arguments)
+                yield from self._added(call.arguments)
 
     def _opened(self, kind: str, **call: Any) -> Iterator[bytes]:
         """Begin an item of the output, where it is not under way; a `call` is always one of its own."""
         if self._open is not None and self._open["type"] == kind and not call:
             return
         yield from self._close()
-        prefix, own, part = _ITEMS[kind]
+        prefix, own, part, _ = _ITEMS[kind]
         item = {"id": f"{prefix}_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", **own, **call}
         yield self._event("response.output_item.added", output_index=len(self._output), item=item)
         if part is not None:
@@ -253,39 +226,36 @@ class ResponseWriter:
             item = item | {"content": [dict(part)]}
         self._open = item
 
-    def _added(self, name: str, text: str, **more: Any) -> Iterator[bytes]:
+    def _added(self, text: str, **more: Any) -> Iterator[bytes]:
         item = self._open
         assert item is not None
         if "content" in item:
             item["content"][0]["text"] += text
         else:
             item["arguments"] += text
-        yield self._event(name, **self._place(item), delta=text, **more)
+        yield self._event(f"response.{_ITEMS[item['type']][3]}.delta", **self._place(item), delta=text, **more)
 
     def _close(self, response: Response | None = None) -> Iterator[bytes]:
         """End the item that is under way; where a `response` ends it, it may be cut."""
         if self._open is None:
             return
-        item, place = self._open, self._place(self._open)
+        item, place, self._open = self._open, self._place(self._open), None
+        done = f"response.{_ITEMS[item['type']][3]}.done"
         is_cut = response is not None and _is_cut(response)
         if "content" in item:
-            part = item["content"][0]
+            (part,) = item["content"]
+            more = {}
             if item["type"] == "message":
-                if self._logprobs:
-                    part["logprobs"], self._logprobs = self._logprobs, []
-                yield self._event(
-                    "response.output_text.done", **place, text=part["text"], logprobs=part.get("logprobs", [])
-                )
-            else:
-                yield self._event("response.reasoning_text.done", **place, text=part["text"])
+                more, self._logprobs = {"logprobs": self._logprobs}, []
+                part |= {name: each for name, each in more.items() if each}
+            yield self._event(done, **place, text=part["text"], **more)
             yield self._event("response.content_part.done", **place, part=part)
         else:
             is_cut = not is_object(item["arguments"])
-            yield self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])
+            yield self._event(done, **place, arguments=item["arguments"])
         item["status"] = "incomplete" if is_cut else "completed"
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
-        self._open = None
 
     def _place(self, item: Mapping[str, Any]) -> dict[str, Any]:
         place = {"item_id": item["id"], "output_index": len(self._output)}
@@ -304,7 +274,7 @@ class ResponseWriter:
                 "input_tokens": usage.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": usage.reused_tokens, "cache_write_tokens": 0},
                 "output_tokens": usage.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": self._reader.reasoning_tokens},
+                "output_tokens_details": {"reasoning_tokens": self._readers[0].reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
@@ -312,31 +282,24 @@ class ResponseWriter:
     def _object(self, status: str) -> dict[str, Any]:
         params = self._asked.request.params
         assert params is not None
+        sampled = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
         return {
             "id": self._id,
             "object": "response",
             "created_at": self._created,
             "status": status,
-            "completed_at": None,
+            **dict.fromkeys(_NEVER_OR_LATER),
             "background": False,
-            "error": None,
-            "incomplete_details": None,
             "model": self._asked.model,
             "output": list(self._output),
             "parallel_tool_calls": True,
             "tool_choice": "auto",
             "tools": [],
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "presence_penalty": params.presence_penalty,
-            "frequency_penalty": params.frequency_penalty,
+            **{name: getattr(params, name) for name in sampled},
             "top_logprobs": params.logprobs or 0,
             "max_output_tokens": params.max_tokens,
-            "max_tool_calls": None,
-            "previous_response_id": None,
             "service_tier": "default",
             "store": False,
             "truncation": "disabled" if self._asked.conversation is None else "auto",
-            "usage": None,
             **self._asked.echoed,
         }

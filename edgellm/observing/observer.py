@@ -8,16 +8,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-import numpy as np
-
-from edgellm.engines.backends.base import Backend, Readback
+from edgellm.engines.backends.base import Backend
 from edgellm.engines.runners.base_runner import StepKey
-from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import MissingDependencyError
@@ -52,26 +50,23 @@ class Observers:
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
 
-    @contextmanager
-    def device_span(self, backend: Backend, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.device_span(backend, name, **details))
-            yield
+    def device_span(self, backend: Backend, name: str, **details: Any) -> AbstractContextManager[None]:
+        return _together(each.device_span(backend, name, **details) for each in self._observers)
 
-    @contextmanager
-    def host_span(self, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
-        with ExitStack() as stack:
-            for observer in self._observers:
-                stack.enter_context(observer.host_span(name, **details))
-            yield
+    def host_span(self, name: str, **details: Any) -> AbstractContextManager[None]:
+        return _together(each.host_span(name, **details) for each in self._observers)
 
     def finish(self) -> None:
-        """See `Observer`."""
         for observer in self._observers:
             observer.finish()
+
+
+@contextmanager
+def _together(spans: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for span in spans:
+            stack.enter_context(span)
+        yield
 
 
 class ObservedRunner:
@@ -86,25 +81,16 @@ class ObservedRunner:
         backend = runner.backend  # alone: a runner that held itself would not be freed when it is closed
         runner.observe_stages(lambda name: observer.device_span(backend, name))
 
-    def start(
-        self, slot: int, prompt_ids: Sequence[int], reused: int, sampling: SamplingValues, *images: Any, **others: Any
-    ) -> Readback:
-        """See `DecodingRunner.start`."""
-
-        def launch() -> Readback:
-            return self._runner.start(slot, prompt_ids, reused, sampling, *images, **others)
-
+    def start(self, slot: int, prompt_ids: Sequence[int], reused: int, *others: Any, **more: Any) -> Any:
         details = {"slot": slot, "prompt_tokens": len(prompt_ids), "reused_tokens": reused}
-        return self._launch(PREFILL, details, launch)
+        return self._launch(PREFILL, details, lambda: self._runner.start(slot, prompt_ids, reused, *others, **more))
 
     def step(self, batch: int, plan: DraftPlan | None, *others: Any, **more: Any) -> Any:
-        """See `DecodingRunner.step`."""
         details = {"sequences": batch} | ({} if plan is None else {"plan": plan.name})
         name = DECODE if plan is None else ROUND
         return self._launch(name, details, lambda: self._runner.step(batch, plan, *others, **more))
 
     def begin(self, batch: int) -> StepKey:
-        """See `DecodingRunner.begin`."""
         self._end_handling()
         with self._observer.device_span(self.backend, FORWARD, step=self._steps + 1, sequences=batch):
             return self._runner.begin(batch)
@@ -132,7 +118,7 @@ class ObservedRunner:
             self._observer.host_span(LAUNCH, **details),
             self._observer.device_span(self.backend, name, **details),
         ):
-            return _ObservedResult(self, launch(), self._steps)
+            return _ObservedResult(cache(partial(self.wait, launch(), self._steps)))
 
     def _end_handling(self) -> None:
         if self._handling is not None:
@@ -140,34 +126,21 @@ class ObservedRunner:
             self._handling = None
 
 
-class _ObservedResult:
-    """Tokens on their way to the host."""
+class _ObservedResult(NamedTuple):
+    """Tokens on their way to the host, which may be waited for again (see `DecodingRunner`)."""
 
-    def __init__(self, runner: ObservedRunner, result: Any, step: int) -> None:
-        self._runner, self._result, self._step = runner, result, step
-        self._waited: Any = None
-
-    def wait(self) -> Any:
-        """What the runner's own result gives."""
-        if self._waited is None:
-            self._waited = self._runner.wait(self._result, self._step)
-        return self._waited
+    wait: Callable[[], Any]
 
 
 class ObservedSnapshots:
     """A source of snapshots; an observer takes note of its work."""
 
     def __init__(self, snapshots: SlotSnapshots, observer: Observer) -> None:
-        self._snapshots, self._observer = snapshots, observer
+        self._snapshots, self._observer, self.prove = snapshots, observer, snapshots.prove
 
     def restore(self, slot: int, prompt_ids: Sequence[int], contents: KVContents, *others: Any) -> int:
-        """See `SlotSnapshots.restore`."""
         with self._observer.host_span(SNAPSHOT, slot=slot):
             return self._snapshots.restore(slot, prompt_ids, contents, *others)
-
-    def prove(self, slot: int, logits: np.ndarray) -> None:
-        """See `SlotSnapshots.prove`."""
-        self._snapshots.prove(slot, logits)
 
 
 _LIBRARY_NAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
@@ -175,10 +148,8 @@ _LIBRARY_NAMES = ("libnvtx3interop.so.1", "libnvToolsExt.so.1")
 
 def library_candidates() -> list[str]:
     """Where the library of NVTX may be: in the wheel, in the toolkit, or where the system's loader finds it."""
-    wheels = [Path(folder) / "nvidia" for folder in sys.path if (Path(folder) / "nvidia").is_dir()]
-    toolkits = [Path(folder) for folder in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if folder]
-    folders = [folder for wheel in wheels for folder in sorted(wheel.glob("*/lib"))]
-    folders += [toolkit / "lib64" for toolkit in toolkits]
+    folders = [folder for path in sys.path for folder in sorted(Path(path).glob("nvidia/*/lib"))]
+    folders += [Path(root) / "lib64" for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root]
     files = [folder / name for folder in folders for name in _LIBRARY_NAMES]
     return [*(str(file) for file in files if file.is_file()), *_LIBRARY_NAMES]
 
@@ -192,15 +163,11 @@ class NvtxRanges:
         self._push.argtypes, self._push.restype = [ctypes.c_char_p], ctypes.c_int
         self._pop.argtypes, self._pop.restype = [], ctypes.c_int
 
-    @contextmanager
-    def device_span(self, backend: Backend, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
-        with self.host_span(name, **details):
-            yield
+    def device_span(self, backend: Backend, name: str, **details: Any) -> AbstractContextManager[None]:
+        return self.host_span(name, **details)
 
     @contextmanager
     def host_span(self, name: str, **details: Any) -> Iterator[None]:
-        """See `Observer`."""
         self._push(f"edgellm: {name}".encode())
         try:
             yield

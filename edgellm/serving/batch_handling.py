@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from edgellm.errors import EdgeLLMError, QueueFullError, RequestError
+from edgellm.errors import EdgeLLMError, QueueFullError, RequestError, require_kind
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
 from edgellm.requests import Chunk, Request, Response, request_list
@@ -102,40 +102,29 @@ def serve_all(
 
     The results are in their order; one that was refused already has its error for a result.
     """
-    queue, readers = RequestQueue(max(1, len(states))), []
+    queue = RequestQueue(max(1, len(states)))
+    readers: dict[RequestState, OnChunk] = {}
     for each, callback in zip(states, callbacks, strict=True):
         if isinstance(each, RequestState):
             queue.put(each)
             metrics.accepted()
-            if callback is not None or each.may_stop:
-                readers.append((each, callback or unheard))
-    RequestServer(engine, queue, metrics).serve(after_round=ChunkCallbacks(readers))
-    return [each if isinstance(each, Exception) else each.outcome() for each in states]
+            if callback is not None or each.stop_when is not None:  # which is called by reading
+                readers[each] = callback or (lambda chunk: None)
 
-
-class ChunkCallbacks:
-    """Hands what has come of each answer to its callback, whenever it is called.
-
-    What a callback raises ends its request, which fails with that, and leaves the others alone.
-    """
-
-    def __init__(self, callbacks: Iterable[tuple[RequestState, OnChunk]]) -> None:
-        self._callbacks = dict(callbacks)
-
-    def __call__(self) -> None:
-        for request_state, on_chunk in list(self._callbacks.items()):
+    def hand_over() -> None:
+        """What a callback raises ends its request, which fails with that, and leaves the others alone."""
+        for request_state, on_chunk in list(readers.items()):
             try:
                 while (chunk := request_state.take()) is not None:
                     on_chunk(chunk)
             except Exception as error:  # of the callback, or of the request's own `stop_when`
-                del self._callbacks[request_state]
+                del readers[request_state]
                 request_state.sequence.failure = error  # the next round takes it out
                 if request_state.ended:
                     request_state.end(None, error)
 
-
-def unheard(chunk: Chunk) -> None:
-    """The callback of a request that has none, but has a `stop_when`, which reading calls."""
+    RequestServer(engine, queue, metrics).serve(after_round=hand_over)
+    return [each if isinstance(each, Exception) else each.outcome() for each in states]
 
 
 def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
@@ -144,18 +133,14 @@ def callbacks_of_each(on_chunk: Any, count: int | None) -> list[OnChunk | None]:
     Raises RequestError for what is not a callable or None for each.
     """
     if count is None:
-        return [_checked_callback(on_chunk, "on_chunk")]
-    if on_chunk is None:
-        return [None] * count
-    expected = f"expected a list with a callable or None for each of the {count} requests"
-    if not isinstance(on_chunk, Sequence) or isinstance(on_chunk, (str, bytes)):
-        raise RequestError(f"on_chunk is a {type(on_chunk).__name__}: {expected}")
-    if len(on_chunk) != count:
-        raise RequestError(f"on_chunk has {len(on_chunk)} entries: {expected}")
-    return [_checked_callback(each, f"on_chunk[{index}]") for index, each in enumerate(on_chunk)]
-
-
-def _checked_callback(callback: Any, name: str) -> OnChunk | None:
-    if callback is not None and not callable(callback):
-        raise RequestError(f"{name} is a {type(callback).__name__}: expected a callable that takes a Chunk, or None")
-    return callback
+        named = {"on_chunk": on_chunk}
+    else:
+        given = [None] * count if on_chunk is None else on_chunk
+        expected = f"a list with a callable or None for each of the {count} requests"
+        require_kind(isinstance(given, Sequence) and not isinstance(given, (str, bytes)), "on_chunk", given, expected)
+        if len(given) != count:
+            raise RequestError(f"on_chunk has {len(given)} entries: expected {expected}")
+        named = {f"on_chunk[{index}]": each for index, each in enumerate(given)}
+    for name, callback in named.items():
+        require_kind(callback is None or callable(callback), name, callback, "a callable that takes a Chunk, or None")
+    return list(named.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from bisect import bisect_right
@@ -56,7 +57,7 @@ class RequestQueue:
         self._entries: list[Entry] = []
         self._changed = threading.Condition()
         self._refusal: Callable[[], Exception] | None = None
-        self._earliest = float("inf")
+        self._earliest = math.inf
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -88,8 +89,7 @@ class RequestQueue:
                         f"{len(self._entries)} requests are waiting, which is all that the queue holds: ask again when "
                         "some are answered, or open with a larger queue_limit"
                     )
-                if entry.deadline is not None:
-                    self._earliest = min(self._earliest, entry.deadline)
+                self._earliest = min(self._earliest, entry.deadline)
             self._entries.insert(place, entry)
             self._changed.notify()
 
@@ -112,11 +112,11 @@ class RequestQueue:
         if now < self._earliest:
             return []
         with self._changed:
-            late = [entry for entry in self._entries if isinstance(entry, RequestState) and _is_late(entry, now)]
+            late = [entry for entry in self._entries if isinstance(entry, RequestState) and now >= entry.deadline]
             for entry in late:
                 self._entries.remove(entry)
-            deadlines = [entry.deadline for entry in self._entries if isinstance(entry, RequestState)]
-            self._earliest = min((deadline for deadline in deadlines if deadline is not None), default=float("inf"))
+            waiting = (entry.deadline for entry in self._entries if isinstance(entry, RequestState))
+            self._earliest = min(waiting, default=math.inf)
         return late
 
     def wait(self) -> None:
@@ -136,10 +136,6 @@ class RequestQueue:
             entries = list(self._entries)
             self._entries.clear()
             return entries
-
-
-def _is_late(entry: RequestState, now: float) -> bool:
-    return entry.deadline is not None and now >= entry.deadline
 
 
 class Engine(Protocol):
@@ -207,7 +203,10 @@ class RequestServer:
             self._loop.abandon(keep_rows=False)
             for sequence in self._request_states:
                 if not sequence.finished:
-                    sequence.failure = _failed_with(error)
+                    sequence.failure = EngineError(
+                        f"the engine failed while it computed this answer: {type(error).__name__}: {error}"
+                    )
+                    sequence.failure.__cause__ = error
             self._end_finished()
 
     def abandon(self) -> None:
@@ -347,8 +346,8 @@ def end_request(
     outcome = "failed" if response is None else response.finish_reason
     details: dict[str, Any] = {"outcome": outcome, "prompt_tokens": len(sequence.prompt_ids)}
     if response is not None:
-        details |= {"completion_tokens": response.usage.completion_tokens}
-        details |= {"total_seconds": response.timings.total_seconds}
+        details["completion_tokens"] = response.usage.completion_tokens
+        details["total_seconds"] = response.timings.total_seconds
     logger.info("request ended: %s", outcome, extra={"edgellm": details}, exc_info=failure)
     request_state.end(response, failure)
 
@@ -363,9 +362,3 @@ def _release_text(request_state: RequestState, reason: FinishReason) -> None:
     calls = request_state.sequence.take_call_deltas()
     if text or calls:
         request_state.deliver([Chunk(text, (), tool_calls=calls)])
-
-
-def _failed_with(cause: Exception) -> Exception:
-    error = EngineError(f"the engine failed while it computed this answer: {type(cause).__name__}: {cause}")
-    error.__cause__ = cause
-    return error

@@ -12,10 +12,10 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from edgellm.decoding.sequence import DecodingSequence
-from edgellm.errors import EdgeLLMError, EngineError, RequestError, closed_error, shown
+from edgellm.errors import EngineError, closed_error, is_whole, require
 from edgellm.generation import Generation, RequestState
 from edgellm.metrics import Metrics
-from edgellm.requests import StopWhen
+from edgellm.requests import Request
 from edgellm.serving.server import Call, Engine, RequestQueue, RequestServer, end_request
 
 logger = logging.getLogger("edgellm.serving")
@@ -38,8 +38,7 @@ class EngineThread(Generic[OpenedEngine]):
         self, open_engine: Callable[[], OpenedEngine], metrics: Metrics, queue_limit: int = QUEUE_LIMIT
     ) -> None:
         """`opened` has the engine, or what opening it raised, when that is done; `closed` ends with the thread."""
-        if isinstance(queue_limit, bool) or not isinstance(queue_limit, int) or queue_limit < 1:
-            raise RequestError(f"queue_limit is {shown(queue_limit)}: expected a whole number of at least 1")
+        require(is_whole(queue_limit, 1), "queue_limit", queue_limit, "a whole number of at least 1")
         self.metrics = metrics
         self.opened: Future[OpenedEngine] = Future()
         self.closed: Future[None] = Future()
@@ -69,20 +68,13 @@ class EngineThread(Generic[OpenedEngine]):
         server = self._server
         return 0 if server is None else server.preempted
 
-    def submit(
-        self,
-        sequence: DecodingSequence,
-        deadline: float | None = None,
-        owner: object | None = None,
-        stop_when: StopWhen | None = None,
-    ) -> Generation:
-        """Queue a request, which ends by itself `deadline` seconds after it was accepted. Its answer holds the `owner`,
-        and whoever reads it asks `stop_when`.
+    def submit(self, sequence: DecodingSequence, request: Request, owner: object | None = None) -> Generation:
+        """Queue a request, of which `sequence` was made ready. Its answer holds the `owner`.
 
         Raises QueueFullError, RequestError after `close`, EngineError where the thread has died, or in a process that
         was forked since.
         """
-        request_state = RequestState(sequence, deadline, self._discard, stop_when)
+        request_state = RequestState(sequence, request.deadline, self._discard, request.stop_when)
         self._queue.put(request_state)
         self.metrics.accepted()
         return Generation(request_state, owner)
@@ -201,18 +193,3 @@ def _dead(cause: BaseException) -> Exception:
     error = EngineError(f"the engine's thread has ended with {type(cause).__name__}: {cause}; open the model anew")
     error.__cause__ = cause
     return error
-
-
-def description(thread: EngineThread[Any]) -> str:
-    """A model in a few words: which, on what, in what state. It waits for nothing, and raises nothing."""
-    if not thread.opened.done():
-        return "(loading)"
-    failure = thread.opened.exception()
-    if failure is not None:
-        return f"(not opened: {type(failure).__name__})"
-    runtime = thread.opened.result()
-    try:
-        backend = runtime.backend_name
-    except EdgeLLMError:
-        return f"{runtime.directory.path} (closed)"
-    return f"{runtime.directory.path} on {backend} ({thread.running} running, {thread.waiting} waiting)"

@@ -89,7 +89,8 @@ def snapshot_binding(
     config = directory.config if directory.config.embeds_by_head else as_published(directory.config)
     return SnapshotBinding(
         weights=_files_digest(directory.files, with_head=config.embeds_by_head),
-        config=_config_digest(config),
+        # Features that are taken for a draft change no row, and the draft's digest has them.
+        config=hash_bytes(canonical_json(plain_values(replace(config, feature_layers=())))),
         adapter=adapter,
         draft=NONE if draft is None else _draft_digest(draft, config),
         images=images_digest(image_digests, encoder_digest(directory)),
@@ -129,11 +130,6 @@ def _files_digest(files: Mapping[str, FileDigest], with_head: bool = False) -> s
         name: file.sha256 for name, file in files.items() if is_weight_file(name) and (with_head or name != HEAD_FILE)
     }
     return hash_bytes(canonical_json(weights))
-
-
-def _config_digest(config: DecoderConfig) -> str:
-    """Without the features that are taken for a draft: they change no row, and the draft's digest has them."""
-    return hash_bytes(canonical_json(plain_values(replace(config, feature_layers=()))))
 
 
 def _draft_digest(draft: EngineDraft, config: DecoderConfig) -> str:

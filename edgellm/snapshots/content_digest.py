@@ -34,49 +34,19 @@ class Section(NamedTuple):
     dtype: str = ""
 
 
-class SectionFindings(NamedTuple):
-    """The digest of a section, and the tensor's index, in C order, of its first value that is infinite or NaN (-1:
-    none)."""
-
-    digest: bytes
-    not_finite: int = -1
-
-
 class Findings(NamedTuple):
-    """The digest of a content, 32 bytes, and the first value that is infinite or NaN, if there is one: its tensor's
-    name and its index there, in C order."""
+    """The digest of a section or a content, 32 bytes, and its first value that is infinite or NaN, if there is one: its
+    tensor's name and its index there, in C order."""
 
     digest: bytes
     not_finite: tuple[str, int] | None = None
 
 
-class RunningDigest:
-    """Examines the `sections` of `content` [n] uint8, which must not change meanwhile, in threads of its own; `finish`
-    waits for them."""
-
-    def __init__(self, content: np.ndarray, sections: Sequence[Section]) -> None:
-        self._pool = ThreadPoolExecutor(max(1, min(usable_cores(), _MOST_THREADS, len(sections))), "edgellm-digest")
-        self._sections = sections
-        self._findings = [
-            self._pool.submit(examine, content[section.offset : section.offset + section.nbytes], section)
-            for section in sections
-        ]
-
-    def finish(self) -> Findings:
-        """What was found."""
-        try:
-            return combined_findings(zip(self._sections, (each.result() for each in self._findings), strict=True))
-        finally:
-            self.cancel()
-
-    def cancel(self) -> None:
-        """Leave out what has not begun; no thread touches the content afterwards."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-
 def content_findings(content: np.ndarray, sections: Sequence[Section]) -> Findings:
-    """What is found in `content` [n] uint8."""
-    return RunningDigest(content, sections).finish()
+    """What threads find in `content` [n] uint8, which must not change meanwhile."""
+    parts = (content[section.offset : section.offset + section.nbytes] for section in sections)
+    with ThreadPoolExecutor(max(1, min(usable_cores(), _MOST_THREADS, len(sections))), "edgellm-digest") as pool:
+        return combined_findings(pool.map(examine, parts, sections))
 
 
 def content_digest(content: np.ndarray, sections: Sequence[Section]) -> bytes:
@@ -84,14 +54,16 @@ def content_digest(content: np.ndarray, sections: Sequence[Section]) -> bytes:
     return content_findings(content, [section._replace(dtype="") for section in sections]).digest
 
 
-def examine(content: np.ndarray, section: Section) -> SectionFindings:
+def examine(content: np.ndarray, section: Section) -> Findings:
     """Hash a section's bytes `content` [n] uint8 and look at its values while they are in the processor's cache."""
     digest = section_digest(content)
     if not section.dtype:
-        return SectionFindings(digest)
+        return Findings(digest)
     values = content.view(STORAGE[section.dtype])
     found = first_not_finite(values)
-    return SectionFindings(digest, found if found < 0 else section.first * (len(values) // section.groups) + found)
+    return Findings(
+        digest, (section.name, section.first * (len(values) // section.groups) + found) if found >= 0 else None
+    )
 
 
 def section_digest(content: np.ndarray | memoryview) -> bytes:
@@ -99,9 +71,8 @@ def section_digest(content: np.ndarray | memoryview) -> bytes:
     return hashlib.sha256(content).digest()
 
 
-def combined_findings(found: Iterable[tuple[Section, SectionFindings]]) -> Findings:
-    """What is found in a content that consists of these sections, in their order."""
-    sections = list(found)
-    not_finite = ((section.name, each.not_finite) for section, each in sections if each.not_finite >= 0)
-    digest = hashlib.sha256(b"".join(each.digest for _, each in sections)).digest()
-    return Findings(digest, next(not_finite, None))
+def combined_findings(sections: Iterable[Findings]) -> Findings:
+    """What is found in a content by what is in its sections, in their order."""
+    found = list(sections)
+    not_finite = next((each.not_finite for each in found if each.not_finite is not None), None)
+    return Findings(hashlib.sha256(b"".join(each.digest for each in found)).digest(), not_finite)

@@ -39,10 +39,7 @@ class KVContents:
     """
 
     def __init__(
-        self,
-        kept: StateKeeper | None = None,
-        cut: Callable[[int, int], int] | None = None,
-        whole_images: bool = False,
+        self, kept: StateKeeper | None = None, cut: Callable[[int, int], int] | None = None, whole_images: bool = False
     ) -> None:
         self._ids: list[TokenIdentity] = []
         self._kept, self._cut, self._whole_images = kept, cut, whole_images

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import stat
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Barrier
 from typing import NamedTuple
 
@@ -24,16 +22,7 @@ from edgellm.engines.formats.tensors import value_and_place
 from edgellm.engines.model.states import is_recurrent, saved_dtype
 from edgellm.errors import RequestError, SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding
-from edgellm.snapshots.content_digest import (
-    DIGEST_BYTES,
-    Findings,
-    RunningDigest,
-    Section,
-    SectionFindings,
-    content_digest,
-    content_findings,
-    examine,
-)
+from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, content_digest, content_findings, examine
 from edgellm.snapshots.snapshot import (
     BEGINNING,
     DIGEST,
@@ -65,14 +54,14 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
     At any moment before, also if power fails, `path` is what it was. Raises SnapshotError.
     """
-    digest = RunningDigest(snapshot.body, snapshot.sections)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with StagedFile(path) as staged:
+        with StagedFile(path) as staged, ThreadPoolExecutor(1) as beside:
+            examined = beside.submit(content_findings, snapshot.body, snapshot.sections)
             body = memoryview(snapshot.body)
             for start in range(0, len(body), _WRITE_BYTES):
                 staged.write(body[start : start + _WRITE_BYTES])
-            found = digest.finish()
+            found = examined.result()
             if found.not_finite is not None:
                 raise _not_finite(f"{path} is not written", snapshot, *found.not_finite, "not written")
             staged.write(memoryview(found.digest))
@@ -83,8 +72,6 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         raise SnapshotError(
             f"the snapshot {path} cannot be written: {error.strerror or error}", "not written"
         ) from error
-    finally:
-        digest.cancel()
 
 
 def read_snapshot(path: Path) -> Snapshot:
@@ -93,7 +80,7 @@ def read_snapshot(path: Path) -> Snapshot:
     try:
         facts, prompt = _read_metadata(path, file)
         places = _checked_places(path, facts, file.tensors)
-        whole = _size(file)
+        whole = max(info.offset + info.nbytes for info in file.tensors.values())  # which the header was checked for
         content = file.bytes_of(TensorInfo("content", "uint8", (whole,), path, 0, whole))
     finally:
         file.close()  # the view keeps the map
@@ -198,20 +185,8 @@ def _unreadable(path: Path, error: OSError) -> SnapshotError:
     return SnapshotError(f"the snapshot {path} cannot be read: {error.strerror or error}", UNREADABLE)
 
 
-def _size(file: SafetensorsFile) -> int:
-    """The file's size as its header, which was checked, says: the last tensor ends there."""
-    return max((info.offset + info.nbytes for info in file.tensors.values()), default=0)
-
-
 def _read_metadata(path: Path, file: SafetensorsFile) -> tuple[SnapshotFacts, PromptRecord | None]:
-    start = min((info.offset for info in file.tensors.values()), default=0)
-    header = file.bytes_of(TensorInfo("header", "uint8", (start,), path, 0, start)).tobytes()
-    length = int.from_bytes(header[:8], "little")
-    try:
-        metadata = json.loads(header[8 : 8 + length]).get("__metadata__") if header else None
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, f"its header is not valid JSON ({error})") from error
-    metadata = metadata if isinstance(metadata, dict) else {}
+    metadata = file.metadata if isinstance(file.metadata, dict) else {}
     text = metadata.get(METADATA_KEY)
     if not isinstance(text, str):
         raise SnapshotError(
@@ -227,16 +202,13 @@ def _read_metadata(path: Path, file: SafetensorsFile) -> tuple[SnapshotFacts, Pr
             f"{' and '.join(map(str, READABLE_VERSIONS))}. Make it again with this version: edgellm cache build",
             "future version" if version > FORMAT_VERSION else "old version",
         )
-    return values.dataclass(SnapshotFacts, binding=SnapshotBinding), _read_prompt(path, metadata.get(PROMPT_KEY))
-
-
-def _read_prompt(path: Path, text: object) -> PromptRecord | None:
-    if text is None:
-        return None
-    if not isinstance(text, str):
-        raise damaged(path, f"{PROMPT_KEY} in its header is a {type(text).__name__}, expected text")
+    facts, prompt = values.dataclass(SnapshotFacts, binding=SnapshotBinding), metadata.get(PROMPT_KEY)
+    if prompt is None:
+        return facts, None
+    if not isinstance(prompt, str):
+        raise damaged(path, f"{PROMPT_KEY} in its header is a {type(prompt).__name__}, expected text")
     try:
-        return PromptRecord.from_json(text)
+        return facts, PromptRecord.from_json(prompt)
     except RequestError as error:
         raise damaged(path, f"{PROMPT_KEY} in its header: {error}") from error
 
@@ -316,24 +288,17 @@ class Reading:
     def __init__(self, descriptor: int, parts: Sequence[Part], is_hashed: bool) -> None:
         self._descriptor, self._parts, self._is_hashed = descriptor, parts, is_hashed
         self._numbers = itertools.count()
-        self._arrived: SimpleQueue[tuple[int, SectionFindings] | Exception] = SimpleQueue()
-        self._findings: dict[int, SectionFindings] = {}
+        self._results: list[Future[Findings]] = [Future() for _ in parts]
         self._stopped = False
         self.workers: list[Future[None]] = []
 
     def wait_for(self, number: int) -> None:
         """Return once the part is there. Raises SnapshotError where the file cannot be read to its end."""
-        while number not in self._findings:
-            arrived = self._arrived.get()
-            if isinstance(arrived, Exception):
-                raise arrived
-            self._findings[arrived[0]] = arrived[1]
+        self._results[number].result()
 
-    def findings(self) -> list[SectionFindings]:
+    def findings(self) -> list[Findings]:
         """Those of all parts, in their order, once all are there; they are empty unless the parts are hashed."""
-        for number in range(len(self._parts)):
-            self.wait_for(number)
-        return [self._findings[number] for number in range(len(self._parts))]
+        return [result.result() for result in self._results]
 
     def stop(self) -> None:
         """Leave out what has not begun; nothing is read or written afterwards."""
@@ -342,15 +307,14 @@ class Reading:
 
     def work(self) -> None:
         """Read until nothing is left; several threads do this at a time."""
-        try:
-            while not self._stopped and (number := next(self._numbers)) < len(self._parts):
-                part = self._parts[number]
+        while not self._stopped and (number := next(self._numbers)) < len(self._parts):
+            part, result = self._parts[number], self._results[number]
+            try:
                 for line, target in enumerate(part.target):
                     _read(self._descriptor, memoryview(target), part.offset + line * part.stride)
-                found = examine(part.target.reshape(-1), part.section) if self._is_hashed else SectionFindings(b"")
-                self._arrived.put((number, found))
-        except Exception as error:
-            self._arrived.put(error)
+                result.set_result(examine(part.target.reshape(-1), part.section) if self._is_hashed else Findings(b""))
+            except Exception as error:
+                result.set_exception(error)
 
 
 class SectionReader:

@@ -98,15 +98,11 @@ class RowKeeper:
             return None
 
 
-def row_bytes(held: SlotRows) -> int:
-    """The bytes of what a snapshot, or a keeper, holds of a slot's tensor."""
-    groups, _, size = held.memory.shape
-    return groups * held.rows * size * NUMPY_DTYPES[str(held.memory.dtype)].itemsize
-
-
 def padded_bytes(held: SlotRows) -> int:
-    """The same with what aligns the next tensor."""
-    return math.ceil(row_bytes(held) / _ALIGNMENT) * _ALIGNMENT
+    """The bytes of what a keeper holds of a slot's tensor, with what aligns the next one."""
+    groups, _, size = held.memory.shape
+    nbytes = groups * held.rows * size * NUMPY_DTYPES[str(held.memory.dtype)].itemsize
+    return math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
 
 
 def copies_in(held: Iterable[SlotRows], memory: np.ndarray) -> Iterator[RowCopy]:
@@ -115,6 +111,7 @@ def copies_in(held: Iterable[SlotRows], memory: np.ndarray) -> Iterator[RowCopy]
     place = 0
     for each in held:
         groups, _, size = each.memory.shape
-        values = memory[place : place + row_bytes(each)].view(NUMPY_DTYPES[str(each.memory.dtype)])
-        yield RowCopy(each.name, each.memory, values.reshape(groups, each.rows, size), each.rows, each.first)
+        values = memory[place : place + padded_bytes(each)].view(NUMPY_DTYPES[str(each.memory.dtype)])
+        values = values[: groups * each.rows * size].reshape(groups, each.rows, size)
+        yield RowCopy(each.name, each.memory, values, each.rows, each.first)
         place += padded_bytes(each)

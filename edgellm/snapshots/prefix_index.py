@@ -18,18 +18,12 @@ def token_key(token_ids: Sequence[int] | np.ndarray) -> bytes:
     return np.asarray(token_ids, np.int64).astype(">u4").tobytes()
 
 
-def key_tokens(key: bytes) -> tuple[int, ...]:
-    """The token ids of a key."""
-    return tuple(np.frombuffer(key, ">u4").tolist())
-
-
 def common_tokens(first: bytes, second: bytes) -> int:
     """How many tokens two keys have in common from their beginning."""
-    longest = min(len(first), len(second))
-    differs = np.frombuffer(first, np.uint32, longest // _ID_BYTES) != np.frombuffer(
-        second, np.uint32, longest // _ID_BYTES
-    )
-    return int(np.argmax(differs)) if differs.any() else longest // _ID_BYTES
+    longest = min(len(first), len(second)) // _ID_BYTES
+    one, other = (np.frombuffer(key, np.uint32, longest) for key in (first, second))
+    differs = one != other
+    return int(np.argmax(differs)) if differs.any() else longest
 
 
 def reusable_rows(common: int, prompt_tokens: int, draft_rows: int | None = None) -> int:

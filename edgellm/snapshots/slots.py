@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
@@ -237,7 +236,7 @@ class SlotSnapshots:
             self._reserve([stored])
             return stored
         snapshot = mapped.unread(self._backend.host_memory)
-        with self._opened(path, identity) as descriptor:
+        with opened_unchanged(path, identity) as descriptor:
             verify_snapshot(path, snapshot, self._uploader.read(descriptor, snapshot))
         self.store.add_file(path)
         return self.store.put(snapshot)
@@ -259,32 +258,24 @@ class SlotSnapshots:
         snapshot = self.store.open(stored)
         self._check(stored.path, snapshot, binding)
         copies = self._copies(slot, snapshot, tokens)
+        found: list[Findings] = []
         if not snapshot.is_mapped:
-            self._runner.base.expect_rows(self._arriving(self._uploader.upload(copies)))
+            transfers = self._uploader.upload(copies)
         elif snapshot.is_verified:
-            self._runner.base.expect_rows(self._arriving(self._from_file(stored, snapshot, copies, None)))
+            transfers = self._from_file(stored, snapshot, copies, None)
         else:  # damage is to be known before anything is computed
-            found: list[Findings] = []
-            self._runner.base.expect_rows(list(self._arriving(self._from_file(stored, snapshot, copies, found))))
+            transfers = iter(list(self._from_file(stored, snapshot, copies, found)))
+        named = ((name.removeprefix(STATE_PREFIX).removeprefix("base."), transfer) for name, transfer in transfers)
+        self._runner.base.expect_rows(named)
+        if found:
             verify_snapshot(stored.path, snapshot, found[0])
-
-    def _arriving(self, transfers: Iterable[tuple[str, Transfer]]) -> Iterator[tuple[str, Transfer]]:
-        """The transfers by the names that runners have for their states."""
-        for name, transfer in transfers:
-            yield name.removeprefix(STATE_PREFIX).removeprefix("base."), transfer
 
     def _from_file(
         self, stored: StoredSnapshot, snapshot: Snapshot, copies: Iterable[RowCopy], findings: list[Findings] | None
     ) -> Iterator[tuple[str, Transfer]]:
-        with self._opened(stored.path, stored.identity) as descriptor:
+        assert stored.path is not None  # which it is a map of
+        with opened_unchanged(stored.path, stored.identity) as descriptor:
             yield from self._uploader.upload_file(descriptor, snapshot, copies, findings)
-
-    @contextmanager
-    def _opened(self, path: Path | None, identity: tuple[int, ...] | None) -> Iterator[int]:
-        with opened_unchanged(path, identity) as descriptor:
-            if descriptor is None:
-                raise SnapshotError(f"{path} changed while it was opened", "replaced")
-            yield descriptor
 
     def _reserve(self, stored: Sequence[StoredSnapshot]) -> None:
         """Make what files are read through before a request waits for it."""

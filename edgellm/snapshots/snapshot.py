@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -124,9 +124,7 @@ class Snapshot:
         encoded = len(encoded).to_bytes(8, "little") + encoded
         content = allocate(len(encoded) + position)
         content[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-        moved = {
-            name: TensorPlace(place.dtype, place.shape, place.offset + len(encoded)) for name, place in places.items()
-        }
+        moved = {name: replace(place, offset=place.offset + len(encoded)) for name, place in places.items()}
         return cls(facts, content, moved, is_mapped=False, prompt=prompt)
 
     def unread(self, allocate: Callable[[int], np.ndarray]) -> Snapshot:

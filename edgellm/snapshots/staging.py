@@ -61,20 +61,18 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 @contextmanager
-def opened_unchanged(path: Path | None, identity: tuple[int, ...] | None) -> Iterator[int | None]:
-    """A descriptor for reading the file, None where there is none any more that has this `identity`, but for the time
-    of its last change: another process may have touched it."""
-    descriptor = None
-    with suppress(OSError):
-        descriptor = None if path is None else os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def opened_unchanged(path: Path, identity: tuple[int, ...] | None) -> Iterator[int]:
+    """A descriptor for reading the file; SnapshotError where there is none any more that has this `identity`, but for
+    the time of its last change: another process may have touched it."""
+    changed = SnapshotError(f"{path} changed while it was opened", "replaced")
     try:
-        if descriptor is None or identity is None or not same_content(_identity(os.fstat(descriptor)), identity):
-            yield None
-        else:
-            yield descriptor
-    finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        file = path.open("rb", buffering=0)
+    except OSError as error:
+        raise changed from error
+    with file:
+        if identity is None or not same_content(_identity(os.fstat(file.fileno())), identity):
+            raise changed
+        yield file.fileno()
 
 
 def last_used(path: Path) -> int:

@@ -1,17 +1,14 @@
 """Recurrent states at chosen places of texts, kept on the host, so that texts which begin alike go on from there.
 
-KV rows can be cut to any prefix; a recurrent state is of one place alone. So where a slot's rows share a prefix with a
-prompt, the prompt goes on from the latest place of that prefix at which there is a state: where the slot itself is now,
-or a kept one. These places are chosen as a prompt is computed (`chosen_places`):
+KV rows can be cut to any prefix; a recurrent state is of one place alone. So a prompt goes on from the latest place of
+the prefix that it shares with a slot's rows at which there is a state: where the slot itself is now (the end of an
+answer, which is kept when a next turn goes on from it), or a kept one. As a prompt is computed `chosen_places` chooses:
 
 - where it parts from other texts, which is the end of a system prompt that conversations share;
 - behind its last image, of which something else may be asked;
-- a few tokens before its end: chat templates render what they ask the model with (the beginning of the answer, or of
-  its reasoning) otherwise, or not at all, once the answer is history, so the next turn departs there. The same prompt
-  asked again goes on from there, too;
+- a few tokens before its end, where the next turn departs: chat templates render what they ask the model with (the
+  beginning of the answer, or of its reasoning) otherwise, or not at all, once the answer is history;
 - every so many tokens of a long one.
-
-The end of an answer is where its slot is when it ended. It is kept when a next turn goes on from it.
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ import numpy as np
 
 from edgellm.engines.errors import DeviceMemoryError
 from edgellm.engines.runners.prompt_images import TokenIdentity
-from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.snapshots.preempted_rows import copies_in, padded_bytes
 
@@ -60,7 +56,7 @@ class StateKeeper:
         self._states, self._backend = runner.base.states, runner.backend
         self._has_draft = runner.draft is not None
         #: What one state takes, and how many there may be.
-        self.size = sum(map(padded_bytes, self._held(0)))
+        self.size = sum(map(padded_bytes, self._states.recurrent_of_slot(0)))
         self.most = budget // self.size
         runner.base.memory_plan.host[KEPT_STATES] = budget
         #: By use, the least recent first: how many tokens are before the place, and the state.
@@ -85,7 +81,7 @@ class StateKeeper:
         memory = self._memory()
         if memory is None:
             return
-        for copy in copies_in(self._held(slot), memory):
+        for copy in copies_in(self._states.recurrent_of_slot(slot), memory):
             self._backend.download_rows(copy.cache, copy.values, copy.rows)
         self._kept[key], self._looked_up = (place, memory), None
 
@@ -94,7 +90,7 @@ class StateKeeper:
         places = self._places(tokens, adapter)
         self._kept.move_to_end(places[min(places)])  # the beginning that most share
         self._kept.move_to_end(places[place])
-        for copy in copies_in(self._held(slot), self._kept[places[place]][1]):
+        for copy in copies_in(self._states.recurrent_of_slot(slot), self._kept[places[place]][1]):
             self._backend.upload_rows(copy.cache, copy.values, copy.rows)
 
     def chosen(
@@ -131,9 +127,6 @@ class StateKeeper:
             latest = self._looked_up = tokens, adapter, found
         return latest[2]
 
-    def _held(self, slot: int) -> list[SlotRows]:
-        return list(self._states.recurrent_of_slot(slot))
-
     def _memory(self) -> np.ndarray | None:
         """Memory for one more; None where there is no room for any."""
         if len(self._kept) < self.most:
@@ -169,17 +162,14 @@ def chosen_places(
 
 
 def _prefix_digests(tokens: Sequence[TokenIdentity], places: Iterable[int]) -> Iterator[bytes]:
-    """The SHA-256 of the tokens before each of the places, which ascend."""
+    """The SHA-256 of the tokens before each of the places, which ascend: of int64, ids as they are, tokens of images as
+    negative numbers that their contents make."""
     digest, done = hashlib.sha256(), 0
     for place in places:
-        digest.update(_numbers(tokens[done:place]).tobytes())
+        numbers = [_number(*token) if isinstance(token, tuple) else token for token in tokens[done:place]]
+        digest.update(np.asarray(numbers, np.int64).tobytes())
         yield digest.digest()
         done = place
-
-
-def _numbers(tokens: Sequence[TokenIdentity]) -> np.ndarray:
-    """Tokens as [N] int64: ids as they are, those of images as negative numbers that their contents make."""
-    return np.asarray([_number(*token) if isinstance(token, tuple) else token for token in tokens], np.int64)
 
 
 def _number(image: str, index: int) -> int:

@@ -10,10 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from edgellm.errors import SnapshotError
 from edgellm.snapshots.binding import SnapshotBinding, binding_key
 from edgellm.snapshots.file import read_snapshot, write_snapshot
-from edgellm.snapshots.prefix_index import PrefixIndex, key_tokens, token_key
+from edgellm.snapshots.prefix_index import PrefixIndex, token_key
 from edgellm.snapshots.snapshot import Snapshot, SnapshotFacts
 from edgellm.snapshots.staging import (
     SUFFIX,
@@ -53,7 +55,7 @@ class StoredSnapshot:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """The tokens that it holds rows of."""
-        return key_tokens(self.key)
+        return tuple(np.frombuffer(self.key, ">u4").tolist())
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,14 @@ class SnapshotStore:
         paths = sorted(self.folder.glob(f"*{SUFFIX}"), key=last_used)
         for path in [path for path in known if path not in paths]:
             self._forget_file(known[path])
-        for path in [path for path in self.refused if path not in paths or self._has_changed(path)]:
+        for path in [
+            path for path in self.refused if path not in paths or self._refused_files[path] != file_identity(path)
+        ]:
             del self.refused[path]
         for path in paths:
             if path not in known and path not in self.refused:
                 try:
-                    self._add_file(path, counted=True)
+                    self.add_file(path, counted=True)
                 except SnapshotError as error:
                     logger.warning("%s", error)
                     self._refuse(path, error)
@@ -151,9 +155,22 @@ class SnapshotStore:
             self.scan()
             return path, self._make_room(stored)
 
-    def add_file(self, path: Path) -> StoredSnapshot:
-        """Use a snapshot that lies anywhere; it does not count for the disk budget. Raises SnapshotError."""
-        return self._add_file(path, counted=False)
+    def add_file(self, path: Path, counted: bool = False) -> StoredSnapshot:
+        """Use a snapshot that lies anywhere; where it is `counted`, for the disk budget, it is one of the folder.
+
+        Raises SnapshotError.
+        """
+        snapshot = read_snapshot(path)
+        with self._lock:
+            stored = self._stored(snapshot)
+            if counted and stored in self._disk and stored.path != path:
+                raise SnapshotError(f"{path} holds the same snapshot as {stored.path}: remove one", "duplicate")
+            if counted or stored.path is None:
+                self._close_map(stored)
+                stored.path = path
+            if counted:
+                self._disk[stored] = None
+            return stored
 
     def find(
         self, binding: SnapshotBinding, prompt_ids: Sequence[int], cut: Callable[[int, int], int] | None = None
@@ -232,7 +249,7 @@ class SnapshotStore:
     def snapshots(self) -> list[StoredSnapshot]:
         """All that can be used."""
         with self._lock:
-            return list(dict.fromkeys([*self._memory, *self._disk, *self._outside()]))
+            return [stored for index in self._indexes.values() for stored in index]
 
     @property
     def memory_bytes(self) -> int:
@@ -249,22 +266,6 @@ class SnapshotStore:
     def _refuse(self, path: Path, error: SnapshotError) -> None:
         self.refused[path] = error
         self._refused_files[path] = file_identity(path)
-
-    def _has_changed(self, path: Path) -> bool:
-        return self._refused_files.get(path) != file_identity(path)
-
-    def _add_file(self, path: Path, counted: bool) -> StoredSnapshot:
-        snapshot = read_snapshot(path)
-        with self._lock:
-            stored = self._stored(snapshot)
-            if counted and stored in self._disk and stored.path != path:
-                raise SnapshotError(f"{path} holds the same snapshot as {stored.path}: remove one", "duplicate")
-            if counted or stored.path is None:
-                self._close_map(stored)
-                stored.path = path
-            if counted:
-                self._disk[stored] = None
-            return stored
 
     def _stored(self, snapshot: Snapshot) -> StoredSnapshot:
         """The entry of a snapshot's binding and tokens, new or not."""
@@ -290,10 +291,6 @@ class SnapshotStore:
             with suppress(SnapshotError):
                 delete_file(removed[-1])
         return removed
-
-    def _outside(self) -> list[StoredSnapshot]:
-        everything = [stored for index in self._indexes.values() for stored in index]
-        return [stored for stored in everything if stored.path is not None and stored not in self._disk]
 
     def _forget_file(self, stored: StoredSnapshot) -> None:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ _QUESTIONS = ("Hello!", "7 + 5 = ?")
 _LONGEST_LABEL = 40
 #: The most characters of a `PromptRecord`'s JSON, so that what anybody wrote is checked within a second.
 LARGEST_RECORD = 4 << 20
-_DIGEST_DIGITS = frozenset("0123456789abcdef")
 #: Text, or the parts of a message, images among them.
 SystemPrompt = str | Sequence[dict[str, Any]]
 #: Descriptions of functions that the model may call, as chat templates take them.
@@ -162,9 +162,10 @@ def _check_parts(parts: Any) -> None:
     if not isinstance(parts, list) or not parts:
         raise RequestError(f"content is a {type(parts).__name__}: expected text, or a list of parts")
     for number, part in enumerate(parts, 1):
-        keys = set(part) if isinstance(part, dict) else set()
-        is_text = keys == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str)
-        if not is_text and not (keys == {"type", "digest"} and part["type"] == "image" and _is_digest(part["digest"])):
+        kind = part.get("type") if isinstance(part, dict) and len(part) == 2 else None
+        is_text = kind == "text" and isinstance(part.get("text"), str)
+        digest = part.get("digest") if kind == "image" else None
+        if not is_text and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
             raise RequestError(f"part {number} of content is neither a text nor the digest of an image")
 
 
@@ -172,7 +173,3 @@ def _check_texts(value: Any, what: str) -> None:
     """Raise RequestError where a text in a JSON value has half of a surrogate pair, which is no character."""
     for text in strings_in(value):
         check_encodable(text, what)
-
-
-def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and len(value) == 64 and set(value) <= _DIGEST_DIGITS

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from weakref import ReferenceType, ref
 
 import numpy as np
 
 from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.kernels.arrays import Array
-from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, SectionFindings, combined_findings
+from edgellm.snapshots.content_digest import DIGEST_BYTES, Findings, Section, combined_findings
 from edgellm.snapshots.file import Part, SectionReader
 from edgellm.snapshots.snapshot import Snapshot
 
@@ -55,12 +56,12 @@ class Uploader:
         #: Of the file that the staging memory holds the rows of: its map, and the sections by their offsets.
         self._held: ReferenceType[Snapshot] | None = None
         self._held_sections: dict[int, np.ndarray] = {}
-        self._reader: SectionReader | None = None
+        self._reader = SectionReader()
 
     def reserve(self, nbytes: int) -> None:
         """Make what a file of that size goes through, which takes milliseconds, before a request waits for it."""
         self._staged(nbytes)
-        self._threads().reserve()
+        self._reader.reserve()
 
     def upload(self, copies: Iterable[RowCopy]) -> Iterator[tuple[str, Transfer]]:
         """Set the caches' rows beside what is enqueued later, a copy whenever the next one is asked for: gives names of
@@ -84,18 +85,19 @@ class Uploader:
         self._backend.begin_beside()
         wanted = {each.name: each for each in copies if each.rows}
         if findings is None and self._held is not None and self._held() is snapshot:
-            yield from self._upload_held(snapshot, wanted)
+            held = ((each, self._held_sections[each.offset]) for each in snapshot.sections if each.name in wanted)
+            yield from self._send(held, wanted)
             return
         self.forget()
         rounds = self._rounds(snapshot, wanted, whole=findings is not None)
-        examined: list[tuple[Section, SectionFindings]] = []
+        examined: list[tuple[int, Findings]] = []
         for placed in rounds:
             yield from self._upload_round(descriptor, placed, wanted, None if findings is None else examined)
         if len(rounds) == 1 and all(len(target) == 1 for _, target, _ in rounds[0]):
             self._held = ref(snapshot)
             self._held_sections = {section.offset: target for section, target, _ in rounds[0]}
         if findings is not None:
-            findings.append(combined_findings(sorted(examined, key=lambda each: each[0].offset)))
+            findings.append(combined_findings(each for _, each in sorted(examined, key=itemgetter(0))))
 
     def _rounds(self, snapshot: Snapshot, wanted: Mapping[str, RowCopy], whole: bool) -> list[list[Placed]]:
         """What the staging memory takes at a time: sections in the order of `wanted`, and others first if `whole`."""
@@ -111,36 +113,27 @@ class Uploader:
         descriptor: int,
         placed: Sequence[Placed],
         wanted: Mapping[str, RowCopy],
-        examined: list[tuple[Section, SectionFindings]] | None,
+        examined: list[tuple[int, Findings]] | None,
     ) -> Iterator[tuple[str, Transfer]]:
         """Read sections and copy each when it has arrived; `examined` gets what is found (None: nothing is hashed)."""
         if self._under_way:  # the last of them is done when all are, which read what is going to be overwritten
             self._under_way.pop().wait()
         parts, numbers = _parts(placed, self._staged(0), _READ_BYTES if examined is None else 0)
-        reading = self._threads().read(descriptor, parts, examined is not None)
-        try:
+        reading = self._reader.read(descriptor, parts, examined is not None)
+
+        def arrived() -> Iterator[tuple[Section, np.ndarray]]:
             for number, (section, target, _) in zip(numbers, placed, strict=True):
-                copy = wanted.get(section.name)
-                if copy is None:
-                    continue
-                reading.wait_for(number)
-                transfer = self._send(copy, section, target)
-                if section.first + section.groups == copy.cache.shape[0]:
-                    yield section.name, transfer
+                if section.name in wanted:
+                    reading.wait_for(number)
+                    yield section, target
+
+        try:
+            yield from self._send(arrived(), wanted)
             found = reading.findings()
             if examined is not None:
-                examined += [(part.section, each) for part, each in zip(parts, found, strict=True)]
+                examined += [(part.offset, each) for part, each in zip(parts, found, strict=True)]
         finally:
             reading.stop()
-
-    def _upload_held(self, snapshot: Snapshot, wanted: Mapping[str, RowCopy]) -> Iterator[tuple[str, Transfer]]:
-        """From the staging memory as it is."""
-        for section in snapshot.sections:
-            copy = wanted.get(section.name)
-            if copy is not None:
-                transfer = self._send(copy, section, self._held_sections[section.offset])
-                if section.first + section.groups == copy.cache.shape[0]:
-                    yield section.name, transfer
 
     def read(self, descriptor: int, snapshot: Snapshot) -> Findings:
         """Fill the content of a snapshot, whose places are known, from its open file; what is found in it.
@@ -149,38 +142,38 @@ class Uploader:
         """
         end = Section(snapshot.nbytes - DIGEST_BYTES, DIGEST_BYTES)
         parts = [
-            Part(
-                snapshot.content[section.offset :][: section.nbytes].reshape(1, -1),
-                section.offset,
-                section.nbytes,
-                section,
-            )
+            Part(snapshot.content[offset : offset + nbytes].reshape(1, -1), offset, nbytes, section)
             for section in (*snapshot.sections, end)
+            for offset, nbytes, *_ in (section,)
         ]
-        reading = self._threads().read(descriptor, parts, is_hashed=True)
+        reading = self._reader.read(descriptor, parts, is_hashed=True)
         try:
-            return combined_findings(zip(snapshot.sections, reading.findings()[:-1], strict=True))
+            return combined_findings(reading.findings()[:-1])
         finally:
             reading.stop()
 
     def close(self) -> None:
         """End the threads and let go of the memory; nothing may be under way."""
-        if self._reader is not None:
-            self._reader.close()
-        self._reader, self._staging, self._under_way = None, None, []
+        self._reader.close()
+        self._reader, self._staging, self._under_way = SectionReader(), None, []  # what is made has no threads yet
         self.forget()
 
     def forget(self) -> None:
         """Read what the memory still holds of a file again when it is asked for."""
         self._held, self._held_sections = None, {}
 
-    def _send(self, copy: RowCopy, section: Section, target: np.ndarray) -> Transfer:
-        """Copy a section that has arrived."""
-        cache = copy.cache[section.first : section.first + section.groups]
-        values = target.reshape(-1).view(copy.values.dtype).reshape(section.groups, -1, copy.values.shape[2])
-        transfer = self._backend.upload_rows_beside(cache, values, copy.rows, copy.first)
-        self._under_way = [transfer]
-        return transfer
+    def _send(
+        self, arrived: Iterable[tuple[Section, np.ndarray]], wanted: Mapping[str, RowCopy]
+    ) -> Iterator[tuple[str, Transfer]]:
+        """Copy sections, each with where it is in the staging memory; a tensor's last gives its name and transfer."""
+        for section, target in arrived:
+            copy = wanted[section.name]
+            cache = copy.cache[section.first : section.first + section.groups]
+            values = target.reshape(-1).view(copy.values.dtype).reshape(section.groups, -1, copy.values.shape[2])
+            transfer = self._backend.upload_rows_beside(cache, values, copy.rows, copy.first)
+            self._under_way = [transfer]
+            if section.first + section.groups == copy.cache.shape[0]:
+                yield section.name, transfer
 
     def _staged(self, nbytes: int, least: int = 0) -> np.ndarray:
         """Memory for `nbytes` at a time, or for a part of them, but never less than for `least`."""
@@ -191,11 +184,6 @@ class Uploader:
             self.forget()
             self._staging = self._backend.host_memory(wanted)
         return self._staging
-
-    def _threads(self) -> SectionReader:
-        if self._reader is None:
-            self._reader = SectionReader()
-        return self._reader
 
 
 def _fitting(sections: Sequence[Section], nbytes: int) -> Iterator[list[Section]]:

@@ -17,13 +17,13 @@ from edgellm.structure.typed_values import dataclass_schema, is_dataclass_type, 
 Whitespace = Literal["spaced", "compact", "free"]
 #: Of a regular expression, of a grammar and of all choices.
 MOST_BYTES = {"regex": 16 * 1024, "grammar": 128 * 1024, "choice": 128 * 1024}
-_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+#: What each kind of structure is called in errors.
 _NAMES = {
     "json": "the JSON schema",
-    "json_object": "a JSON object",
     "regex": "the regular expression",
     "choice": "the list of choices",
     "grammar": "the grammar",
+    "json_object": "a JSON object",
 }
 #: JSON's escapes but that of any character by number, which would let a key be spelled in two ways.
 _ESCAPES = '"\\bfnrt'
@@ -63,12 +63,12 @@ class Structure:
     def __post_init__(self) -> None:
         if not isinstance(self.json_object, bool):
             raise RequestError(f"json_object is {shown(self.json_object)}: expected true or false")
-        given = [kind for kind in _KINDS if getattr(self, kind) is not None and getattr(self, kind) is not False]
+        given = [kind for kind in _NAMES if getattr(self, kind) is not None and getattr(self, kind) is not False]
         if self.json is False:
             given.append("json")
         if len(given) != 1:
             raise RequestError(
-                f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_KINDS)}"
+                f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_NAMES)}"
             )
         if not isinstance(self.whitespace, str) or self.whitespace not in get_args(Whitespace):
             expected = ", ".join(get_args(Whitespace))
@@ -116,15 +116,19 @@ class Structure:
         return validate(value) if callable(validate) else value
 
     def _grammar_text(self, kind: str) -> str:
+        from llguidance import LLMatcher
+
         if kind in ("json", "json_object"):
-            return _json_grammar({"type": "object"} if kind == "json_object" else schema_of(self.json), self.whitespace)
+            schema = json.dumps(enforced_schema({"type": "object"} if kind == "json_object" else schema_of(self.json)))
+            try:
+                return str(LLMatcher.grammar_from_json_schema(schema, overrides=json_options(self.whitespace)))
+            except ValueError as error:
+                raise RequestError(f"the JSON schema cannot be enforced ({error}): say it in another way") from error
         if kind == "choice":
             alternatives = " | ".join(json.dumps(each, ensure_ascii=False) for each in self.choice or ())
             return _lark(f"start: {alternatives}")
         text = _checked_text(kind, getattr(self, kind))
         if kind == "regex":
-            from llguidance import LLMatcher
-
             return str(LLMatcher.grammar_from_regex(text))
         bare = _LITERALS.sub('""', text)
         wrong = _NOT_ENFORCED.search(bare)
@@ -163,20 +167,19 @@ def structure_of_response_format(value: Any) -> Structure | None:
         return None
     if isinstance(value, type):  # as OpenAI's own client takes a class
         return Structure(json=value)
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    objects: list[set[str]] = [set(), {"schema"}, {"value"}]
-    known = {"text": objects[:1], "json_object": objects, "json_schema": [{"json_schema"}]}
-    if not isinstance(kind, str) or set(value) - {"type"} not in known.get(kind, []):
+    given = dict(value) if isinstance(value, Mapping) else {}
+    kind = given.pop("type", None)
+    if kind == "text" and not given:
+        return None
+    if kind == "json_object" and list(given) in ([], ["schema"], ["value"]):
+        schema = next(iter(given.values()), None)
+        return Structure(json_object=True) if schema is None else Structure(json=schema)
+    if kind != "json_schema" or list(given) != ["json_schema"]:
         raise RequestError(
             f"response_format is {shown(value)}: expected {{'type': 'text'}}, {{'type': 'json_object'}} or "
             "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': ...}}"
         )
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        schema = value.get("schema", value.get("value"))
-        return Structure(json_object=True) if schema is None else Structure(json=schema)
-    described = value.get("json_schema")
+    described = given["json_schema"]
     extra = set(described) - {"name", "description", "schema", "strict"} if isinstance(described, Mapping) else {"none"}
     if extra or "schema" not in described:
         raise RequestError(
@@ -188,11 +191,11 @@ def structure_of_response_format(value: Any) -> Structure | None:
 
 def schema_of(value: Any) -> Any:
     """The JSON schema of a structure's `json`: of a class, or as it was given; RequestError for what is neither."""
-    if is_dataclass_type(value) and not callable(getattr(value, "model_json_schema", None)):
-        return dataclass_schema(value)
     describe = getattr(value, "model_json_schema", None)
     if callable(describe):
         return describe()
+    if is_dataclass_type(value):
+        return dataclass_schema(value)
     if isinstance(value, type) or not isinstance(value, (Mapping, bool)):
         raise RequestError(
             f"json is {shown(value)}: expected a JSON schema (a dictionary), a dataclass, or a class with "
@@ -201,26 +204,16 @@ def schema_of(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
-def json_options(whitespace: Whitespace = "spaced") -> dict[str, Any]:
+def json_options(whitespace: Whitespace = "spaced") -> Any:
     """How llguidance is to write the JSON of a schema that was walked (`enforced_schema`)."""
-    separators = {"spaced": (", ", ": "), "compact": (",", ":"), "free": (",", ":")}[whitespace]
+    space = " " if whitespace == "spaced" else ""
     return {
-        "item_separator": separators[0],
-        "key_separator": separators[1],
+        "item_separator": f",{space}",
+        "key_separator": f":{space}",
         "whitespace_flexible": whitespace == "free",
         "coerce_one_of": True,  # the walk has found that no value fulfils two alternatives
         "json_allowed_escapes": _ESCAPES,
     }
-
-
-def _json_grammar(schema: Any, whitespace: Whitespace) -> str:
-    from llguidance import LLMatcher
-
-    options: Any = json_options(whitespace)
-    try:
-        return str(LLMatcher.grammar_from_json_schema(json.dumps(enforced_schema(schema)), overrides=options))
-    except ValueError as error:
-        raise RequestError(f"the JSON schema cannot be enforced ({error}): say it in another way") from error
 
 
 def _lark(text: str) -> str:

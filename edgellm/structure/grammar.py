@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +17,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from edgellm.engines.speculation.constraints import mask_of, mask_words
 from edgellm.errors import ConstraintError, RequestError
-from edgellm.structure.steps import check_grammar
+from edgellm.structure.steps import RecentlyUsed, check_grammar
 
 if TYPE_CHECKING:
     from edgellm.text.tokenizer import Tokenizer
@@ -54,11 +53,12 @@ class Grammar:
         self._make, self._matcher, self._lock = make, make(), threading.Lock()
         #: Counts the matchers whose copies were given up.
         self.generation = 0
-        self._masks: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
-        self._most = max(1, MASK_BYTES // self.ending_mask.nbytes)
-        self._forced: OrderedDict[tuple[int, ...], list[int]] = OrderedDict()
-        #: How often a mask was asked for, and found.
-        self.lookups = self.hits = 0
+        #: Masks, and the first `MOST_FORCED` forced tokens, by the tokens before: llguidance has no name for a state.
+        #: Different answers and the trees of different rounds share them.
+        self.masks: RecentlyUsed[tuple[int, ...], np.ndarray] = RecentlyUsed(
+            max(1, MASK_BYTES // self.ending_mask.nbytes)
+        )
+        self.forced: RecentlyUsed[tuple[int, ...], list[int]] = RecentlyUsed(FORCED_PLACES)
 
     def matcher(self) -> tuple[LLMatcher, int]:
         """A matcher at the beginning, and its generation."""
@@ -71,36 +71,6 @@ class Grammar:
         with self._lock:
             if generation == self.generation:
                 self._matcher, self.generation = self._make(), generation + 1
-
-    def mask(self, path: tuple[int, ...]) -> np.ndarray | None:
-        """The mask behind these tokens, where it is known. llguidance has no name for a state: the tokens since the
-        beginning are one, which different answers and the trees of different rounds share."""
-        with self._lock:
-            self.lookups += 1
-            found = self._masks.get(path)
-            if found is not None:
-                self.hits += 1
-                self._masks.move_to_end(path)
-            return found
-
-    def keep_mask(self, path: tuple[int, ...], mask: np.ndarray) -> None:
-        """Know the mask behind these tokens, until others are used more."""
-        with self._lock:
-            self._masks[path] = mask
-            if len(self._masks) > self._most:
-                self._masks.popitem(last=False)
-
-    def forced(self, path: tuple[int, ...]) -> list[int] | None:
-        """The tokens that are forced behind these, the first `MOST_FORCED` of them, where they are known."""
-        with self._lock:
-            return self._forced.get(path)
-
-    def keep_forced(self, path: tuple[int, ...], tokens: list[int]) -> None:
-        """Know them, until there are too many others."""
-        with self._lock:
-            self._forced[path] = tokens
-            if len(self._forced) > FORCED_PLACES:
-                self._forced.popitem(last=False)
 
 
 class GrammarConstraint:
@@ -117,15 +87,14 @@ class GrammarConstraint:
         self._endings = 0  # the matcher never sees the end of sequence
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         grammar, words = self._grammar, row.view(np.int32)
         if len(words) != len(grammar.ending_mask) or not words.flags.c_contiguous:
             raise ValueError(f"a mask has {len(row)} words: expected {len(grammar.ending_mask)}, contiguous")
         if self._endings:
             words[:] = grammar.ending_mask.view(np.int32)
             return
-        path = tuple(self._path) if len(self._path) <= CACHED_TOKENS else None
-        known = None if path is None else grammar.mask(path)
+        path = self._cached_path
+        known = None if path is None else grammar.masks.find(path)
         if known is not None:
             words[:] = known
             return
@@ -144,7 +113,11 @@ class GrammarConstraint:
                 "lacks what it asks for next"
             )
         if path is not None:
-            grammar.keep_mask(path, words.copy())
+            grammar.masks.keep(path, words.copy())
+
+    @property
+    def _cached_path(self) -> tuple[int, ...] | None:
+        return tuple(self._path) if len(self._path) <= CACHED_TOKENS else None
 
     def try_advance(self, token: int) -> bool:
         """See `TokenConstraint`. Raises ConstraintError where the grammar cannot be followed any further."""
@@ -161,7 +134,6 @@ class GrammarConstraint:
         return False
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         ended = min(count, self._endings)
         self._endings -= ended
         if count > ended:
@@ -174,12 +146,12 @@ class GrammarConstraint:
         """See `TokenConstraint`; the end of sequence is forced, too, the first of several."""
         if self._endings:
             return []
-        path = tuple(self._path) if len(self._path) <= CACHED_TOKENS else None
-        known = None if path is None else self._grammar.forced(path)
+        path = self._cached_path
+        known = None if path is None else self._grammar.forced.find(path)
         if known is None:
             known = self._spelled_ahead(max(most, MOST_FORCED))
             if path is not None:
-                self._grammar.keep_forced(path, known)
+                self._grammar.forced.keep(path, known)
         return known[:most]
 
     def _spelled_ahead(self, most: int) -> list[int]:
@@ -197,11 +169,9 @@ class GrammarConstraint:
         return False
 
     def is_complete(self) -> bool:
-        """See `TokenConstraint`."""
         return bool(self._endings or self._live().is_accepting())
 
     def is_stopped(self) -> bool:
-        """See `TokenConstraint`."""
         return bool(self._endings or self._live().is_stopped())
 
     def _check(self) -> None:
@@ -266,8 +236,7 @@ class GrammarVocabulary:
         `definition`; None is that of single bytes."""
         self._definition = definition
         self._tokenizer, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, tuple(eos_token_ids)
-        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
-        self._lock = threading.Lock()
+        self._grammars: RecentlyUsed[str, Grammar] = RecentlyUsed(MOST_GRAMMARS)
 
     @classmethod
     def of_tokenizer(cls, model: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> GrammarVocabulary:
@@ -330,18 +299,11 @@ class GrammarVocabulary:
 
     def compiled(self, grammar: str, what: str = "the structure") -> Grammar:
         """A grammar, compiled once and tried; see `constraint_for`."""
-        with self._lock:
-            found = self._grammars.get(grammar)
-            if found is not None:
-                self._grammars.move_to_end(grammar)
-                return found
-        check_grammar(self._definition, grammar, what)
-        compiled = self.compiled_anew(grammar, what)
-        with self._lock:
-            self._grammars[grammar] = compiled
-            if len(self._grammars) > MOST_GRAMMARS:
-                self._grammars.popitem(last=False)
-        return compiled
+        found = self._grammars.find(grammar)
+        if found is None:
+            check_grammar(self._definition, grammar, what)
+            found = self._grammars.keep(grammar, self.compiled_anew(grammar, what))
+        return found
 
     def compiled_anew(self, grammar: str, what: str) -> Grammar:
         """A grammar, compiled and tried in this process; see `constraint_for`."""

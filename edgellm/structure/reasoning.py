@@ -82,16 +82,14 @@ class AfterReasoning:
         return self._begin is not None and not self._reasoning and not self._answered
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         if self._thinks:
             row.view(np.uint32)[:] = self._everything
             return
         self._rules.fill_mask(row)
-        if self._is_undecided and self._begin is not None:
+        if self._begin is not None and self._is_undecided:
             row.view(np.uint32)[self._begin >> 5] |= np.uint32(1 << (self._begin & 31))
 
     def try_advance(self, token: int) -> bool:
-        """See `TokenConstraint`."""
         if self._thinks or (self._is_undecided and token == self._begin):
             if not 0 <= token < self._vocab_size:
                 return False
@@ -102,7 +100,6 @@ class AfterReasoning:
         return consumed
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         answered = min(count, self._answered)
         if answered:
             self._rules.rollback(answered)
@@ -110,17 +107,13 @@ class AfterReasoning:
         del self._reasoning[len(self._reasoning) - (count - answered) :]
 
     def forced(self, most: int) -> list[int]:
-        """See `TokenConstraint`."""
         return [] if self._thinks or self._is_undecided else self._rules.forced(most)
 
     def is_free(self) -> bool:
-        """See `TokenConstraint`."""
         return self._thinks or self._rules.is_free()
 
     def is_complete(self) -> bool:
-        """See `TokenConstraint`."""
         return not self._thinks and self._rules.is_complete()
 
     def is_stopped(self) -> bool:
-        """See `TokenConstraint`."""
         return not self._thinks and not self._is_undecided and self._rules.is_stopped()

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import json
-import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from itertools import count, product
+from math import inf, isfinite
+from typing import Any
 from urllib.parse import unquote
 
 from edgellm.errors import RequestError, shown
+from edgellm.structure.schema_alternatives import Alternatives, allowed_types
 from edgellm.structure.schema_keywords import (
     ANNOTATIONS,
     CHECKS,
@@ -24,7 +25,6 @@ from edgellm.structure.schema_keywords import (
     MAPPINGS,
     NOT_ENFORCED,
     SCHEMAS,
-    TYPES,
     check_pattern,
     meant_keyword,
     schema_error,
@@ -36,14 +36,12 @@ from edgellm.structure.steps import Steps, check_path, folded
 MOST_LEVELS, MOST_VALUES, MOST_BYTES, MOST_ENFORCED_BYTES = 60, 50_000, 2**20, 128 * 1024
 #: Properties of one object that may be left out: a parser looks ahead at all of them.
 MOST_OPTIONAL = 400
-#: Alternatives of a oneOf that are narrowed to be apart from one another: each is compared with each.
-MOST_SEPARATED = 30
 #: Patterns, formats and lengths that one text has to fulfil together: their automata are multiplied.
 MOST_EXPRESSIONS = 8
 #: A place's name of so many characters is a step of a walk.
 _STEP_CHARACTERS = 64
 _LOW, _HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-_ALL_TYPES = frozenset(TYPES)
+_COUNTS = [("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")]
 
 
 def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
@@ -60,8 +58,9 @@ def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
     enforced = walk.schema(walk.document, "#")
     walk.check_paths()
     walk.check_references()
-    walk.separate_alternatives()
-    walk.check_alternatives()
+    alternatives = Alternatives(walk.found, walk.targets, walk.steps)
+    alternatives.separate()
+    alternatives.check()
     walk.check_narrow_ranges()
     walk.place_references(enforced)
     if (size := len(json.dumps(enforced, ensure_ascii=False).encode())) > MOST_ENFORCED_BYTES:
@@ -74,15 +73,17 @@ def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
 
 def check_json(value: Any) -> None:
     """RequestError for what is no JSON, or more of it than a schema may have."""
-    waiting, count = [(value, 1)], 0
+    waiting, number = [(value, 1)], 0
     while waiting:
         found, level = waiting.pop()
-        count += 1
-        if level > MOST_LEVELS or count > MOST_VALUES:
+        number += 1
+        if level > MOST_LEVELS:
             raise RequestError(
                 f"the JSON schema nests values more than {MOST_LEVELS} deep, or holds itself: use $ref for what recurs"
-                if level > MOST_LEVELS
-                else f"the JSON schema has more than {MOST_VALUES} values: say less in it, or name parts once in $defs"
+            )
+        if number > MOST_VALUES:
+            raise RequestError(
+                f"the JSON schema has more than {MOST_VALUES} values: say less in it, or name parts once in $defs"
             )
         if isinstance(found, dict):
             wrong = [key for key in found if not isinstance(key, str)]
@@ -91,10 +92,9 @@ def check_json(value: Any) -> None:
             waiting += [(each, level + 1) for each in found.values()]
         elif isinstance(found, (list, tuple)):
             waiting += [(each, level + 1) for each in found]
-        elif not (found is None or isinstance(found, (str, bool, int, float))) or found in (math.inf, -math.inf):
-            raise RequestError(f"the JSON schema has {shown(found)}: expected values as JSON has them")
-        elif found != found:
-            raise RequestError("the JSON schema has NaN: expected values as JSON has them")
+        elif not (found is None or isinstance(found, (str, int)) or (isinstance(found, float) and isfinite(found))):
+            what = "NaN" if found != found else shown(found)
+            raise RequestError(f"the JSON schema has {what}: expected values as JSON has them")
     try:
         size = len(json.dumps(value, ensure_ascii=False).encode())
     except UnicodeEncodeError as error:
@@ -111,19 +111,16 @@ class _Walk:
     def __init__(self, document: Any, steps: Steps) -> None:
         self.document = document
         self.found: dict[str, Any] = {}
-        self._steps = steps
+        self.steps = steps
         self._references: list[tuple[str, str]] = []
-        self._targets: dict[str, Any] = {}
-        self._facts: dict[int, _Facts] = {}
-        self._apart: set[tuple[int, int]] = set()
-        self._kept: list[Any] = []  # what these know by its id
+        self.targets: dict[str, Any] = {}
         self._draft = str(document.get("$schema", ""))
         #: The keyword that gives a schema a name of its own, and the place of the innermost with one.
         self._name, self._base = "id" if "draft-04" in self._draft else "$id", "#"
 
     def schema(self, schema: Any, place: str) -> Any:
         """The enforced part of a subschema."""
-        self._steps.take(1 + len(place) // _STEP_CHARACTERS)
+        self.steps.take(1 + len(place) // _STEP_CHARACTERS)
         if isinstance(schema, bool):
             self.found[place] = schema
             return schema
@@ -147,8 +144,8 @@ class _Walk:
                 all_of += self._keyword(meaning, meant, here)
             elif meaning in ENFORCED:
                 enforced[meaning] = self._keyword(meaning, meant, here)
-            elif not _says_nothing(meaning, meant, schema):
-                raise _not_enforced(keyword, place)
+            else:
+                _check_ignored(keyword, meaning, meant, schema, place)
         self._base = outer
         all_of += _write_format(enforced)
         if all_of:
@@ -186,8 +183,8 @@ class _Walk:
     def check_paths(self) -> None:
         """Each $ref leads to a subschema, on a path of bounded length, and few expressions meet on one text."""
         for here, reference in self._references:
-            self._targets[reference] = self.target(reference)
-            if self._targets[reference] is None:
+            self.targets[reference] = self.target(reference)
+            if self.targets[reference] is None:
                 raise schema_error(here, f"is {shown(reference)}, where there is no schema", "a place in this schema")
         places = {id(schema): place for place, schema in self.found.items()}
 
@@ -199,7 +196,7 @@ class _Walk:
 
             if not isinstance(schema, dict):
                 return 0, 0
-            referred = [self._targets[schema["$ref"]]] if "$ref" in schema else []
+            referred = [self.targets[schema["$ref"]]] if "$ref" in schema else []
             links = max(len(referred) + sum(found(0, referred)), *found(0, self._following(schema)))
             check_path(links, "the JSON schema")
             met = len({"pattern", "format"} & set(schema)) + bool({"minLength", "maxLength"} & set(schema))
@@ -216,12 +213,15 @@ class _Walk:
         """The schemas that describe a value, or a part of it, along with this one."""
         if not isinstance(schema, dict):
             return []
-        inner = [each for keyword in schema for each in _subschemas(schema, keyword)]
-        return [self._targets[schema["$ref"]], *inner] if "$ref" in schema else inner
+        found = [self.targets[schema["$ref"]]] if "$ref" in schema else []
+        for keyword, value in schema.items():
+            found += [value] if keyword in SCHEMAS else value if keyword in LISTS else []
+            found += value.values() if keyword in MAPPINGS else []
+        return found
 
     def check_references(self) -> None:
         """There is an end to what each $ref describes."""
-        targets, ending = self._targets, set[str]()
+        targets, ending = self.targets, set[str]()
         while more := {each for each in targets if each not in ending and self._ends(targets[each], ending)}:
             ending |= more
         for here, reference in self._references:
@@ -249,22 +249,19 @@ class _Walk:
         return self.found[plain]
 
     def place_references(self, enforced: dict[str, Any]) -> None:
-        """Put what $refs lead to, and the enforced schema does not have at that place, among its `$defs`."""
+        """Put what $refs lead to, but the whole schema, among its `$defs`."""
         definitions: dict[str, Any] = {}
         places: dict[str, str] = {}
         own = self.document.get("$defs")
-        free = (
-            name for number in count() if (name := f"elsewhere-{number}") not in (own if isinstance(own, dict) else ())
-        )
-        for reference in dict.fromkeys(reference for _, reference in self._references):
-            path, there = _path(reference), enforced
-            for name in path[1:]:
-                there = _within(there, name)
+        names = (f"elsewhere-{number}" for number in count())
+        free = (name for name in names if not isinstance(own, dict) or name not in own)
+        for reference, target in self.targets.items():
+            path = _path(reference)
             if path[1:-1] == ["$defs"]:
-                definitions[path[-1]] = self.target(reference)
-            elif there is not self.target(reference):
-                places[reference] = f"#/$defs/{(name := next(free))}"
-                definitions[name] = self.target(reference)
+                definitions[path[-1]] = target
+            elif target is not enforced:
+                name = next(free)
+                definitions[name], places[reference] = target, f"#/$defs/{name}"
         for schema in self.found.values():
             if isinstance(schema, dict) and schema.get("$ref") in places:
                 schema["$ref"] = places[schema["$ref"]]
@@ -273,7 +270,7 @@ class _Walk:
 
     def _ends(self, schema: Any, ending: set[str]) -> bool:
         """Whether some value of a schema is finite, as far as is known: `ending` are the $refs that have one."""
-        self._steps.take()
+        self.steps.take()
         if isinstance(schema, bool):
             return schema
         if "$ref" in schema and schema["$ref"] not in ending:
@@ -283,84 +280,16 @@ class _Walk:
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema and not any(self._ends(each, ending) for each in schema[keyword]):
                 return False
-        if "const" in schema or "enum" in schema or not _types(schema) <= {"object", "array"}:
+        types = allowed_types(schema)
+        if "const" in schema or "enum" in schema or not types <= {"object", "array"}:
             return True
-        return any(self._container_ends(schema, kind, ending) for kind in _types(schema))
-
-    def _container_ends(self, schema: dict[str, Any], kind: str, ending: set[str]) -> bool:
-        if kind == "object":
-            properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-            return all(self._ends(properties.get(name, others), ending) for name in schema.get("required", ()))
+        properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
         least, first = schema.get("minItems", 0), schema.get("prefixItems", [])
-        needed = [*first[:least], *([schema.get("items", True)] if least > len(first) else [])]
-        return all(self._ends(each, ending) for each in needed)
-
-    def separate_alternatives(self) -> None:
-        """Narrow each alternative of a oneOf to values that fulfil no other, where properties can tell them apart."""
-        for place, schema in list(self.found.items()):
-            alternatives = schema.get("oneOf", ()) if isinstance(schema, dict) else ()
-            if len(alternatives) <= MOST_SEPARATED:
-                narrowed = [self._alone(number, alternatives) for number in range(len(alternatives))]
-                if narrowed and None not in narrowed:
-                    schema["oneOf"] = narrowed
-                    self.found.update({f"{place}/oneOf~/{number}": each for number, each in enumerate(narrowed)})
-
-    def _alone(self, number: int, alternatives: Sequence[Any]) -> Any:
-        """An alternative, with no value that fulfils another; None where none of this is found."""
-        first = alternatives[number]
-        for second in (*alternatives[:number], *alternatives[number + 1 :]):
-            if first is not None and not self._disjoint(first, second):
-                first = self._narrowed(first, second)
-                self._kept.append(first)
-        return first
-
-    def _narrowed(self, first: Any, second: Any) -> dict[str, Any] | None:
-        """The objects of a schema without a property that the second one requires, or with one that has other values
-        there; None where there is no such property."""
-        one, other = self._facts_of(first), self._facts_of(second)
-        if not one.schema or "object" not in one.types:
-            return None
-        known, only_requires = one.schema.get("properties", {}), set(other.schema) <= {"required", "type"}
-        for name in other.required:
-            if name not in one.required and (only_requires or name not in known):
-                return {**first, "type": "object", "properties": {**first.get("properties", {}), name: False}}
-        for name in known:
-            if self._disjoint(one.property(name), other.property(name)):
-                return {**first, "type": "object", "required": [*first.get("required", ()), name]}
-        return None
-
-    def check_alternatives(self) -> None:
-        """No value can fulfil two alternatives of a oneOf, which is then as an anyOf. Those that name values, or values
-        of one required property, are compared by these at once."""
-        for place, schema in self.found.items():
-            groups: dict[str | None, list[tuple[int, Any]]] = {}
-            unnamed: list[tuple[int, Any]] = []
-            by_value: dict[Any, list[tuple[int, Any]]] = {}
-            for number, each in enumerate(schema.get("oneOf", ()) if isinstance(schema, dict) else ()):
-                name, values = self._named_values(each)
-                alike = [other for value in values or () for other in by_value.get((name, value), ())]
-                others = [other for group, held in groups.items() if group != name or values is None for other in held]
-                overlaps = [first for first, other in (*unnamed, *others, *alike) if not self._disjoint(other, each)]
-                if overlaps:
-                    raise schema_error(
-                        f"{place}/oneOf",
-                        f"has alternatives {overlaps[0]} and {number}, which one value may both fulfil",
-                        "alternatives of different type, const or enum, or objects that all require a property "
-                        "whose const tells them apart; or anyOf, where several may hold",
-                    )
-                (unnamed if values is None else groups.setdefault(name, [])).append((number, each))
-                for value in values or ():
-                    by_value.setdefault((name, value), []).append((number, each))
-
-    def _named_values(self, schema: Any) -> tuple[str | None, frozenset[Any] | None]:
-        """The values that a schema names (None), or its first required property that names some; None for neither."""
-        facts = self._facts_of(schema)
-        if facts.values is None and facts.types == {"object"}:
-            for name in facts.required:
-                values = self._facts_of(facts.property(name)).values
-                if values is not None:
-                    return name, values
-        return None, facts.values
+        needed = {
+            "object": [properties.get(name, others) for name in schema.get("required", ())],
+            "array": [*first[:least], *([schema.get("items", True)] if least > len(first) else [])],
+        }
+        return any(all(self._ends(each, ending) for each in needed[kind]) for kind in types)
 
     def check_narrow_ranges(self) -> None:
         """Refuse a range of less than 1 that begins or ends right behind a whole number: llguidance lets that number
@@ -382,97 +311,6 @@ class _Walk:
                             f"is {bound}, with another bound less than 1 away, and {bound} itself would get through",
                             "a bound that is no whole number, such as 0.001 for above 0, or one that may be reached",
                         )
-
-    def _disjoint(self, first: Any, second: Any) -> bool:
-        """Whether no value can fulfil two schemas, as far as types, named values and required properties tell. What was
-        told of a pair is remembered; of one that leads back to itself another may tell more the next time."""
-        while True:
-            known = len(self._apart)
-            if self._told_apart(first, second, set(), 0):
-                return True
-            if len(self._apart) == known:
-                return False
-
-    def _told_apart(self, first: Any, second: Any, tried: set[tuple[int, int]], depth: int) -> bool:
-        pair = id(first), id(second)
-        if pair in tried or pair in self._apart or depth > MOST_LEVELS:
-            return pair in self._apart
-        tried.add(pair)
-        one, other = self._facts_of(first), self._facts_of(second)
-        self._steps.take(1 + (len(one.required) + len(other.required)) // 16)
-        types = one.types & other.types
-        if one.values is not None and other.values is not None:
-            apart = one.values.isdisjoint(other.values)
-        else:
-            apart = not types or (
-                types == {"object"}
-                and any(
-                    self._told_apart(one.property(name), other.property(name), tried, depth + 1)
-                    for name in one.required | other.required
-                )
-            )
-        apart = apart or any(
-            every(self._told_apart(each, beside, tried, depth + 1) for each in facts.schema[keyword])
-            for facts, beside in ((one, second), (other, first))
-            for keyword, every in (("allOf", any), ("anyOf", all), ("oneOf", all))
-            if keyword in facts.schema
-        )
-        if apart:
-            self._apart.add(pair)
-        return apart
-
-    def _facts_of(self, schema: Any) -> _Facts:
-        """What tells a schema from others, its $refs followed."""
-        if id(schema) not in self._facts:
-            resolved = self._resolved(schema)
-            if not isinstance(resolved, dict):
-                facts = _Facts(None, frozenset() if resolved is False else _ALL_TYPES, {}, {})
-            else:
-                values = _values(resolved)
-                self._steps.take(1 + len(values or ()) // 8)
-                facts = _Facts(
-                    None if values is None else frozenset(map(_tagged, values)),
-                    frozenset(_expanded(_types(resolved))),
-                    dict.fromkeys(resolved.get("required", ())),
-                    resolved,
-                )
-            self._facts[id(schema)] = facts
-        return self._facts[id(schema)]
-
-    def _resolved(self, schema: Any) -> Any:
-        seen = 0
-        while isinstance(schema, dict) and "$ref" in schema and seen < MOST_LEVELS:
-            target = self._targets[schema["$ref"]]
-            beside = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
-            if beside and isinstance(target, dict):
-                target = {**target, **beside}
-                if "properties" in beside and "additionalProperties" not in beside:
-                    target.pop("additionalProperties", None)  # it is of other properties
-            schema, seen = target, seen + 1
-        return schema
-
-
-class _Facts(NamedTuple):
-    """What tells a schema's values from others: those it names, its types, and of objects the required properties."""
-
-    values: frozenset[Any] | None
-    types: frozenset[str]
-    required: dict[str, None]
-    schema: dict[str, Any]
-
-    def property(self, name: str) -> Any:
-        """What an object's schema says of a property, as far as its name alone tells."""
-        others = True if "patternProperties" in self.schema else self.schema.get("additionalProperties", True)
-        return self.schema.get("properties", {}).get(name, others)
-
-
-def _subschemas(schema: Any, keyword: str) -> Iterable[Any]:
-    """The schemas that a keyword of a schema holds, those of definitions left out."""
-    if not isinstance(schema, dict) or keyword not in schema:
-        return ()
-    if keyword in ("properties", "patternProperties"):
-        return schema[keyword].values()
-    return schema[keyword] if keyword in LISTS else [schema[keyword]] if keyword in SCHEMAS else ()
 
 
 def _merges(schema: dict[str, Any]) -> bool:
@@ -514,88 +352,35 @@ def _write_format(enforced: dict[str, Any]) -> list[Any]:
     return beside
 
 
-def _says_nothing(keyword: str, value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a keyword that is not enforced leaves open what is valid: by the specification one that is not known
-    does, but not a slip of one that is."""
-    if keyword in NOT_ENFORCED:
-        return NOT_ENFORCED[keyword](value, schema)
-    return keyword in ANNOTATIONS or (keyword != "x-guidance" and meant_keyword(keyword) is None)
-
-
-def _not_enforced(keyword: str, place: str) -> RequestError:
-    if keyword == "x-guidance":
-        return schema_error(
-            place, "has x-guidance, which would change how answers are made", "a plain schema: leave it out"
+def _check_ignored(keyword: str, meaning: str, value: Any, schema: dict[str, Any], place: str) -> None:
+    """Refuse a keyword that is not enforced, unless it leaves open what is valid: by the specification one that is not
+    known does, but not a slip of one that is."""
+    if meaning == "x-guidance":
+        found = "has x-guidance, which would change how answers are made"
+        raise schema_error(place, found, "a plain schema: leave it out")
+    meant = None if meaning in NOT_ENFORCED or meaning in ANNOTATIONS else meant_keyword(meaning)
+    if meant is not None or (meaning in NOT_ENFORCED and not NOT_ENFORCED[meaning](value, schema)):
+        hint = f"did you mean {meant}? " if meant else ""
+        raise RequestError(
+            f"the JSON schema, at {place}, has the keyword {shown(keyword)}, which would not be enforced: {hint}leave "
+            "it out and check the answer yourself, or say the same with keywords that are (docs, structured output)"
         )
-    meant = None if keyword in NOT_ENFORCED else meant_keyword(keyword)
-    hint = f"did you mean {meant}? " if meant else ""
-    return RequestError(
-        f"the JSON schema, at {place}, has the keyword {shown(keyword)}, which would not be enforced: {hint}leave it "
-        "out and check the answer yourself, or say the same with keywords that are (docs, structured output)"
-    )
-
-
-def _types(schema: dict[str, Any]) -> set[str]:
-    """The types that a schema allows by its type, const or enum."""
-    named = schema.get("type", TYPES)
-    types = {named} if isinstance(named, str) else set(named)
-    values = _values(schema)
-    return types if values is None else _expanded(types) & {_type_of(each) for each in values}
-
-
-def _expanded(types: Iterable[str]) -> set[str]:
-    found = set(types)
-    return found | {"integer"} if "number" in found else found
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "integer" if value == int(value) else "number"
-    return "string" if isinstance(value, str) else "object" if isinstance(value, dict) else "array"
-
-
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    """The values that a schema names; None where it names none."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
-def _tagged(value: Any) -> Any:
-    """A value to be compared as JSON compares them, where true is not 1, and 1.0 is."""
-    if isinstance(value, dict):
-        return "object", frozenset((key, _tagged(each)) for key, each in value.items())
-    if isinstance(value, (list, tuple)):
-        return "array", tuple(_tagged(each) for each in value)
-    return isinstance(value, bool), value
 
 
 def _check_bounds(schema: dict[str, Any], place: str) -> None:
     """Refuse bounds between which there is nothing."""
-    for low, high in (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties")):
-        if low in schema and high in schema and schema[low] > schema[high]:
-            raise schema_error(
-                place, f"has {low} {schema[low]} above {high} {schema[high]}", "bounds that a value can fulfil"
-            )
-    for low, high in (
-        ("minimum", "maximum"),
-        ("minimum", "exclusiveMaximum"),
-        ("exclusiveMinimum", "maximum"),
-        ("exclusiveMinimum", "exclusiveMaximum"),
-    ):
+    for low, high in (*_COUNTS, *product(_LOW, _HIGH)):
         strict = "exclusive" in low + high  # then equal bounds leave nothing, either
         if low in schema and high in schema and (schema[low], strict) >= (schema[high], True):
-            raise schema_error(
-                place, f"has {low} {schema[low]} and {high} {schema[high]}", "bounds that a value can fulfil"
-            )
+            beside = "and" if high in _HIGH else "above"
+            found = f"has {low} {schema[low]} {beside} {high} {schema[high]}"
+            raise schema_error(place, found, "bounds that a value can fulfil")
     required = schema.get("required", ())
     optional = set(schema.get("properties", ())) - set(required)
     if len(optional) > MOST_OPTIONAL:
         found = f"has {len(optional)} properties that may be left out"
         raise schema_error(place, found, f"at most {MOST_OPTIONAL}: require some of them, or nest them in objects")
-    if len(required) > schema.get("maxProperties", math.inf):
+    if len(required) > schema.get("maxProperties", inf):
         raise schema_error(place, f"requires {len(required)} properties, more than maxProperties", "fewer of them")
     if schema.get("minProperties", 0) > len(required) + 1:
         raise schema_error(

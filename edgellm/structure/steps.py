@@ -1,10 +1,12 @@
 """Bounds on what a request sent: steps that walks may take together, one pass over things that refer to one another,
-and what tries a grammar elsewhere before it is compiled."""
+what is kept of earlier ones, and what tries a grammar elsewhere before it is compiled."""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from edgellm.errors import RequestError
 
@@ -14,6 +16,8 @@ MOST_STEPS = 200_000
 LONGEST_PATH = 200
 Node = TypeVar("Node")
 Value = TypeVar("Value")
+Key = TypeVar("Key")
+Kept = TypeVar("Kept")
 
 
 class Steps:
@@ -61,24 +65,49 @@ def check_path(links: int, what: str) -> None:
         )
 
 
-class GrammarTrial(Protocol):
-    """What tries grammars before this process compiles them: `edgellm.structure.trial.TrialProcess`."""
+class RecentlyUsed(Generic[Key, Kept]):
+    """Keeps the values that were used last, by key. Any thread may use it."""
 
-    def check(self, definition: Any, grammar: str, what: str) -> None:
-        """Raise RequestError for a grammar, which errors call `what`, that does not compile for a vocabulary of this
-        `edgellm.structure.grammar.Definition` (None: single bytes), or takes too much."""
+    def __init__(self, most: int) -> None:
+        """Of more than `most` values the one goes that was not used for the longest time."""
+        self.most, self._lock = most, threading.Lock()
+        self._kept: OrderedDict[Key, Kept] = OrderedDict()
+        #: How often a value was found.
+        self.hits = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, key: Key) -> Kept | None:
+        """The value that was kept under a key; None where there is none."""
+        with self._lock:
+            found = self._kept.get(key)
+            if found is not None:
+                self.hits += 1
+                self._kept.move_to_end(key)
+            return found
+
+    def keep(self, key: Key, value: Kept) -> Kept:
+        """Keep a value, and give it."""
+        with self._lock:
+            self._kept[key] = value
+            if len(self._kept) > self.most:
+                self._kept.popitem(last=False)
+            return value
 
 
-_trial: GrammarTrial | None = None
+#: Raises RequestError for a grammar that does not compile or takes too much.
+GrammarCheck = Callable[[Any, str, str], None]
+_check: GrammarCheck | None = None
 
 
-def try_apart(trial: GrammarTrial | None) -> None:
-    """Try the grammars of this Python process with `trial` from now on, or no longer (None)."""
-    global _trial
-    _trial = trial
+def try_apart(check: GrammarCheck | None) -> None:
+    """Try the grammars of this Python process with `check` from now on, before they are compiled, or no longer."""
+    global _check
+    _check = check
 
 
 def check_grammar(definition: Any, grammar: str, what: str) -> None:
-    """Try a grammar where there is something to try it; see `GrammarTrial.check`."""
-    if _trial is not None:
-        _trial.check(definition, grammar, what)
+    """Try a grammar where there is something to try it: see `edgellm.structure.trial.TrialProcess.check`."""
+    if _check is not None:
+        _check(definition, grammar, what)

@@ -1,7 +1,7 @@
 """Grammars tried in a process of their own, which can be ended: what compiling costs is known only when it is done.
 
-A server gives it to `try_apart`. Each grammar is then compiled by the child before it is compiled here; one that ends
-the child, by its memory, its time or its depth, is an error of the request, and the child is made anew.
+A server gives its `check` to `try_apart`. Each grammar is then compiled by the child before it is compiled here; one
+that ends the child, by its memory, its time or its depth, is an error of the request, and the child is made anew.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from edgellm.errors import EngineError, RequestError
+from edgellm.structure.steps import RecentlyUsed
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import Definition
@@ -43,21 +43,19 @@ class TrialProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_ready = False
         self._defined: dict[Definition, int] = {}
-        self._answers: OrderedDict[tuple[Definition | None, str, bytes], str | None] = OrderedDict()
+        #: The error of each grammar, "" for none.
+        self._answers: RecentlyUsed[tuple[Definition | None, str, bytes], str] = RecentlyUsed(_MOST_ANSWERS)
         self._lock = threading.Lock()
 
     def check(self, definition: Definition | None, grammar: str, what: str) -> None:
-        """Raise RequestError for a grammar that does not compile, for a vocabulary (None: single bytes), or takes too
-        much; EngineError where there is no child to try it."""
+        """Raise RequestError for a grammar, which errors call `what`, that does not compile for a vocabulary (None:
+        single bytes), or takes too much; EngineError where there is no child to try it."""
         key = definition, what, hashlib.sha256(grammar.encode()).digest()
         with self._lock:
-            if key not in self._answers:
-                self._answers[key] = self._tried(definition, grammar, what)
-            self._answers.move_to_end(key)
-            if len(self._answers) > _MOST_ANSWERS:
-                self._answers.popitem(last=False)
-            error = self._answers[key]
-        if error is not None:
+            error = self._answers.find(key)
+            if error is None:
+                error = self._answers.keep(key, self._tried(definition, grammar, what) or "")
+        if error:
             raise RequestError(error)
 
     def close(self) -> None:

@@ -3,11 +3,11 @@ belong that the template leaves out. They bear marks, characters that occur nowh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from edgellm.errors import RequestError
-from edgellm.text.messages import DISGUISES, strings_in
+from edgellm.text.messages import free_marks, shown_texts, strings_in
 
 if TYPE_CHECKING:
     from edgellm.text.template import ChatTemplate
@@ -29,9 +29,10 @@ class EarlierCalls:
         self.values, messages = values, list(values["messages"])
         self._texts: dict[str, str] = {}
         places = [place for place, message in enumerate(messages) if message.get("tool_calls")]
-        if not places or template.writes_calls(bool(values.get("tools"))):
+        with_tools = bool(values.get("tools"))
+        if not places or template.trials(with_tools).writes_calls(with_tools):
             return
-        for place, mark in zip(places, _free_marks(strings_in(values)), strict=False):
+        for place, mark in zip(places, free_marks(strings_in(values)), strict=False):
             text = "" if write is None else write(messages[place]["tool_calls"])
             if not text:
                 raise RequestError(
@@ -40,16 +41,14 @@ class EarlierCalls:
                     "was called, or build with --tool-format"
                 )
             self._texts[mark] = text
-            messages[place] = {**messages[place], "content": _behind(messages[place]["content"], mark)}
+            content = messages[place]["content"] or ""
+            marked = [*content, {"type": "text", "text": mark}] if isinstance(content, list) else content + mark
+            messages[place] = {**messages[place], "content": marked}
         self.values = {**values, "messages": messages}
 
     def put_into(self, rendered: str) -> str:
         """What the template wrote with the calls in place of their marks."""
         return rendered.translate({ord(mark): text for mark, text in self._texts.items()})
-
-
-def _behind(content: Any, text: str) -> Any:
-    return [*content, {"type": "text", "text": text}] if isinstance(content, list) else (content or "") + text
 
 
 class FinalMessage:
@@ -66,7 +65,7 @@ class FinalMessage:
                 f"continue_final_message is true, but the last message is of the role {message['role']!r}: expected an "
                 "assistant's message, whose text is gone on with"
             )
-        self._mark = next(_free_marks(texts))
+        self._mark = next(free_marks(texts))
         content = message["content"]
         if isinstance(content, str):
             self.marked = {**message, "content": f"{content}{self._mark} "}
@@ -84,8 +83,7 @@ class FinalMessage:
         Raises RequestError where the text does not stand there.
         """
         content = marked["content"]
-        texts = [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
-        text = next(each for each in reversed(texts) if self._mark in each).split(self._mark)[0]
+        text = next(each for each in shown_texts(content) if self._mark in each).split(self._mark)[0]
         kept, mark, rest = rendered.rpartition(self._mark)
         if not mark or not kept.rstrip().endswith(text.strip()):
             raise RequestError(
@@ -94,9 +92,3 @@ class FinalMessage:
             )
         trims = not rest.startswith(" ")
         return kept.rstrip() if trims and text.strip() else kept
-
-
-def _free_marks(texts: Iterable[str]) -> Iterator[str]:
-    """The characters that occur in none of the texts and mean nothing."""
-    used = set().union(*texts)
-    return (mark for mark in map(chr, reversed(DISGUISES)) if mark not in used)

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ def _checked_message(message: Any, number: int, takes_images: bool) -> dict[str,
             f"{what} has the unknown key {unknown[0]}: expected role, content, or one of {', '.join(EXTRA_KEYS)}"
         )
     content = _checked_content(message, number, takes_images)
-    if role == "user" and not _shows_anything(content):
+    if role == "user" and not any(text.strip() for text in shown_texts(content)):
         raise RequestError(f"{what} (user) is empty: write something for the model to answer")
     extras = {key: given[key] for key in EXTRA_KEYS if key in given}
     if "tool_calls" in extras:
@@ -70,15 +70,15 @@ def _checked_calls(calls: Any, what: str) -> list[dict[str, Any]]:
     copied = _JSONCopy(what).of(calls, what)
     if not isinstance(copied, list):
         raise RequestError(f"{what} is a {type(calls).__name__}: expected a list of calls, each {_CALL_EXAMPLE}")
-    for place, call in enumerate(copied):
-        if not isinstance(call, dict):
-            raise RequestError(f"{what}, [{place}], is a {type(call).__name__}: expected {_CALL_EXAMPLE}")
+    wrong = next((place for place, call in enumerate(copied) if not isinstance(call, dict)), None)
+    if wrong is not None:
+        raise RequestError(f"{what}, [{wrong}], is a {type(copied[wrong]).__name__}: expected {_CALL_EXAMPLE}")
     return copied
 
 
-def _shows_anything(content: Any) -> bool:
-    parts = [content] if isinstance(content, str) else [part.get("text", "image") for part in content]
-    return any(part.strip() for part in parts)
+def shown_texts(content: Any) -> list[str]:
+    """The texts of a checked message's content; "image" stands for an image."""
+    return [content] if isinstance(content, str) else [part.get("text", "image") for part in content or ()]
 
 
 def _checked_content(message: dict[str, Any], number: int, takes_images: bool) -> str | list[dict[str, Any]] | None:
@@ -141,6 +141,12 @@ def is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in IMAGE_PARTS
 
 
+def show_images(messages: Sequence[Any]) -> bool:
+    """Whether any of some messages, which need not be well-formed, shows an image."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    return any(isinstance(content, list) and any(map(is_image, content)) for content in contents)
+
+
 def image_of_part(part: dict[str, Any], what: str) -> ImageReference:
     """The image of an image part; RequestError where it has none, or several."""
     given = [(key, is_url) for key, is_url in _SOURCES if part.get(key) is not None]
@@ -172,15 +178,10 @@ def images_of_messages(messages: Sequence[dict[str, Any]]) -> list[ImageReferenc
 
 def images_of_prompt(images: Sequence[Any]) -> list[ImageReference]:
     """The images of a prompt without messages: each as `read_image` takes it, a URL, or an image part."""
-    references = []
-    for number, image in enumerate(images, 1):
-        name = f"image {number}"
-        references.append(
-            image_of_part(image, name)
-            if is_image(image)
-            else ImageReference(image, isinstance(image, str), "RGB", name)
-        )
-    return references
+    return [
+        image_of_part(image, name) if is_image(image) else ImageReference(image, isinstance(image, str), "RGB", name)
+        for image, name in ((image, f"image {number}") for number, image in enumerate(images, 1))
+    ]
 
 
 def part_name(message_number: int, part_number: int, message: dict[str, Any]) -> str:
@@ -219,12 +220,11 @@ def checked_variables(variables: Any) -> dict[str, Any]:
     if not isinstance(variables, Mapping):
         raise RequestError(f"template_variables is a {type(variables).__name__}: expected values by name, or None")
     for name in variables:
+        what = f"template_variables has the name {name!r}"
         if not isinstance(name, str) or not name.isidentifier():
-            raise RequestError(f"template_variables has the name {name!r}: expected letters, digits and _")
+            raise RequestError(f"{what}: expected letters, digits and _")
         if name in RESERVED_VARIABLES:
-            raise RequestError(
-                f"template_variables has the name {name!r}, which every request sets itself: leave it out"
-            )
+            raise RequestError(f"{what}, which every request sets itself: leave it out")
     copy = _JSONCopy("template_variables")
     return {name: copy.of(value, f"the template variable {name}") for name, value in variables.items()}
 
@@ -352,3 +352,9 @@ def strings_in(value: Any) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [string for item in value for string in strings_in(item)]
     return []
+
+
+def free_marks(texts: Iterable[str]) -> Iterator[str]:
+    """The characters of `DISGUISES` that occur in none of the texts, the last ones first."""
+    used = set().union(*texts)
+    return (mark for mark in map(chr, reversed(DISGUISES)) if mark not in used)

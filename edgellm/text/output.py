@@ -14,18 +14,9 @@ from edgellm.errors import RequestError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-
 #: Why an answer ended; see `edgellm.requests.Response`.
 FinishReason = Literal["stop", "stop_string", "tool_calls", "length", "context", "cancelled", "deadline"]
 FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-
-
-class TextSource(Protocol):
-    """What an answer needs of a detokenizer."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def finish(self) -> str: ...
 
 
 class CallReader(Protocol):
@@ -73,10 +64,8 @@ class StopStrings:
 
 def _longest_beginning(text: str, string: str) -> int:
     """The length of the longest end of `text` that is a beginning, but not the whole, of `string`."""
-    for length in range(min(len(string) - 1, len(text)), 0, -1):
-        if text.endswith(string[:length]):
-            return length
-    return 0
+    lengths = range(min(len(string) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(string[:length])), 0)
 
 
 class OutputText:
@@ -90,7 +79,7 @@ class OutputText:
 
     def __init__(
         self,
-        detokenizer: TextSource,
+        detokenizer: Detokenizer,
         stop_strings: Iterable[str] = (),
         stop_token_ids: Collection[int] = (),
         eos_token_ids: Collection[int] = (),
@@ -198,8 +187,9 @@ class TokenPiece(NamedTuple):
     data: bytes | None
 
 
-class TokenText:
-    """What each token of a tokenizer is: bytes (byte-level BPE), one byte (byte fallback), text, or nothing."""
+class TokenText(dict[int, TokenPiece]):
+    """What each token of a tokenizer is: bytes (byte-level BPE), one byte (byte fallback), text, or nothing. A token is
+    looked up when it is first asked for."""
 
     def __init__(self, tokenizer: Tokenizer, skipped_ids: frozenset[int]) -> None:
         """`skipped_ids` are the special tokens, which show no text unless asked for."""
@@ -209,14 +199,10 @@ class TokenText:
         self.is_byte_level = kinds == ["ByteLevel"]
         self.has_byte_fallback = "ByteFallback" in kinds
         self._characters = byte_level_characters() if self.is_byte_level else {}
-        #: The tokens that were looked up so far.
-        self.known: dict[int, TokenPiece] = {}
 
-    def look_up(self, token_id: int) -> TokenPiece:
-        """What a token is; it is `known` then."""
+    def __missing__(self, token_id: int) -> TokenPiece:
         token = self.tokenizer.id_to_token(token_id)
-        piece = TokenPiece(token_id in self.skipped_ids, token is not None, self._find_bytes(token))
-        self.known[token_id] = piece
+        self[token_id] = piece = TokenPiece(token_id in self.skipped_ids, token is not None, self._find_bytes(token))
         return piece
 
     def _find_bytes(self, token: str | None) -> bytes | None:
@@ -259,7 +245,7 @@ class Detokenizer:
     def push(self, token_id: int) -> str:
         """Add a token; return the text that became certain, often a word, possibly nothing."""
         tokens = self._token_text
-        is_special, exists, data = tokens.known.get(token_id) or tokens.look_up(token_id)
+        is_special, exists, data = tokens[token_id]
         if not exists or (is_special and self._skip_special_tokens and token_id not in self._shown_ids):
             return ""
         if tokens.is_byte_level:

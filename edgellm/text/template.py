@@ -13,7 +13,7 @@ from typing import Any
 from edgellm.engines.formats.small_files import TEMPLATE_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
-from edgellm.text.messages import SYSTEM_ROLES
+from edgellm.text.messages import SYSTEM_ROLES, shown_texts
 from edgellm.text.template_budget import (
     LimitExceeded,
     TemplateLimits,
@@ -60,31 +60,24 @@ class ChatTemplate:
         path = Path(path)
         text = read_text(path, TEMPLATE_BYTES, TemplateError, "the chat template", takes_pipes=True)
         if path.suffix == ".json":
-            return cls(_sources_of_json(text, path), str(path))
+            value = parse_json(text, f"the chat template {path}", TemplateError)
+            return cls(_sources(value.get("chat_template") if isinstance(value, dict) else value, path), str(path))
         return cls({"default": text}, str(path))
 
     @classmethod
     def from_directory(cls, directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:
         """Find a model's templates: `chat_template.jinja`, `chat_template.json`, then `tokenizer_config.json`; and the
         named ones in `additional_chat_templates/*.jinja`, which come before those of the same name elsewhere."""
-        found = cls._default_of(directory, tokenizer_config)
-        named = {path.stem: path for path in sorted((directory / ADDITIONAL).glob("*.jinja")) if path.is_file()}
-        if not named:
-            return found
-        sources = {} if found is None else found.sources
-        sources |= {name: cls.from_file(path).sources["default"] for name, path in named.items()}
-        return cls(sources, str(directory) if found is None else found.origin)
-
-    @classmethod
-    def _default_of(cls, directory: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | None:
-        for name in ("chat_template.jinja", "chat_template.json"):
-            if (directory / name).is_file():
-                return cls.from_file(directory / name)
-        value = tokenizer_config.get("chat_template")
-        if value is None:
-            return None
-        path = directory / "tokenizer_config.json"
-        return cls(_sources(value, path), str(path))
+        files = [directory / "chat_template.jinja", directory / "chat_template.json"]
+        origin, sources = next((path for path in files if path.is_file()), None), {}
+        if origin is not None:
+            sources = cls.from_file(origin).sources
+        elif tokenizer_config.get("chat_template") is not None:
+            origin = directory / "tokenizer_config.json"
+            sources = _sources(tokenizer_config["chat_template"], origin)
+        named = [path for path in sorted((directory / ADDITIONAL).glob("*.jinja")) if path.is_file()]
+        sources |= {path.stem: cls.from_file(path).sources["default"] for path in named}
+        return None if origin is None and not named else cls(sources, str(origin or directory))
 
     def render(
         self,
@@ -111,11 +104,13 @@ class ChatTemplate:
         template tests for it. Arguments of calls, an object or its text, become what the template writes as JSON. An
         empty system message is left out, but where the template would have a prompt of its own in its place.
         """
-        trials = self._trials(self._name(with_tools))
+        trials = self.trials(with_tools)
         found = [
             {**message, "content": _fitted_content(message, trials)}
             for message in messages
-            if not _is_empty_system_message(message) or trials.has_own_prompt(with_tools)
+            if message["role"] not in SYSTEM_ROLES
+            or any(shown_texts(message["content"]))
+            or trials.has_own_prompt(with_tools)
         ]
         if not found:
             raise RequestError("there are no messages beside an empty system prompt: expected at least one")
@@ -124,38 +119,20 @@ class ChatTemplate:
                 message["tool_calls"] = [_fitted_call(call, trials) for call in message["tool_calls"]]
         return found
 
-    def shown_calls(self) -> tuple[str, ...]:
-        """Conversations as the template (the one for tools) writes them, in which the assistant has called
-        look(at="cup"): with arguments as an object and as text, where it takes them so."""
-        return tuple(text for text in self._trials(self._name(True)).calls if text is not None)
-
-    def writes_calls(self, with_tools: bool = False) -> bool:
-        """Whether the template (the one for tools, where there are some) writes the calls of earlier answers: some tell
-        of tools, and leave calls to the text of the messages."""
-        return self._trials(self._name(with_tools)).writes_calls(with_tools)
-
     @cached_property
     def template_variables(self) -> frozenset[str]:
         """The names of the variables that a template of these reads, `messages` and the like among them.
 
         Raises TemplateError where one cannot be compiled.
         """
+        import jinja2.meta
+
         found: set[str] = set()
         for name, source in self.sources.items():
             self._compiled_template(name)  # so that its errors are named
-            found |= run_with_budget(self.limits, partial(self._read_by, source))
+            tree = run_with_budget(self.limits, partial(self._environment.parse, source))
+            found |= run_with_budget(self.limits, partial(jinja2.meta.find_undeclared_variables, tree))
         return frozenset(found - set(self._environment.globals))
-
-    def _read_by(self, source: str) -> set[str]:
-        import jinja2.meta
-
-        return jinja2.meta.find_undeclared_variables(self._environment.parse(source))
-
-    @property
-    def wants_parts(self) -> bool:
-        """Whether a message must be a list of parts for its text to be written, as some templates of models that take
-        images have it."""
-        return self._trials(self._name(False)).wants_parts
 
     @cached_property
     def _environment(self) -> Any:
@@ -171,9 +148,11 @@ class ChatTemplate:
             )
         return name
 
-    def _trials(self, name: str) -> TemplateTrials:
+    def trials(self, with_tools: bool = False) -> TemplateTrials:
+        """What the template (the one for tools, where there are some) does with forms of messages."""
+        name = self._name(with_tools)
         if name not in self._known:
-            self._known[name] = TemplateTrials(lambda messages, tools: self._tried(name, messages, tools))
+            self._known[name] = TemplateTrials(partial(self._tried, name))
         return self._known[name]
 
     def _tried(self, name: str, messages: list[dict[str, Any]], tools: bool) -> str | None:
@@ -191,17 +170,14 @@ class ChatTemplate:
 
     def _render(self, name: str, variables: dict[str, Any], limits: TemplateLimits) -> str:
         template = self._compiled_template(name)
-        return run_with_budget(limits, lambda: self._explaining(lambda: _written(template, variables)))
+        return self._run(limits, lambda: _written(template, variables))
 
     def _compiled_template(self, name: str) -> Any:
         """A compiled template; one that failed fails again at once."""
         if name not in self._compiled:
             limits = replace(self.limits, seconds=self.limits.seconds * COMPILING_SHARE)
-            source = self.sources[name]
             try:
-                self._compiled[name] = run_with_budget(
-                    limits, lambda: self._explaining(lambda: self._environment.from_string(source))
-                )
+                self._compiled[name] = self._run(limits, lambda: self._environment.from_string(self.sources[name]))
             except TemplateError as error:
                 self._compiled[name] = error
         compiled = self._compiled[name]
@@ -209,13 +185,13 @@ class ChatTemplate:
             raise TemplateError(str(compiled)) from compiled
         return compiled
 
-    def _explaining(self, function: Callable[[], Any]) -> Any:
-        """What `function` gives; all that can go wrong in a template becomes a `TemplateError`."""
+    def _run(self, limits: TemplateLimits, function: Callable[[], Any]) -> Any:
+        """What `function` gives within limits; all that can go wrong in a template becomes a `TemplateError`."""
         import jinja2
 
         what = f"the chat template of {self.origin}"
         try:
-            return function()
+            return run_with_budget(limits, function)
         except LimitExceeded as error:
             raise TemplateError(f"{what} was stopped: it {error}") from error
         except TemplateRaised as error:
@@ -237,12 +213,6 @@ def _written(template: Any, variables: dict[str, Any]) -> str:
         budget.spend(8)
         pieces.append(piece)
     return "".join(pieces)
-
-
-def _is_empty_system_message(message: dict[str, Any]) -> bool:
-    content = message["content"]
-    texts = [content] if isinstance(content, str) else [part.get("text", "image") for part in content or ()]
-    return message["role"] in SYSTEM_ROLES and not any(texts)
 
 
 def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:
@@ -292,21 +262,13 @@ def plain_values(value: Any) -> Any:
     )
 
 
-def _sources_of_json(text: str, path: Path) -> dict[str, str]:
-    value = parse_json(text, f"the chat template {path}", TemplateError)
-    return _sources(value.get("chat_template") if isinstance(value, dict) else value, path)
-
-
 def _sources(value: Any, path: Path) -> dict[str, str]:
     if isinstance(value, str):
         return {"default": value}
-    if isinstance(value, dict) and all(isinstance(item, str) for item in value.values()):
+    if isinstance(value, list) and all(isinstance(item, dict) and isinstance(item.get("name"), str) for item in value):
+        value = {item["name"]: item.get("template") for item in value}
+    if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
         return dict(value)
-    if isinstance(value, list) and all(
-        isinstance(item, dict) and isinstance(item.get("name"), str) and isinstance(item.get("template"), str)
-        for item in value
-    ):
-        return {item["name"]: item["template"] for item in value}
     raise EngineDirectoryError(
         f"chat_template in {path} is a {type(value).__name__}: expected text, or a list of objects with name and "
         "template"

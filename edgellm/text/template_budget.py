@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-_CONTAINERS = (list, tuple, set, frozenset, KeysView, ValuesView, ItemsView)
+_CONTAINERS = (list, tuple, Mapping, KeysView, ValuesView, ItemsView)
 _LARGEST_INTEGER = 4096  # bits: arithmetic on such integers takes microseconds
 
 
@@ -43,12 +43,18 @@ class TemplateRaised(Exception):
     """A template called `raise_exception`."""
 
 
+def check(size: int, most: int, what: str) -> None:
+    """Stop a template whose `size` is above `most`: it `what` ("makes text of more than {} characters")."""
+    if size > most:
+        raise LimitExceeded(what.format(most))
+
+
 class Budget:
     """What is left of the limits during one rendering."""
 
     def __init__(self, limits: TemplateLimits) -> None:
         self.limits = limits
-        self.calls = 0
+        self.calls = 0  # inside of one another
         self._left = limits.total_size
         self._deadline = time.thread_time() + limits.seconds
 
@@ -62,18 +68,16 @@ class Budget:
 
     def check_size(self, size: int) -> None:
         """Raise `LimitExceeded` where one value of `size` characters is too large."""
-        if size > self.limits.value_size:
-            raise LimitExceeded(f"makes a value of more than {self.limits.value_size} characters")
+        check(size, self.limits.value_size, "makes a value of more than {} characters")
 
     def check_items(self, count: int) -> None:
         """Raise `LimitExceeded` where one list or dictionary of `count` items is too large."""
-        if count > self.limits.items:
-            raise LimitExceeded(f"makes a list or dictionary of more than {self.limits.items} items")
+        check(count, self.limits.items, "makes a list or dictionary of more than {} items")
 
     def check_integer(self, value: Any) -> None:
         """Raise `LimitExceeded` where `value` is an integer too large to be computed with."""
-        if isinstance(value, int) and value.bit_length() > _LARGEST_INTEGER:
-            raise LimitExceeded(f"makes or uses an integer of more than {_LARGEST_INTEGER} bits")
+        if isinstance(value, int):
+            check(value.bit_length(), _LARGEST_INTEGER, "makes or uses an integer of more than {} bits")
 
     def take(self, value: Any) -> Any:
         """Pay for a value that was made, and return it; what comes item by item becomes a list.
@@ -119,38 +123,23 @@ class Budget:
                     size += len(item)
                 elif isinstance(item, int):
                     self.check_integer(item)
-                elif isinstance(item, Mapping):
-                    self.check_items(count + len(item))
-                    below.extend(item)
-                    below.extend(item.values())
+                    size += item.bit_length() // 3
                 elif isinstance(item, _CONTAINERS):
-                    self.check_items(count + len(item))
+                    self.check_items(len(below) + len(item))
                     below.extend(item)
-                if len(below) > self.limits.items:
-                    self.check_items(len(below))
+                    if isinstance(item, Mapping):
+                        below.extend(item.values())
             count += len(level)
             self.check_items(count)
             self.check_size(size)
             depth += 1
-            if depth > self.limits.depth:
-                raise LimitExceeded(f"nests values more than {self.limits.depth} deep")
+            check(depth, self.limits.depth, "nests values more than {} deep")
             self.spend()
             level = below
         return size
 
-    def enter(self) -> None:
-        """Count a call inside of a call; raises `LimitExceeded` where they are nested too deeply."""
-        self.calls += 1
-        if self.calls > self.limits.depth:
-            raise LimitExceeded("is nested too deeply, or calls itself without end")
-
 
 current_budget: ContextVar[Budget] = ContextVar("template_budget")
-
-
-def refuse(what: str) -> NoReturn:
-    """Stop the template: it `what` ("formats with a width above 999")."""
-    raise LimitExceeded(what)
 
 
 def run_with_budget(limits: TemplateLimits, function: Callable[[], Any]) -> Any:

@@ -1,11 +1,9 @@
 """A jinja2 environment in which a hostile template can neither reach anything nor use more than it is given.
 
 jinja2's immutable sandbox keeps private attributes and mutating methods away, but lets a template run for ever or make
-a value of any size in a single step, where Python looks neither at the clock nor at Ctrl-C. So nothing of Python or
-jinja2 that takes a template's values runs unchecked here. Operators, comparisons, slices, `~`, containers and what is
-printed are compiled into calls of `template_operations`; methods, filters, tests and functions are those on lists, each
-bounded before it runs; loops, calls and compiling look at the clock. A single step so takes a fraction of a second at
-most, and the sum of all values that were made bounds the memory.
+a value of any size in a single step, where Python looks neither at the clock nor at Ctrl-C. So operators, comparisons,
+slices, `~`, containers and what is printed are compiled into calls of `template_operations`; methods, filters, tests
+and functions are those on lists; loops, calls and compiling look at the clock.
 """
 
 from __future__ import annotations
@@ -22,19 +20,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 from jinja2.utils import Cycler, Joiner, Namespace
 from markupsafe import Markup
 
-from edgellm.text.template_budget import TemplateRaised, current_budget, refuse
+from edgellm.text.template_budget import TemplateRaised, check, current_budget
 from edgellm.text.template_operations import (
-    COMPARISONS,
+    FILTERS,
+    TESTS,
+    TEXT_METHODS,
     binary,
-    compare_chain,
+    call_method,
+    compare,
     concatenated,
-    filters,
+    date_of_today,
+    format_text,
     make_dictionary,
+    printed,
     take_slice,
-    unary,
 )
-from edgellm.text.template_operations import tests as bounded_tests
-from edgellm.text.template_text import TEXT_METHODS, date_of_today, format_text, printed
 
 _LONGEST_REFUSAL = 2000  # characters of an error's text
 _LARGEST_PROGRAM = 1024 * 1024  # characters of the Python that a template becomes
@@ -48,49 +48,53 @@ _REFUSED: dict[type[nodes.Node], str] = {
     nodes.Extends: "extends",
     nodes.ScopedEvalContextModifier: "autoescape",
 }
-#: Methods of containers; those of text are `TEXT_METHODS`.
-_METHODS: dict[type, tuple[str, ...]] = {
-    dict: ("copy", "get", "items", "keys", "values"),
-    list: ("copy", "count", "index"),
-    tuple: ("count", "index"),
+#: The methods that templates may call.
+_METHODS: dict[type, frozenset[str]] = {
+    str: frozenset(TEXT_METHODS.split()),
+    dict: frozenset(("copy", "get", "items", "keys", "values")),
+    list: frozenset(("copy", "count", "index")),
+    tuple: frozenset(("count", "index")),
 }
 #: What Python's own types have, allowed or not.
 _ATTRIBUTES = {kind: frozenset(dir(kind)) for kind in (str, Markup, dict, list, tuple)}
-# Names of operations among the filters: none that can be written in a template.
-_CHAIN, _CONCATENATE, _DICTIONARY, _SLICE, _STEP, _TAKE = "a < b < c", "a ~ b", "{a: b}", "a[b:c]", "for", "[a, b]"
+#: Operations that are compiled into calls of filters, by names that nobody writes in a template.
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "a < b": compare,
+    "a ~ b": lambda values: concatenated(map(printed, values)),
+    "{a: b}": make_dictionary,
+    "a[b:c]": take_slice,
+    "[a, b]": lambda value: current_budget.get().take(value),
+    "for": lambda value: current_budget.get().take(value),
+}
 
 
 class _Namespace(Namespace):
     """jinja2's namespace, which prints as nothing of what it holds: it is the one value that can be changed later."""
 
     def __init__(self, pairs: Any = (), /, **values: Any) -> None:
-        super().__init__(make_dictionary(pairs, values))
+        super().__init__(make_dictionary(pairs, **values))
 
     def __repr__(self) -> str:
         return "namespace"
 
 
-class GenerationExtension(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here it changes nothing."""
+class _Language(Extension):
+    """Bounds how many words and signs a template has, and takes `{% generation %}`, which marks what the model wrote
+    for training and changes nothing here."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own protocol)
 
     def parse(self, parser: Any) -> list[nodes.Node]:
-        """Replace the block by its content."""
+        """The content of a block of `generation`, in its place."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
-
-class _CountingExtension(Extension):
-    """Counts the words and signs of a template as they are read."""
-
     def filter_stream(self, stream: Any) -> Iterator[Any]:
-        """The same tokens; the number of them is limited."""
+        """The same tokens, counted."""
         budget = current_budget.get()
         for number, token in enumerate(stream):
             budget.spend(64)
-            if number > budget.limits.source_tokens:
-                refuse(f"has more than {budget.limits.source_tokens} words and signs")
+            check(number, budget.limits.source_tokens, "has more than {} words and signs")
             yield token
 
 
@@ -107,46 +111,36 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """The environment that chat templates are written for, as `transformers` sets it up, with limits."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
-    intercepted_unops = frozenset(("+", "-"))
     code_generator_class = _ClockedGenerator
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            extensions=[loopcontrols, GenerationExtension, _CountingExtension],
+            extensions=[loopcontrols, _Language],
             finalize=_finalize,
             cache_size=0,
         )
         self.optimized = False  # nothing is computed at compile time that could be left for the rendering
         self.concat = concatenated  # type: ignore[method-assign]
-        self.filters = filters(self) | {
-            _CHAIN: compare_chain,
-            _CONCATENATE: lambda values: concatenated(map(printed, values)),
-            _DICTIONARY: make_dictionary,
-            _SLICE: take_slice,
-            _STEP: _step,
-            _TAKE: lambda value: current_budget.get().take(value),
-        }
-        self.filters |= {f"a {name} b": comparison for name, comparison in COMPARISONS.items()}
-        self.tests = bounded_tests()  # type: ignore[assignment]
+        self.filters = FILTERS | _OPERATIONS
+        self.tests = TESTS  # type: ignore[assignment]
         kept = {name: self.globals[name] for name in ("range", "joiner", "cycler")}
         self.globals.clear()
-        self.globals.update(kept, namespace=_Namespace, dict=_dictionary)
+        self.globals.update(kept, namespace=_Namespace, dict=make_dictionary)
         self.globals.update(raise_exception=_raise_exception, strftime_now=date_of_today)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for loop in list(tree.find_all(nodes.For)):
-            step = nodes.Filter(nodes.Const(True), _STEP, [], [], None, None, lineno=loop.lineno)
+            step = nodes.Filter(nodes.Const(True), "for", [], [], None, None, lineno=loop.lineno)
             loop.body.insert(0, nodes.ExprStmt(step, lineno=loop.lineno))
             if loop.test is not None:
                 loop.test = nodes.And(step, loop.test, lineno=loop.lineno)
         return _Checked().visit(tree)
 
     def _compile(self, source: str, filename: str) -> Any:
-        if len(source) > _LARGEST_PROGRAM:
-            refuse(f"becomes a program of more than {_LARGEST_PROGRAM} characters")
+        check(len(source), _LARGEST_PROGRAM, "becomes a program of more than {} characters")
         code = super()._compile(source, filename)
         current_budget.get().spend(16 * len(source))
         return code
@@ -180,24 +174,26 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
     def _method(self, obj: Any, name: str) -> Callable[..., Any]:
-        if isinstance(obj, str):
-            if name == "format":
-                return lambda *args, **values: format_text(self, obj, args, values)
-            if name == "format_map":
-                return lambda values: format_text(self, obj, (), values)
-            if name in TEXT_METHODS:
-                return lambda *args, **values: TEXT_METHODS[name](obj, *args, **values)
-        elif type(obj) in _METHODS and name in _METHODS[type(obj)]:
-            return _measuring(getattr(obj, name), obj if name in ("count", "index") else None)
-        return self.unsafe_undefined(obj, name)  # type: ignore[return-value]
+        kind = str if isinstance(obj, str) else type(obj)
+        if name not in _METHODS[kind]:
+            return self.unsafe_undefined(obj, name)  # type: ignore[return-value]
+        if name == "format":
+            return lambda *args, **values: format_text(self, obj, args, values)
+        if name == "format_map":
+            return lambda values: format_text(self, obj, (), values)
+        if kind is str:
+            return lambda *args, **values: call_method(obj, name, *args, **values)
+
+        def measured(*args: Any) -> Any:  # it hashes its argument, or compares it with what the object holds
+            for value in (*args[:1], *([obj] if name in ("count", "index") else ())):
+                current_budget.get().measure(value)
+            return getattr(obj, name)(*args)
+
+        return measured
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """An operator whose result is checked, before it is made where it could be large."""
-        return binary(operator, left, right, lambda: self.binop_table[operator](left, right))
-
-    def call_unop(self, context: Any, operator: str, arg: Any) -> Any:
-        """An operator of one number."""
-        return unary(arg, lambda: self.unop_table[operator](arg))
+        return binary(operator, left, right, self.binop_table[operator])
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call that pays for its arguments and its result."""
@@ -205,8 +201,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         budget.spend(64 + 8 * (len(args) + len(kwargs)))
         if isinstance(getattr(function, "__self__", None), LoopContext):
             budget.measure(args)  # `loop.changed` compares
-        budget.enter()
+        budget.calls += 1
         try:
+            check(budget.calls, budget.limits.depth, "is nested too deeply, or calls itself without end")
             return budget.take(super().call(context, function, *args, **kwargs))
         finally:
             budget.calls -= 1
@@ -227,33 +224,31 @@ class _Checked(jinja2.visitor.NodeTransformer):
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        return _operation(self.generic_visit(node), _CONCATENATE, nodes.List(node.nodes))
+        return _operation(self.generic_visit(node), "a ~ b", nodes.List(node.nodes))
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        if len(node.ops) == 1:
-            return _operation(node, f"a {node.ops[0].op} b", node.expr, node.ops[0].expr)
-        names = nodes.List([nodes.Const(operand.op) for operand in node.ops])
-        return _operation(node, _CHAIN, node.expr, names, nodes.List([operand.expr for operand in node.ops]))
+        names = nodes.Const(tuple(operand.op for operand in node.ops))
+        return _operation(node, "a < b", node.expr, names, nodes.List([operand.expr for operand in node.ops]))
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if not isinstance(node.arg, nodes.Slice):
             return node
         ends = (node.arg.start, node.arg.stop, node.arg.step)
-        return _operation(node, _SLICE, node.node, *[nodes.Const(None) if end is None else end for end in ends])
+        return _operation(node, "a[b:c]", node.node, *[nodes.Const(None) if end is None else end for end in ends])
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
         pairs = nodes.List([nodes.Tuple([pair.key, pair.value], "load") for pair in node.items])
-        return _operation(node, _DICTIONARY, pairs)
+        return _operation(node, "{a: b}", pairs)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
         self.generic_visit(node)
-        return node if node.ctx != "load" else _operation(node, _TAKE, node)
+        return node if node.ctx != "load" else _operation(node, "[a, b]", node)
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
-        return _operation(self.generic_visit(node), _TAKE, node)
+        return _operation(self.generic_visit(node), "[a, b]", node)
 
 
 def _operation(node: nodes.Node, name: str, value: nodes.Expr, *args: nodes.Expr) -> nodes.Filter:
@@ -264,28 +259,6 @@ def _operation(node: nodes.Node, name: str, value: nodes.Expr, *args: nodes.Expr
 def _finalize(context: Any, value: Any) -> str:
     """What `{{ }}` prints. It asks for the context so that nothing is printed while a template is compiled."""
     return printed(value)
-
-
-def _step(value: Any) -> Any:
-    current_budget.get().spend()
-    return value
-
-
-def _measuring(method: Callable[..., Any], of: Any = None) -> Callable[..., Any]:
-    """A method that hashes or compares its arguments."""
-
-    def measured(*args: Any) -> Any:
-        budget = current_budget.get()
-        for value in (of, *args[:1]):
-            if isinstance(value, (list, tuple, dict)):
-                budget.measure(value)
-        return method(*args)
-
-    return measured
-
-
-def _dictionary(pairs: Any = (), /, **values: Any) -> dict[Any, Any]:
-    return make_dictionary(pairs, values)
 
 
 def _raise_exception(message: Any) -> None:

@@ -16,7 +16,7 @@ _QUOTED = tuple(f"{quote}{word}{quote}" for word in _WORDS for quote in "'\"")
 _QUESTION = {"role": "user", "content": "Hello"}
 #: Arguments of a call as templates take them: most an object, some the text of one.
 _ARGUMENTS: tuple[Any, ...] = ({"at": "cup"}, '{"at": "cup"}')
-#: A tool that the trial's calls may name.
+#: A tool that the trials' calls may name.
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -25,6 +25,23 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"at": {"type": "string", "description": "The thing."}}},
     },
 }
+
+
+#: Conversations with a call of that tool and its result, for each form of arguments.
+_CALLS: list[Messages] = [
+    [
+        _QUESTION,
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [
+                {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": arguments}}
+            ],
+        },
+        {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "a cup"},
+    ]
+    for arguments in _ARGUMENTS
+]
 
 
 class TemplateTrials:
@@ -38,31 +55,36 @@ class TemplateTrials:
     def wants_parts(self) -> bool:
         """Whether a message must be a list of parts for its text to be written, as some templates of models that take
         images have it."""
-
-        def writes(content: Any) -> bool:
-            return _WORDS[0] in (self._render([{"role": "user", "content": content}], False) or "")
-
-        return not writes(_WORDS[0]) and writes(_parts(_WORDS[:1]))
+        as_text, as_parts = (
+            self._render([{"role": "user", "content": content}], False) or "" for content in (_WORDS[0], _parts(1))
+        )
+        return _WORDS[0] not in as_text and _WORDS[0] in as_parts
 
     def reads_parts(self, role: str) -> bool:
         """Whether a list of text parts as the content of a message of `role` is written as the text in it."""
         if role not in self._reads_parts:
+            message: dict[str, Any] = {"role": role, "content": _parts(2)}
+            trials = {
+                "tool": [_with_content(messages, 2, message["content"]) for messages in _CALLS],
+                "assistant": [[_QUESTION, message, _QUESTION]],
+                "user": [[message]],
+            }.get(role, [[message, _QUESTION]])
+            texts = [self._render(trial, role == "tool") or "" for trial in trials]
             self._reads_parts[role] = any(
-                text is not None and all(word in text for word in _WORDS) and not any(word in text for word in _QUOTED)
-                for text in (self._render(*trial) for trial in _with_content(role, _parts(_WORDS)))
+                all(word in text for word in _WORDS) and not any(word in text for word in _QUOTED) for text in texts
             )
         return self._reads_parts[role]
 
     @cached_property
     def calls(self) -> tuple[str | None, ...]:
-        """A conversation with a call of a tool: with its arguments as an object, and as text."""
-        return tuple(self._render(*trial) for trial in _calls())
+        """A conversation in which the assistant has called look(at="cup"): with arguments as an object, and as text."""
+        return tuple(self._render(messages, True) for messages in _CALLS)
 
     def writes_calls(self, with_tools: bool) -> bool:
         """Whether a call of an earlier answer makes a difference to what is written beside tools, or without any; so it
-        does where it cannot be."""
+        does where it cannot be. Some templates tell of tools, and leave calls to the text of the messages."""
         found = []
-        for messages, _ in _calls():
+        for messages in _CALLS:
             without = [{key: kept for key, kept in message.items() if key != "tool_calls"} for message in messages]
             written = self._render(messages, with_tools)
             if written is not None:
@@ -87,45 +109,20 @@ class TemplateTrials:
         """Whether the template tells None, as the content beside tool calls, from empty text, rather than failing on it
         or printing it."""
         differs = False
-        for trial in _calls():
-            with_text = self._render(*_with_call_content(trial, ""))
-            with_none = self._render(*_with_call_content(trial, None))
+        for messages in _CALLS:
+            with_text, with_none = (self._render(_with_content(messages, 1, content), True) for content in ("", None))
             if with_text is not None and (with_none is None or _nothings(with_none) > _nothings(with_text)):
                 return False
             differs |= with_none is not None and with_none != with_text
         return differs
 
 
-def _parts(texts: tuple[str, ...]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text} for text in texts]
+def _parts(count: int) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in _WORDS[:count]]
 
 
-def _calls() -> list[tuple[Messages, bool]]:
-    """Conversations with a call of a tool and its result."""
-    found = []
-    for arguments in _ARGUMENTS:
-        call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": arguments}}
-        messages: Messages = [
-            _QUESTION,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "a cup"},
-        ]
-        found.append((messages, True))
-    return found
-
-
-def _with_content(role: str, content: Any) -> list[tuple[Messages, bool]]:
-    message = {"role": role, "content": content}
-    if role == "tool":
-        return [([*messages[:2], {**messages[2], "content": content}], tools) for messages, tools in _calls()]
-    if role == "assistant":
-        return [([_QUESTION, message, _QUESTION], False)]
-    return [([message] if role == "user" else [message, _QUESTION], False)]
-
-
-def _with_call_content(trial: tuple[Messages, bool], content: Any) -> tuple[Messages, bool]:
-    messages, tools = trial
-    return [message if "tool_calls" not in message else {**message, "content": content} for message in messages], tools
+def _with_content(messages: Messages, place: int, content: Any) -> Messages:
+    return [{**message, "content": content} if at == place else message for at, message in enumerate(messages)]
 
 
 def _nothings(text: str) -> int:

@@ -9,17 +9,14 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 #: What Unicode calls white space.
-_SPACES = "\t\n\v\f\r\x1c\x1d\x1e\x1f \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
-_SPACES += "\u2028\u2029\u202f\u205f\u3000"
-#: How many times shorter in UTF-8 a normalizer makes a text at most, dropped spaces apart: a mathematical zero of four
-#: bytes becomes a digit. Others, such as one that strips accents, may drop any number.
+_SPACES = "".join(filter(str.isspace, map(chr, range(0x3001))))
+_DROPPING_SPACES = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
+#: How many times shorter in UTF-8 a normalizer or a pre-tokenizer makes a text at most, dropped spaces apart: a
+#: mathematical zero of four bytes becomes a digit. Others, such as one that strips accents, may drop any number.
 _SHRINKING = {
     **dict.fromkeys(("NFC", "NFD", "NFKC", "NFKD", "Lowercase"), 4),
-    **dict.fromkeys(("Prepend", "Strip", "ByteLevel"), 1),
+    **dict.fromkeys(("Prepend", "Strip", "ByteLevel", "Digits", "Metaspace", "UnicodeScripts", *_DROPPING_SPACES), 1),
 }
-#: Pre-tokenizers that drop nothing, and those that drop white space alone.
-_CUTTING = ("ByteLevel", "Digits", "Metaspace", "UnicodeScripts")
-_DROPPING_SPACES = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
 
 
 class TokenSizes:
@@ -69,13 +66,12 @@ def _parts(stage: Any, key: str) -> list[dict[str, Any]]:
 
 def _shrinking(stage: dict[str, Any]) -> int | None:
     """How many times shorter a stage makes a text at most, dropped spaces apart; None where that has no bound."""
-    kind = stage["type"]
-    if kind in (*_CUTTING, *_DROPPING_SPACES) or stage.get("behavior", "Removed") != "Removed":
+    if stage.get("behavior", "Removed") != "Removed":
         return 1
-    if kind == "Replace":
+    if stage["type"] == "Replace":
         replaced, content = stage["pattern"].get("String"), stage["content"]
         return 1 if replaced is not None and _bytes_of(content) >= _bytes_of(replaced) else None
-    return _SHRINKING.get(kind)
+    return _SHRINKING.get(stage["type"])
 
 
 def _knows_all(tokenizer: Tokenizer, is_byte_level: bool) -> bool:

@@ -21,7 +21,7 @@ from edgellm.engines.formats.small_files import check_tokenizer_file, encoded, l
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.errors import ContextError, EngineDirectoryError, RequestError, TemplateError, shown
 from edgellm.text.marked_messages import EarlierCalls, FinalMessage, WriteCalls
-from edgellm.text.messages import DISGUISES, checked_messages, strings_in, unsplit_parts
+from edgellm.text.messages import checked_messages, free_marks, strings_in, unsplit_parts
 from edgellm.text.output import Detokenizer, TokenText
 from edgellm.text.template import ChatTemplate
 from edgellm.text.token_sizes import TokenSizes
@@ -59,11 +59,16 @@ class Tokenizer:
         self.write_images: Callable[[str], str] = str
         #: Writes calls of earlier answers where the chat template does not; None leaves them out.
         self.write_calls: WriteCalls | None = None
-        self._declare_special([*self.special_tokens.values(), *additional_special_tokens])
+        # What the model's files name as special, and tokenizer.json does not: no token is added.
+        named = dict.fromkeys([*self.special_tokens.values(), *additional_special_tokens])
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        missing = [text for text in named if text not in special and tokenizer.token_to_id(text) is not None]
+        if missing:
+            tokenizer.add_special_tokens(missing)
         self._special = {
             token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         }
-        self._special_pattern = text_pattern(self._special.values())
+        self._special_pattern = _pattern(token.content for token in self._special.values())
         self._matched_after_normalizing = any(token.normalized for token in self._special.values())
         self.special_token_ids = frozenset(self._special)
         self._token_text = TokenText(tokenizer, self.special_token_ids)
@@ -88,7 +93,7 @@ class Tokenizer:
         config |= read_json_object(directory / "tokenizer_config.json")
         return cls(
             parsed,
-            _named_tokens(config),
+            {name: text for name in NAMED_TOKENS if (text := _token_text(config.get(name))) is not None},
             _additional_special_tokens(config, directory),
             ChatTemplate.from_directory(directory, config),
         )
@@ -111,7 +116,9 @@ class Tokenizer:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The id of the tokenizer's own end-of-sequence token, where it names one."""
-        return self._ids_of_named("eos_token")
+        token = self.special_tokens.get("eos_token")
+        token_id = None if token is None else self._tokenizer.token_to_id(token)
+        return () if token_id is None else (token_id,)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token by its text in the vocabulary, or None."""
@@ -125,7 +132,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes that a token stands for; None where it is a piece of text."""
-        return (self._token_text.known.get(token_id) or self._token_text.look_up(token_id)).data
+        return self._token_text[token_id].data
 
     def encode(self, text: str, add_special_tokens: bool = True, capacity: int | None = None) -> list[int]:
         """The ids of raw text; special tokens written in it are recognized.
@@ -239,22 +246,6 @@ class Tokenizer:
             )
         return self.chat_template
 
-    def _ids_of_named(self, name: str) -> tuple[int, ...]:
-        token = self.special_tokens.get(name)
-        token_id = None if token is None else self._tokenizer.token_to_id(token)
-        return () if token_id is None else (token_id,)
-
-    def _declare_special(self, contents: list[str]) -> None:
-        """Mark tokens that the model's files name as special, where tokenizer.json does not; never adds a token."""
-        known = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
-        missing = [
-            content
-            for content in dict.fromkeys(contents)
-            if self._tokenizer.token_to_id(content) is not None and not (content in known and known[content].special)
-        ]
-        if missing:
-            self._tokenizer.add_special_tokens(missing)
-
 
 def _checked_ids(token_ids: Iterable[int]) -> list[int]:
     """Token ids without those that no tokenizer has; RequestError for what are no whole numbers."""
@@ -291,11 +282,6 @@ def _token_text(value: Any) -> str | None:
     return text if isinstance(text, str) and text else None
 
 
-def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    texts = {name: _token_text(config.get(name)) for name in NAMED_TOKENS}
-    return {name: text for name, text in texts.items() if text is not None}
-
-
 def _additional_special_tokens(config: dict[str, Any], directory: Path) -> list[str]:
     found: list[str] = []
     for key in ("additional_special_tokens", "extra_special_tokens"):
@@ -310,12 +296,8 @@ def _additional_special_tokens(config: dict[str, Any], directory: Path) -> list[
     return found
 
 
-def text_pattern(tokens: Iterable[AddedToken]) -> re.Pattern[str]:
-    """A pattern for the text of any of `tokens`, the longest at the leftmost place."""
-    return _alternatives(token.content for token in tokens)
-
-
-def _alternatives(contents: Iterable[str], rule: Callable[[str], str] = re.escape) -> re.Pattern[str]:
+def _pattern(contents: Iterable[str], rule: Callable[[str], str] = re.escape) -> re.Pattern[str]:
+    """A pattern for any of some texts, the longest at the leftmost place."""
     return re.compile("|".join(rule(content) for content in sorted(contents, key=len, reverse=True)) or r"(?!)")
 
 
@@ -324,14 +306,10 @@ class Disguise:
 
     def __init__(self, pattern: re.Pattern[str], values: Any) -> None:
         """`values` is everything the template will be given from outside: nested lists, dictionaries and strings."""
-        found: dict[str, None] = {}
-        used: set[str] = set()
-        for string in strings_in(values):
-            found.update(dict.fromkeys(pattern.findall(string)))
-            used.update(character for character in set(string) if ord(character) >= DISGUISES.start)
-        free = (chr(code) for code in DISGUISES if chr(code) not in used)
+        texts = strings_in(values)
+        found = dict.fromkeys(each for text in texts for each in pattern.findall(text))
         self._pattern = pattern
-        self._characters = dict(zip(found, free, strict=False))
+        self._characters = dict(zip(found, free_marks(texts), strict=False)) if found else {}
         self._originals = str.maketrans({character: text for text, character in self._characters.items()})
 
     @property
@@ -365,7 +343,7 @@ class AnchoredTokenizer:
         self._tokenizer.encode_special_tokens = True
         whole_words = {token.content for token in special.values() if token.single_word}
         # As tokenizers match them: the longest at the leftmost place, some only where no word goes on.
-        self._pattern = _alternatives(
+        self._pattern = _pattern(
             (token.content for token in special.values()),
             lambda text: rf"(?<!\w){re.escape(text)}(?!\w)" if text in whole_words else re.escape(text),
         )
@@ -375,18 +353,9 @@ class AnchoredTokenizer:
         for number, (token_id, token) in enumerate(special.items()):
             anchor = secret + chr(ANCHORS.start + number)
             self._anchors[token.content] = anchor
-            self._tokenizer.add_tokens(
-                [
-                    AddedToken(
-                        anchor,
-                        lstrip=token.lstrip,
-                        rstrip=token.rstrip,
-                        single_word=False,  # already so by the pattern
-                        normalized=False,
-                        special=False,
-                    )
-                ]
-            )
+            # Whether it is a word of its own is said by the pattern.
+            strips = {"lstrip": token.lstrip, "rstrip": token.rstrip}
+            self._tokenizer.add_tokens([AddedToken(anchor, **strips, normalized=False, special=False)])
             self._ids[self._tokenizer.token_to_id(anchor)] = token_id  # type: ignore[index]
 
     def encode(self, rendered: str, disguise: Disguise) -> list[int]:

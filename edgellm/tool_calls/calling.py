@@ -7,7 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import RequestError
@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("edgellm.tool_calls")
 
 
-class Calling(NamedTuple):
-    """What the calls of one answer need: its reader, and what makes the rules."""
-
-    reader: ToolReader
-    rules: Callable[[Callable[[], GrammarVocabulary]], TokenConstraint | None]
+#: Makes the rules of an answer, of what makes its model's vocabulary; None where calls are read as they come.
+RulesOfCalls = Callable[[Callable[[], "GrammarVocabulary"]], TokenConstraint | None]
 
 
 class ToolCalling:
@@ -70,14 +67,14 @@ class ToolCalling:
         prompt_ids: Sequence[int],
         continued: str | None = None,
         structure: Structure | None = None,
-    ) -> Calling | None:
-        """What the answer to a prompt needs; None where no call is to be read of it.
+    ) -> tuple[ToolReader, RulesOfCalls] | tuple[None, None]:
+        """The reader of the answer to a prompt, and what makes its rules; None where no call is to be read of it.
 
         `continued` is the text of the message that the model goes on with; an answer that calls nothing has the
         `structure`. Raises RequestError where a call is required of a model whose template teaches none.
         """
         if choice is None or choice.mode == "none":
-            return None
+            return None, None
         found = self.format()
         if found is None:
             if choice.mode == "required":
@@ -85,14 +82,14 @@ class ToolCalling:
                     f"tool_choice requires a call, but the chat template of {self._tokenizer.template_origin} shows "
                     "no form of calls that is known: ask with tool_choice 'auto', or build with --tool-format"
                 )
-            return None
+            return None, None
         known = ((mark, self._tokenizer.token_to_id(mark)) for mark in found.marks)
         ids = {mark: token_id for mark, token_id in known if token_id is not None}
         hidden = self._tokenizer.special_token_ids.intersection(ids.values())
         marks = reasoning_marks(self._tokenizer)
         state = "closed" if marks is None else reasoning_state(self._tokenizer, marks, prompt_ids, continued)
         reader = ToolReader(found, choice.schemas(), marks, state, hidden, structure is not None)
-        return Calling(reader, partial(_constraint, found, choice, ids, structure))
+        return reader, partial(_constraint, found, choice, ids, structure)
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
@@ -109,8 +106,7 @@ def _constraint(
     structure: Structure | None,
     vocabulary: Callable[[], GrammarVocabulary],
 ) -> TokenConstraint | None:
-    """The rules; None where a model may call or not, and grammars cannot read its tokenizer: its calls are read as they
-    come."""
+    """The rules; None where a model may call or not, and grammars cannot read its tokenizer."""
     from edgellm.tool_calls.rules import call_constraint  # llguidance is loaded for requests that need it
 
     try:

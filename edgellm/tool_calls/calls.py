@@ -107,10 +107,9 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
     """
     if not isinstance(parallel, (bool, type(None))):
         raise RequestError(f"parallel_tool_calls is {shown(parallel)}: expected true or false")
-    named = choice is not None and choice not in CHOICES if isinstance(choice, (str, type(None))) else True
-    name = _named_tool(choice) if named else None
+    name = None if choice is None or choice in CHOICES else _named_tool(choice)
     if not tools:
-        if named or choice == "required":
+        if name is not None or choice == "required":
             raise RequestError(f"tool_choice is {shown(choice)}, but the request has no tools: leave it out")
         return None
     places: dict[str, int] = {}
@@ -118,28 +117,24 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
         raise RequestError(f"tools has {len(tools)} entries: expected at most {MOST_TOOLS}")
     for place, tool in enumerate(tools):
         found = tool["function"]["name"]
+        what = f"tools[{place}].function.name is {shown(found)}"
         if not _NAME.fullmatch(found):
-            raise RequestError(
-                f"tools[{place}].function.name is {shown(found)}: expected 1 to 64 letters, digits, _ and -"
-            )
+            raise RequestError(f"{what}: expected 1 to 64 letters, digits, _ and -")
         if found in places:
-            raise RequestError(
-                f"tools[{place}].function.name is {shown(found)}, as that of tools[{places[found]}]: expected a name "
-                "of its own"
-            )
+            raise RequestError(f"{what}, as that of tools[{places[found]}]: expected a name of its own")
         places[found] = place
     if name is not None and name not in places:
         raise RequestError(
             f"tool_choice names the tool {shown(name)}, which the request has not: expected one of "
             f"{', '.join([*CHOICES, *places])}{did_you_mean(name, sorted(places))}"
         )
-    mode = "required" if named else choice or "auto"
+    mode = choice or "auto" if name is None else "required"
     if mode != "none":
         steps = Steps("what the tools' parameters say")
         for place, tool in enumerate(tools):
             _check_parameters(tool["function"], f"tools[{place}].function", steps)
     wanted = tuple(tool for tool in tools if name is None or tool["function"]["name"] == name)
-    return ToolChoice(mode, wanted, not named and parallel is not False)
+    return ToolChoice(mode, wanted, name is None and parallel is not False)
 
 
 def _named_tool(choice: Any) -> str:
@@ -177,10 +172,7 @@ def _arguments_schema(function: Mapping[str, Any]) -> Any:
 
 @lru_cache(maxsize=512)
 def _enforced(parameters: str) -> tuple[str, int]:
-    """The schema of a function's arguments, as JSON text, and the steps that its walks took; one that says nothing of
-    them takes none."""
-    schema, steps = (
-        json.loads(parameters) or {"properties": {}, "additionalProperties": False},
-        Steps("the JSON schema"),
-    )
+    """The schema of a function's arguments, as JSON text, and the steps that its walks took."""
+    schema = json.loads(parameters) or {"properties": {}, "additionalProperties": False}
+    steps = Steps("the JSON schema")
     return json.dumps(enforced_schema({"type": "object", **schema}, steps)), steps.taken

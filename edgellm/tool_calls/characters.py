@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator
 from typing import Any
 
 from edgellm.tool_calls.values import json_text, python_json, unescaped
@@ -22,8 +21,8 @@ _BEHIND_INNER = (",", ")", "]", "}", ":")
 _GOING_ON = re.compile(r"\s*(,\s*([\w-]+\s*=|\))|\)\s*(\]|,\s*(\{|[\w.-]+\()))")
 _PASSED = SPACES | NAME_CHARACTERS | {",", ")"}
 
-#: Reads characters: what is sent is one, or `END`.
-Characters = Generator[None, str, Any]
+#: Reads characters: yields where it waits for more.
+Characters = Generator[None, None, Any]
 
 
 class Broken(Exception):
@@ -31,31 +30,37 @@ class Broken(Exception):
 
 
 class CharacterReader:
-    """Characters that are sent one by one, to generators that call each other with `yield from`."""
+    """Characters of a text that grows, for generators that call each other with `yield from`."""
 
     def __init__(self) -> None:
-        self._raw: list[str] = []  # of the call that is being read, as it was written
-        self._again: deque[str] = deque()  # characters that are read once more
+        self._characters: list[str] = []
+        self._at = self._start = 0  # the next one, and the first one of what is being read
         self._has_ended = False
 
+    @property
+    def _raw(self) -> str:
+        """What is being read, as it was written."""
+        return "".join(self._characters[self._start : self._at])
+
     def _next(self) -> Characters:
-        """The next character; `END` for ever, once the answer has ended and what is read again is read."""
-        if self._again:
-            character = self._again.popleft()
-        elif self._has_ended or (character := (yield)) == END:
-            return END
-        self._raw.append(character)
+        """The next character; `END` for ever, once the answer has ended and all of it is read."""
+        while self._at == len(self._characters):
+            if self._has_ended:
+                return END
+            yield
+        self._at += 1
+        return self._characters[self._at - 1]
+
+    def _within(self) -> Characters:
+        """The next character of a call; Broken where the answer has ended."""
+        character = yield from self._next()
+        if character == END:
+            raise Broken("the answer ended within a call")
         return character
 
     def _back(self, character: str) -> None:
         """Let the latest character be read again."""
-        if character != END:
-            self._again.appendleft(character)
-            self._raw.pop()
-
-    def _refuse_end(self, character: str) -> None:
-        if character == END:
-            raise Broken("the answer ended within a call")
+        self._at -= len(character)
 
     def _behind_spaces(self) -> Characters:
         """The next character that is no whitespace."""
@@ -63,27 +68,29 @@ class CharacterReader:
             pass
         return character
 
+    def _word(self, character: str, is_part: Callable[[str], bool]) -> Characters:
+        """The characters from this one on that are part of a word, and the one behind them."""
+        begin = self._at - len(character)
+        while is_part(character):
+            character = yield from self._next()
+        return "".join(self._characters[begin : self._at - len(character)]), character
+
     def _followed_by(self, texts: Collection[str], spaces: Collection[str] = SPACES) -> Characters:
         """Whether one of the texts stands here, behind whitespace. All that is read for that is read again."""
-        passed: list[str] = []
-        text = ""
+        begin, text = self._at, ""
         while text not in texts and any(each.startswith(text) for each in texts):
             character = yield from self._next()
             if character == END:
                 break
-            passed.append(character)
             if text or character not in spaces:
                 text += character
-        self._reread(passed)
+        self._at = begin
         return text in texts
 
-    def _reread(self, passed: Sequence[str]) -> None:
-        """Let the latest characters be read again."""
-        self._again.extendleft(reversed(passed))
-        del self._raw[len(self._raw) - len(passed) :]
-
-    def _expect(self, expected: str) -> Characters:
-        self._require((yield from self._behind_spaces()), expected)
+    def _expect(self, text: str) -> Characters:
+        """Read a text, perhaps behind whitespace."""
+        self._require((yield from self._behind_spaces()), text[0])
+        yield from self._literal(text[1:])
 
     def _literal(self, text: str) -> Characters:
         for expected in text:
@@ -97,15 +104,11 @@ class CharacterReader:
             raise Broken(f"a call has {found} where {expected!r} was expected")
 
     def _until(self, end: str) -> Characters:
-        """The text up to `end`, which is read, too."""
-        found = ""
-        pieces: list[str] = []
-        while not found.endswith(end):
-            character = yield from self._next()
-            self._refuse_end(character)
-            pieces.append(character)
-            found = (found + character)[-len(end) :]
-        return "".join(pieces)[: -len(end)]
+        """The text up to the character `end`, which is read, too."""
+        begin = self._at
+        while (yield from self._within()) != end:
+            pass
+        return "".join(self._characters[begin : self._at - 1])
 
     def _json_string(self) -> Characters:
         """The value of a string, behind its quote."""
@@ -115,38 +118,24 @@ class CharacterReader:
         except ValueError as error:
             raise Broken(f"a call has a string that is no JSON ({error})") from error
 
-    def _json_value(self, first: str, emit: Callable[[str], None] | None = None) -> Characters:
-        """The text of a JSON value that begins with `first`; `emit` gets its characters as they come."""
-        found: list[str] = []
-
-        def take(character: str) -> None:
-            found.append(character)
-            if emit is not None:
-                emit(character)
-
-        take(first)
+    def _json_value(self, first: str, emit: Callable[[str], None] = lambda character: None) -> Characters:
+        """The text of a JSON value that begins with `first`, which is read; `emit` gets its characters as they come."""
+        begin = self._at - 1
+        emit(first)
         if first not in ("{", "[", '"'):  # a number or a word
             while (character := (yield from self._next())) not in (",", "}", "]", END) and character not in SPACES:
-                take(character)
+                emit(character)
             self._back(character)
-            return "".join(found)
-        depth, in_string = int(first != '"'), first == '"'
+        depth, in_string = int(first in ("{", "[")), first == '"'
         while depth or in_string:
-            character = yield from self._next()
-            self._refuse_end(character)
-            take(character)
-            if in_string:
-                if character == "\\":
-                    character = yield from self._next()
-                    self._refuse_end(character)
-                    take(character)
-                elif character == '"':
-                    in_string = False
-            elif character == '"':
-                in_string = True
-            else:
+            emit(character := (yield from self._within()))
+            if character == '"':
+                in_string = not in_string
+            elif not in_string:
                 depth += (character in ("{", "[")) - (character in ("}", "]"))
-        return "".join(found)
+            elif character == "\\":
+                emit((yield from self._within()))
+        return "".join(self._characters[begin : self._at])
 
     def _python_value(self) -> Characters:
         """An argument as Python writes it, as JSON, and the character behind it, `,` or `)`."""
@@ -154,8 +143,7 @@ class CharacterReader:
         last = ""  # the latest character that is no whitespace
         depth = 0
         while True:
-            character = yield from self._next()
-            self._refuse_end(character)
+            character = yield from self._within()
             if character in ("'", '"'):
                 if last not in _BEFORE_STRING:
                     raise Broken(f"a call has a string behind {last!r}: expected one value for each argument")
@@ -180,35 +168,29 @@ class CharacterReader:
         Line ends may stand in it as they are. A quote ends it where what follows may follow a string: templates write
         text with quotes in it as it is, and so do models.
         """
-        is_triple = yield from self._followed_by((quote * 2,), ())
-        if is_triple:
-            yield from self._literal(quote * 2)
-        found: list[str] = []
+        rest = quote * 2  # of three
+        is_triple = yield from self._followed_by((rest,), ())
+        yield from self._literal(rest if is_triple else "")
+        begin = self._at
         while True:
-            character = yield from self._next()
-            self._refuse_end(character)
+            character = yield from self._within()
             if character == "\\":
-                found.append(character)
-                character = yield from self._next()
-                self._refuse_end(character)
-            elif character != quote:
-                pass
-            elif is_triple:
-                if (yield from self._followed_by((quote * 2,), ())):
-                    yield from self._literal(quote * 2)
-                    return unescaped("".join(found))
-            elif (yield from self._followed_by(_BEHIND_INNER) if is_inner else self._goes_on()):
-                return unescaped("".join(found))
-            found.append(character)
+                yield from self._within()
+            elif character == quote:
+                end = self._at - 1
+                if is_triple:
+                    is_end = yield from self._followed_by((rest,), ())
+                else:
+                    is_end = yield from (self._followed_by(_BEHIND_INNER) if is_inner else self._goes_on())
+                if is_end:
+                    yield from self._literal(rest if is_triple else "")
+                    return unescaped("".join(self._characters[begin:end]))
 
     def _goes_on(self) -> Characters:
         """Whether a call goes on here behind an argument: with the name of the next one, or with its own end and that
         of the list, or another call. All that is read for that is read again."""
-        passed: list[str] = []
-        while not passed or passed[-1].isalnum() or passed[-1] in _PASSED:
-            character = yield from self._next()
-            if character == END:
-                break
-            passed.append(character)
-        self._reread(passed)
-        return _GOING_ON.match("".join(passed)) is not None
+        begin = self._at
+        while (character := (yield from self._next())).isalnum() or character in _PASSED:
+            pass
+        passed, self._at = "".join(self._characters[begin : self._at]), begin
+        return _GOING_ON.match(passed) is not None

@@ -17,6 +17,8 @@ from edgellm.tool_calls.values import json_text
 #: How the inside of a call is written: an object with name and arguments, name and arguments behind each other, a call
 #: as Python writes it, or tags.
 Body = Literal["object", "list", "named", "python", "tags"]
+#: What calls as tags are made of.
+FUNCTION_TAG, ARGUMENT_TAG, ARGUMENT_END, FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
 
 
 @dataclass(frozen=True)
@@ -44,92 +46,76 @@ class ToolFormat:
         """What a tokenizer may have special tokens for."""
         return tuple(filter(None, (self.begin, self.end, "[ARGS]" if self.body == "named" else "")))
 
+    @property
+    def frame(self) -> tuple[str, str, str, str, str]:
+        """What stands before all calls, before each, between two, behind each, and behind all."""
+        line_end = "\n" if self.end and self.body in ("object", "tags") else ""
+        begin, end = ("", "") if self.bare else (f"{self.begin}{line_end}", f"{line_end}{self.end}")
+        if self.body in ("list", "python"):
+            return f"{begin}[", "", self.separator, "", f"]{end}"
+        return "", begin, self.separator, end, ""
+
+    def around(self, name: str) -> tuple[str, str]:
+        """What stands before the arguments of a call of the tool of that name, and behind them."""
+        if self.body == "python":
+            return f"{name}(", ")"
+        if self.body == "tags":
+            return f"{FUNCTION_TAG}{name}>\n", FUNCTION_END
+        return (f"{name}[ARGS]", "") if self.body == "named" else (f'{{"name": {json_text(name)}, "{self.key}": ', "}")
+
+    def around_argument(self, name: str) -> tuple[str, str]:
+        """The same of an argument's value, where arguments are written one by one."""
+        return (f"{name}=", "") if self.body == "python" else (f"{ARGUMENT_TAG}{name}>\n", f"\n{ARGUMENT_END}\n")
+
     def openings(self, names: Iterable[str]) -> tuple[str, ...]:
         """What enforced calls of the tools of these names begin with."""
-        if self.bare == "{":
-            return tuple(self.object_head(name) for name in names)
-        return tuple(f"[{name}(" for name in names) if self.bare else (self.begin,)
-
-    def object_head(self, name: str) -> str:
-        """What is before the arguments of a call that is an object."""
-        return f'{{"name": {json_text(name)}, "{self.key}": '
+        if not self.bare:
+            return (self.begin,)
+        return tuple("".join((*self.frame[:2], self.around(name)[0])) for name in names)
 
     def written(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
         """Calls, each a name and arguments, as an answer has them; "" for none."""
-        line_end = "\n" if self.end and self.body in ("object", "tags") else ""
-        begin, end = ("", "") if self.bare else (f"{self.begin}{line_end}", f"{line_end}{self.end}")
-        bodies = [self._written(name, arguments) for name, arguments in calls]
-        if self.body in ("list", "python"):
-            return f"{begin}[{', '.join(bodies)}]{end}" if bodies else ""
-        return self.separator.join(f"{begin}{body}{end}" for body in bodies)
+        before, begin, separator, end, behind = self.frame
+        texts = []
+        for name, arguments in calls:
+            head, tail = self.around(name)
+            texts.append(f"{begin}{head}{self._arguments(arguments)}{tail}{end}")
+        return f"{before}{separator.join(texts)}{behind}" if texts else ""
 
-    def _written(self, name: str, arguments: Mapping[str, Any]) -> str:
-        if self.body == "python":
-            return f"{name}({', '.join(f'{key}={_python_text(value)}' for key, value in arguments.items())})"
-        if self.body == "tags":
-            texts = {key: value if isinstance(value, str) else json_text(value) for key, value in arguments.items()}
-            tags = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
-            return f"<function={name}>\n{tags}</function>"
-        if self.body == "named":
-            return f"{name}[ARGS]{json_text(arguments)}"
-        return f"{self.object_head(name)}{json_text(arguments)}}}"
+    def _arguments(self, arguments: Mapping[str, Any]) -> str:
+        if self.body not in ("python", "tags"):
+            return json_text(arguments)
+        texts = []
+        for name, value in arguments.items():
+            if self.body == "tags":
+                text = value if isinstance(value, str) else json_text(value)
+            else:
+                text = str(value) if value is None or isinstance(value, bool) else json_text(value)
+            texts.append(text.join(self.around_argument(name)))
+        return (", " if self.body == "python" else "").join(texts)
 
 
 _OBJECT = r'\{\s*"name":\s*"look",\s*"%s":\s*\{\s*"at":\s*"cup"\s*\}'
+_ARGUMENTS, _PARAMETERS = _OBJECT % "arguments", _OBJECT % "parameters"
+_TAGS = r"<function=look>\s*<parameter=at>\s*cup\s*</parameter>"
 #: Some templates write text without quotes (`"%s" | format`), or with another letter for them (`"%sr"`).
 _PYTHON = r"\[look\(at=([\"']cup[\"']|cupr?)\)\]"
+_LLAMA_4 = rf"<\|python_start\|>\s*{_PYTHON}"
+#: Some of its templates write no earlier calls: of these some tell of tools between marks of their own.
+_LFM2 = rf"<\|tool_call_start\|>\s*{_PYTHON}|<\|tool_list_start\|>"
+_LFM2_MARKS = ("<|tool_call_start|>", "<|tool_call_end|>")
+_IN_ORDER = (
+    ToolFormat("mistral", "list", "[TOOL_CALLS]", separator=", ", seen=rf"\[TOOL_CALLS\]\s*\[{_ARGUMENTS}"),
+    ToolFormat("mistral_args", "named", "[TOOL_CALLS]", separator="", seen=r"\[TOOL_CALLS\]look(\[\w+\]\w*)*\{"),
+    ToolFormat("qwen3_coder", "tags", "<tool_call>", "</tool_call>", seen=rf"<tool_call>\s*{_TAGS}"),
+    ToolFormat("hermes", "object", "<tool_call>", "</tool_call>", seen=rf"<tool_call>\s*{_ARGUMENTS}"),
+    ToolFormat("lfm2", "python", *_LFM2_MARKS, ", ", seen=_LFM2, token=_LFM2_MARKS[0]),
+    ToolFormat("llama4_pythonic", "python", "<|python_start|>", "<|python_end|>", ", ", "[", seen=_LLAMA_4),
+    ToolFormat("pythonic", "python", "", "", ", ", "[", seen=_PYTHON),
+    ToolFormat("llama3_json", "object", "<|python_tag|>", "", "; ", "{", "parameters", seen=_PARAMETERS),
+)
 #: By name; the first whose call a template shows is its format.
-FORMATS = {
-    each.name: each
-    for each in (
-        ToolFormat(
-            "mistral", "list", "[TOOL_CALLS]", separator=", ", seen=r"\[TOOL_CALLS\]\s*\[" + _OBJECT % "arguments"
-        ),
-        ToolFormat("mistral_args", "named", "[TOOL_CALLS]", separator="", seen=r"\[TOOL_CALLS\]look(\[\w+\]\w*)*\{"),
-        ToolFormat(
-            "qwen3_coder",
-            "tags",
-            "<tool_call>",
-            "</tool_call>",
-            seen=r"<tool_call>\s*<function=look>\s*<parameter=at>\s*cup\s*</parameter>",
-        ),
-        ToolFormat("hermes", "object", "<tool_call>", "</tool_call>", seen=r"<tool_call>\s*" + _OBJECT % "arguments"),
-        ToolFormat(
-            "lfm2",
-            "python",
-            "<|tool_call_start|>",
-            "<|tool_call_end|>",
-            ", ",
-            # Some of its templates write no earlier calls: of these some tell of tools between marks of their own.
-            seen=r"<\|tool_call_start\|>\s*" + _PYTHON + r"|<\|tool_list_start\|>",
-            token="<|tool_call_start|>",
-        ),
-        ToolFormat(
-            "llama4_pythonic",
-            "python",
-            "<|python_start|>",
-            "<|python_end|>",
-            ", ",
-            "[",
-            seen=r"<\|python_start\|>\s*" + _PYTHON,
-        ),
-        ToolFormat("pythonic", "python", "", "", ", ", "[", seen=_PYTHON),
-        ToolFormat(
-            "llama3_json",
-            "object",
-            "<|python_tag|>",
-            "",
-            "; ",
-            "{",
-            "parameters",
-            seen=_OBJECT % "parameters",
-        ),
-    )
-}
-
-
-def _python_text(value: Any) -> str:
-    return str(value) if value is None or isinstance(value, bool) else json_text(value)
+FORMATS = {each.name: each for each in _IN_ORDER}
 
 
 def tool_format(name: str) -> ToolFormat:
@@ -155,10 +141,11 @@ def taught_format(template: ChatTemplate, has_token: Callable[[str], bool] = lam
     """The format in which a chat template writes the calls of earlier answers, which is what its model was taught; None
     where it writes them in a form that is not known. Of a template that tells of tools and writes no calls, the
     vocabulary decides: `has_token` says whether a token is there."""
-    texts = template.shown_calls()
+    trials = template.trials(with_tools=True)
+    texts = [text for text in trials.calls if text is not None]
     for each in FORMATS.values():
         if any(re.search(each.seen, text) for text in texts):
             return each
-    if not any(TOOL["function"]["description"] in text for text in texts) or template.writes_calls(with_tools=True):
+    if not any(TOOL["function"]["description"] in text for text in texts) or trials.writes_calls(with_tools=True):
         return None
     return next((each for each in FORMATS.values() if each.token and has_token(each.token)), None)

@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from edgellm.errors import RequestError, shown
@@ -94,12 +95,8 @@ def result_message(call: ToolCall, result: Any) -> dict[str, Any]:
         raise RequestError(
             f"the function {call.name} returned {shown(result)}: expected text, or a value as JSON has it ({error})"
         ) from error
-    return {
-        "role": "tool",
-        "tool_call_id": call.id,
-        "name": call.name,
-        "content": result if isinstance(result, str) else written,
-    }
+    content = result if isinstance(result, str) else written
+    return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
 
 def _plain(value: Any) -> Any:
@@ -115,18 +112,14 @@ def _plain(value: Any) -> Any:
 def _described(docstring: str, parameters: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     """A docstring's first paragraph, and what it says of each of the parameters."""
     lines = docstring.splitlines()
-    first: list[str] = []
-    for line in lines:
-        if not line.strip() or _SECTION.fullmatch(line.strip()) or _FIELD.match(line.strip()):
-            break
-        first.append(line.strip())
+    texts = [line.strip() for line in lines]
+    first = takewhile(lambda text: text and not _SECTION.fullmatch(text) and not _FIELD.match(text), texts)
     found = _of_parameters(lines, parameters)
     return " ".join(first), {name: " ".join(words) for name, words in found.items() if words}
 
 
 def _of_parameters(lines: list[str], parameters: Mapping[str, Any]) -> dict[str, list[str]]:
-    """The words of each parameter that is described: those behind its name, and those of lines that are indented
-    deeper."""
+    """The words of each parameter that is described: behind its name, and on lines that are indented deeper."""
     described: dict[str, list[str]] = {}
     section: re.Pattern[str] | None = None
     words: list[str] | None = None

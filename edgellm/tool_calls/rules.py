@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure.description import Structure, json_options
 from edgellm.structure.steps import Steps
 from edgellm.tool_calls.calls import ToolChoice
-from edgellm.tool_calls.formats import ToolFormat
+from edgellm.tool_calls.formats import ARGUMENT_END, ToolFormat
 from edgellm.tool_calls.values import all_kinds, json_text, kind_of, named_values, referred
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def call_constraint(
         return compiled
     if structure is not None:
         text = vocabulary.constraint_for(structure.grammar_text, structure.name)
-        openings = " | ".join(_mark(opening, special_ids) for opening in tool_format.openings(choice.names))
+        openings = " | ".join(_literal(opening, special_ids) for opening in tool_format.openings(choice.names))
         begun = f"%llguidance {{}}\nstart: ({openings}) /(?s:.+)/?"
         return CallsOrText(compiled, text, vocabulary.constraint_for(begun, "the tools"))
     names = "|".join(map(re.escape, choice.names))
@@ -58,11 +59,7 @@ def call_constraint(
     }
     mark_id = None if tool_format.bare else special_ids.get(tool_format.begin)
     opening = re.compile(openings_by_bare[tool_format.bare].encode())
-    return FromCall(lambda: vocabulary.constraint_for(grammar, "the tools"), vocabulary, opening, mark_id)
-
-
-def _mark(text: str, special_ids: Mapping[str, int]) -> str:
-    return f"<[{special_ids[text]}]>" if text in special_ids else _text(text)
+    return FromCall(vocabulary, grammar, opening, mark_id)
 
 
 def call_grammar(
@@ -71,32 +68,30 @@ def call_grammar(
     """The grammar of an answer's calls, in llguidance's form of Lark; tags may stand without the mark before them."""
     rules, alternatives, size = [], [], Steps("the grammar of the tools", _MOST_BYTES)
     for number, (name, schema) in enumerate(choice.schemas().items()):
+        head, tail = (_literal(text, special_ids) for text in tool_format.around(name))
         alternatives.append(f"call_{number}")
+        rules.append(f"call_{number}: {head} args_{number} {tail}")
         if tool_format.body in ("tags", "python"):
-            rules += (_tagged_rules if tool_format.body == "tags" else _python_rules)(number, name, schema, size)
+            rules += _argument_rules(tool_format, number, name, schema, size)
         else:
-            named = tool_format.body == "named"
-            head = f"{_text(name)} {_mark('[ARGS]', special_ids)}" if named else _text(tool_format.object_head(name))
-            rules += [f"call_{number}: {head} args_{number}{'' if named else ' ' + _text('}')}"]
-            rules += [f"args_{number}: {_json_rule(schema, {}, size)}"]
+            rules.append(f"args_{number}: {_json_rule(schema, {}, size)}")
     rules.append(f"call: {' | '.join(alternatives)}")
-    line_end = ' "\\n"' if tool_format.end and tool_format.body in ("object", "tags") else ""
-    begin = "" if tool_format.bare else f"{_mark(tool_format.begin, special_ids)}{line_end} "
-    end = f"{line_end} {_mark(tool_format.end, special_ids)}" if tool_format.end and not tool_format.bare else ""
+    before, begin, separator, end, behind = (_literal(text, special_ids) for text in tool_format.frame)
     if may_lack_mark and tool_format.body == "tags":
-        begin = f"({begin})? "
-    more = f" ({_text(tool_format.separator)} call)*" if choice.parallel else ""
-    if tool_format.body in ("list", "python"):
-        start = f'{begin}"[" call{more} "]"{end}'
-    else:
-        one = f"{begin}call{end}"
-        separator = f"{_text(tool_format.separator)} " if tool_format.separator else ""
-        start = f"{one} ({separator}{one})*" if choice.parallel else one
-    return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+        begin = f"({begin})?"
+    one = f"{begin} call {end}"
+    more = f"({separator} {one})*" if choice.parallel else ""
+    return "\n".join(["%llguidance {}", f"start: {before} {one} {more} {behind}", *rules])
 
 
 def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
+
+
+def _literal(text: str, special_ids: Mapping[str, int]) -> str:
+    """A text as grammars have it, in which special tokens stand by their ids; "" for none."""
+    pieces = re.split(f"({'|'.join(map(re.escape, special_ids))})", text) if special_ids else [text]
+    return " ".join(f"<[{special_ids[each]}]>" if each in special_ids else _text(each) for each in pieces if each)
 
 
 def _json_rule(schema: Any, definitions: dict[str, Any], size: Steps) -> str:
@@ -135,63 +130,46 @@ def _is_open(schema: dict[str, Any]) -> bool:
 
 def _listed(number: int, parts: list[tuple[str, Any, bool]], separator: str) -> list[str]:
     """Rules of arguments in order, of which some may be left out, with a separator between those that are there."""
-    rules = []
-    for place in range(len(parts)):  # from_N_M: arguments from M on; more_N_M: with a separator before each
-        last = place + 1 == len(parts)
-        tail = "" if last else f" more_{number}_{place + 1}"
-        first = f"arg_{number}_{place}{tail}"
-        more = f"{_text(separator)} {first}" if separator else first
-        if not parts[place][2]:
-            first += ' | ""' if last else f" | from_{number}_{place + 1}"
-            more += ' | ""' if last else f" |{tail}"
-        rules += [f"from_{number}_{place}: {first}", f"more_{number}_{place}: {more}"]
-    return rules or [f'from_{number}_0: ""']
+    rules = [f'from_{number}_{len(parts)}: ""', f'more_{number}_{len(parts)}: ""']
+    for place, (_, _, is_required) in enumerate(parts):  # from_N_M: those from M on; more_N_M: behind others
+        argument, more = f"arg_{number}_{place}", f"more_{number}_{place + 1}"
+        without, perhaps = ("", "") if is_required else (f" | from_{number}_{place + 1}", "?")
+        rules.append(f"from_{number}_{place}: {argument} {more}{without}")
+        rules.append(f"more_{number}_{place}: ({separator} {argument}){perhaps} {more}")
+    return rules
 
 
-def _python_rules(number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
-    call = f'call_{number}: {_text(name + "(")} from_{number}_0 ")"'
-    if _is_open(schema):
+def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
+    """Rules of arguments that are written one by one. Raises RequestError for what they cannot say."""
+    is_python = tool_format.body == "python"
+    if _is_open(schema) and is_python:
         some = f'any_{number}: /[a-zA-Z_][a-zA-Z0-9_]*/ "=" value_{number}'
-        rules = [
-            f'from_{number}_0: (any_{number} (", " any_{number})*)?',
-            some,
-            f"value_{number}: {_json_rule({}, {}, size)}",
-        ]
-        return [call, *rules]
-    parts, definitions = _parts(schema)
-    rules = [call, *_listed(number, parts, ", ")]
-    for place, (key, each, _) in enumerate(parts):
-        if not re.fullmatch(r"[^\W\d]\w*", key):
-            raise RequestError(
-                f"the tool {name} has the argument {key!r}, which the format of this model cannot write: expected a "
-                "name of letters, digits and _"
-            )
-        words = {"boolean": '"True" | "False"', "null": '"None"'}
-        own = words.get(each["type"]) if isinstance(each, dict) and set(each) == {"type"} else None
-        if own is None:
-            own = _json_rule(each if isinstance(each, dict) else {}, definitions, size)
-        value = f"value_{number}_{place}"
-        rules += [f"arg_{number}_{place}: {_text(key + '=')} {value}", f"{value}: {own}"]
-    return rules
-
-
-_TAG_END = "\n</parameter>\n"
-#: How templates write these as text, and JSON does.
-_WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
-
-
-def _tagged_rules(number: int, name: str, schema: dict[str, Any], size: Steps) -> list[str]:
-    call = f'call_{number}: {_text(f"<function={name}>" + chr(10))} from_{number}_0 "</function>"'
+        value = f"value_{number}: {_json_rule({}, {}, size)}"
+        return [f'args_{number}: (any_{number} (", " any_{number})*)?', some, value]
     if _is_open(schema):
-        some = f"from_{number}_0: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
-        return [call, some, _tagged_text(f"TEXT_{number}", {})]
+        some = f"args_{number}: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
+        return [some, _tagged_text(f"TEXT_{number}", {})]
     parts, definitions = _parts(schema)
-    rules = [call, *_listed(number, parts, "")]
+    rules = [f"args_{number}: from_{number}_0", *_listed(number, parts, '", "' if is_python else "")]
     for place, (key, each, _) in enumerate(parts):
-        value = f"value_{number}_{place}"
-        rules += _tagged_value(value, f"the tool {name} has the argument {key!r}", each, schema, definitions, size)
-        rules += [f"arg_{number}_{place}: {_text(f'<parameter={key}>' + chr(10))} {value}"]
+        value, what = f"value_{number}_{place}", f"the tool {name} has the argument {key!r}"
+        rules.append(f"arg_{number}_{place}: {_text(tool_format.around_argument(key)[0])} {value}")
+        if not is_python:
+            rules += _tagged_value(value, what, each, schema, definitions, size)
+        elif re.fullmatch(r"[^\W\d]\w*", key):
+            plain = each if isinstance(each, dict) else {}
+            own = _PYTHON_WORDS.get(str(plain["type"])) if set(plain) == {"type"} else None
+            rules.append(f"{value}: {own or _json_rule(plain, definitions, size)}")
+        else:
+            expected = "expected a name of letters, digits and _"
+            raise RequestError(f"{what}, which the format of this model cannot write: {expected}")
     return rules
+
+
+_TAG_END = f"\n{ARGUMENT_END}\n"
+#: The values of types that have few, and how Python writes them.
+_FEW: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
+_PYTHON_WORDS = {kind: " | ".join(_text(str(value)) for value in values) for kind, values in _FEW.items()}
 
 
 def _tagged_value(
@@ -203,7 +181,8 @@ def _tagged_value(
     all_of_them = all_kinds(alternatives, root)
     is_text = any("string" in kinds for kinds in all_of_them)
     for place, (each, kinds) in enumerate(zip(alternatives, all_of_them, strict=True)):
-        named, is_plain = named_values(each), set(each) == {"type"}
+        is_plain = set(each) == {"type"}
+        named = _FEW.get(each["type"]) if is_plain else named_values(each)
         if named is not None and set(each) <= {"type", "enum", "const"}:
             valid = [one for one in named if kind_of(one) in kinds]
             written += [f"{_text(text)} {_text(_TAG_END)}" for one in valid for text in _spelled(one)]
@@ -216,8 +195,6 @@ def _tagged_value(
                 f"{what} with {found} which cannot be enforced in the format of this model: leave pattern, format and "
                 "alternatives with bounds out, or use an enum"
             )
-        elif is_plain and each["type"] in _WORDS:
-            written += [f"{_text(word)} {_text(_TAG_END)}" for word in _WORDS[each["type"]]]
         else:
             rules.append(f"json_{value}_{place}: {_json_rule(each, definitions, size)}")
             written.append(f"json_{value}_{place} {_text(_TAG_END)}")
@@ -227,8 +204,7 @@ def _tagged_value(
 
 
 def _tagged_text(name: str, schema: dict[str, Any]) -> str:
-    """The terminal of any text of a length, with the tag that ends it. What else readers take for the end of a text may
-    not be within it."""
+    """The terminal of any text of a length, with the tag that ends it, in which there is no other end of a text."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     length = "*" if not least and most == "" else f"{{{least},{most}}}"
     ends = r"<\/parameter>(?s:.*)<\/parameter>|<parameter=|<\/function>\s*<\/tool_call>"
@@ -276,28 +252,22 @@ class FromCall:
     """
 
     def __init__(
-        self,
-        make_rules: Callable[[], TokenConstraint],
-        vocabulary: GrammarVocabulary,
-        opening: re.Pattern[bytes],
-        mark_id: int | None,
+        self, vocabulary: GrammarVocabulary, grammar: str, opening: re.Pattern[bytes], mark_id: int | None
     ) -> None:
-        """A call begins with the first group of `opening`, and with the token `mark_id`."""
-        self._make, self._vocabulary, self._opening, self._mark_id = make_rules, vocabulary, opening, mark_id
+        """A call begins with the first group of `opening`, and with the token `mark_id`; `grammar` is that of calls."""
+        self._vocabulary, self._grammar, self._opening, self._mark_id = vocabulary, grammar, opening, mark_id
         self._text = bytearray()
         self._ends: list[int] = []  # of the text, behind each free token
         self._rules: TokenConstraint | None = None
         self._ruled = 0  # tokens that the rules have consumed, without those that began the call
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         if self._rules is None:
             row.view(np.uint32)[:] = packed_mask(np.ones(self._vocabulary.size, np.bool_))
         else:
             self._rules.fill_mask(row)
 
     def try_advance(self, token: int) -> bool:
-        """See `TokenConstraint`."""
         if self._rules is not None:
             consumed = self._rules.try_advance(token)
             self._ruled += consumed
@@ -311,7 +281,6 @@ class FromCall:
         return True
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         ruled = min(count, self._ruled)
         if ruled and self._rules is not None:
             self._rules.rollback(ruled)
@@ -322,19 +291,15 @@ class FromCall:
             del self._text[self._ends[-1] if self._ends else 0 :]
 
     def forced(self, most: int) -> list[int]:
-        """See `TokenConstraint`."""
         return [] if self._rules is None else self._rules.forced(most)
 
     def is_free(self) -> bool:
-        """See `TokenConstraint`."""
         return self._rules is None
 
     def is_complete(self) -> bool:
-        """See `TokenConstraint`."""
         return self._rules is None or self._rules.is_complete()
 
     def is_stopped(self) -> bool:
-        """See `TokenConstraint`."""
         return self._rules is not None and self._rules.is_stopped()
 
     def _begun(self, token: int, begin: int) -> TokenConstraint | None:
@@ -346,14 +311,10 @@ class FromCall:
             if start is None:
                 return None
             first = self._vocabulary.spelled(bytes(self._text[start:]))
-        return _following(self._make(), first)
-
-
-def _following(rules: TokenConstraint, tokens: Sequence[int]) -> TokenConstraint | None:
-    """Rules behind tokens; None where they do not allow them."""
-    try:
-        return rules if all(map(rules.try_advance, tokens)) else None
-    except ConstraintError:
+        rules = self._vocabulary.constraint_for(self._grammar, "the tools")
+        with suppress(ConstraintError):
+            if all(map(rules.try_advance, first)):
+                return rules
         return None
 
 
@@ -379,7 +340,6 @@ class CallsOrText:
         return [self._rules[number] for number in (0, 1) if self._followed(number)]
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         first, *second = self._answers
         first.fill_mask(row)
         if second:
@@ -390,7 +350,6 @@ class CallsOrText:
             words |= text.view(np.uint32) & ~opening.view(np.uint32)
 
     def try_advance(self, token: int) -> bool:
-        """See `TokenConstraint`."""
         calls, text, opening = self._rules
         is_open = self._followed(0) and self._followed(1)
         took = [
@@ -410,7 +369,6 @@ class CallsOrText:
         return True
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         self._count -= count
         for number, rules in enumerate(self._rules):
             if self._taken[number] > self._count:
@@ -418,7 +376,6 @@ class CallsOrText:
                 self._taken[number] = self._count
 
     def forced(self, most: int) -> list[int]:
-        """See `TokenConstraint`."""
         answers = self._answers
         return answers[0].forced(most) if len(answers) == 1 else []
 
@@ -427,9 +384,7 @@ class CallsOrText:
         return False
 
     def is_complete(self) -> bool:
-        """See `TokenConstraint`."""
         return any(each.is_complete() for each in self._answers)
 
     def is_stopped(self) -> bool:
-        """See `TokenConstraint`."""
         return all(each.is_stopped() for each in self._answers)

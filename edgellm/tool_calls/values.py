@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -11,7 +12,6 @@ from typing import Any
 from edgellm.structure.schema_keywords import TYPES
 from edgellm.structure.steps import folded
 
-_WORDS = {"True": True, "False": False, "None": None}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPE = re.compile(
     r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U00(?:0[0-9a-fA-F]|10)[0-9a-fA-F]{4}|[0-7]{1,3}|.)", re.DOTALL
@@ -47,11 +47,9 @@ def python_json(source: str) -> str:
     """A Python literal, or one with JSON's true, false and null in it, as JSON: JSON itself stays as it is written.
     ValueError for anything else."""
     source = source.strip()
-    try:
+    with contextlib.suppress(ValueError, RecursionError):
         parsed_json(source)
         return source
-    except (ValueError, RecursionError):
-        pass
     try:
         return json_text(_literal(ast.parse(source, mode="eval").body))
     except (SyntaxError, RecursionError, MemoryError) as error:
@@ -87,41 +85,32 @@ def unescaped(text: str) -> str:
     return _ESCAPE.sub(character, text)
 
 
-def kinds_of(schema: Any, root: Any) -> frozenset[str]:
-    """The JSON types that a value may have, an "integer" also where it may be any "number"; those that the schema
-    leaves open are all there. `root` is the schema that has the definitions."""
-    return all_kinds([schema], root)[0]
-
-
 def all_kinds(schemas: Iterable[Any], root: Any) -> list[frozenset[str]]:
-    """The types of each of the schemas; see `kinds_of`."""
+    """The JSON types that a value of each of the schemas may have, an "integer" also where it may be any "number";
+    those that a schema leaves open are all there. `root` is the schema that has the definitions."""
     everything = frozenset(TYPES)
 
-    def held(schema: Any, keyword: str) -> list[Any]:
-        return schema.get(keyword, []) if isinstance(schema, dict) else []
-
-    def every(schema: Any) -> list[Any]:
-        return [*held(schema, "allOf"), *([referred(schema["$ref"], root)] if held(schema, "$ref") else [])]
+    def conditions(schema: Any) -> list[list[Any]]:
+        """Lists of schemas: a value fulfils one of each."""
+        if not isinstance(schema, dict):
+            return []
+        all_of = [*schema.get("allOf", ()), *([referred(schema["$ref"], root)] if "$ref" in schema else ())]
+        return [*([each] for each in all_of), *(schema[word] for word in ("anyOf", "oneOf") if word in schema)]
 
     def value(schema: Any, known: Callable[[Any], frozenset[str] | None]) -> frozenset[str]:
-        def those(each: Any) -> frozenset[str]:
-            found = known(each)
-            return everything if found is None else found
-
         kinds = everything
-        if not isinstance(schema, dict):
-            return kinds
-        if "type" in schema:
+        if isinstance(schema, dict) and "type" in schema:
             named = {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
             kinds &= named | ({"integer"} if "number" in named else set())
-        values = named_values(schema)
+        values = named_values(schema) if isinstance(schema, dict) else None
         if values is not None:
             kinds &= set(map(kind_of, values))
-        for keyword in {"anyOf", "oneOf"} & set(schema):
-            kinds &= frozenset().union(*map(those, schema[keyword]))
-        return kinds.intersection(*map(those, every(schema)))
+        for alternatives in conditions(schema):
+            found = [everything if (kinds_there := known(each)) is None else kinds_there for each in alternatives]
+            kinds &= frozenset().union(*found)
+        return kinds
 
-    return folded(schemas, lambda each: [*held(each, "anyOf"), *held(each, "oneOf"), *every(each)], value)
+    return folded(schemas, lambda schema: [each for listed in conditions(schema) for each in listed], value)
 
 
 def named_values(schema: dict[str, Any]) -> list[Any] | None:
@@ -150,23 +139,13 @@ def kind_of(value: Any) -> str:
 def typed_text(text: str, schema: Any, root: Any = None) -> str:
     """A value that stands as text between tags, as JSON: of a type that the schema allows where there is one, and text
     where nothing else fits. Beside JSON itself, literals of Python count, as templates write true, false and null."""
-    kinds = kinds_of(schema, root)
+    (kinds,) = all_kinds([schema], root)
     if kinds == {"string"}:
         return json_text(text)
+    is_list = text.lstrip()[:1] in ("[", "{") and "\\" not in text  # before some letters Python warns of a backslash
     try:
-        found = _json_of(text)
+        found = python_json(text) if is_list or text in ("True", "False", "None") else text.strip()
+        kind = kind_of(parsed_json(found))
     except (ValueError, RecursionError):
         return json_text(text)
-    return json_text(text) if "string" in kinds and kind_of(parsed_json(found)) not in kinds else found
-
-
-def _json_of(text: str) -> str:
-    if text in _WORDS:
-        return json_text(_WORDS[text])
-    try:
-        parsed_json(text)
-        return text.strip()
-    except ValueError:
-        if text.lstrip()[:1] not in ("[", "{") or "\\" in text:  # before some letters Python warns of a backslash
-            raise
-    return python_json(text)
+    return json_text(text) if "string" in kinds and kind not in kinds else found

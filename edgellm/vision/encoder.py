@@ -11,7 +11,7 @@ from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.runners.prompt_images import PromptImages, place_images
 from edgellm.errors import EngineDirectoryError, ImageError
 from edgellm.metrics import Metrics
-from edgellm.multimodal.image_input import DEFAULT_LIMITS, ImageLimits, image_of_url, read_image
+from edgellm.multimodal.image_input import image_of_url, read_image
 from edgellm.multimodal.image_processor import PreparedImage, expand_image_tokens, open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 from edgellm.text.messages import ImageReference
@@ -30,7 +30,6 @@ class VisionEncoder:
         directory: EngineDirectory,
         vision_directory: EngineDirectory,
         metrics: Metrics,
-        limits: ImageLimits = DEFAULT_LIMITS,
     ) -> None:
         vision, config = vision_directory.vision, directory.config
         if vision is None:
@@ -38,7 +37,7 @@ class VisionEncoder:
         largest = vision.config.patches_within(vision_directory.limits.image_rows[-1])
         self.processor = open_image_processor(vision.path, vision.config, largest)
         self.image_token_id = vision.config.image_token_id
-        self._config, self._metrics, self._limits = config, metrics, limits
+        self._config, self._metrics = config, metrics
         # Engines of another directory are found by a backend of its own; what it computes is done when it returns.
         self._own = None if vision_directory is directory else open_backend(backend.name, vision_directory)
         try:
@@ -87,7 +86,7 @@ class VisionEncoder:
 
     def _prepared(self, reference: ImageReference) -> PreparedImage:
         try:
-            source = image_of_url(str(reference.source), self._limits) if reference.is_url else reference.source
-            return self.processor.prepare(read_image(source, channels=reference.channels, limits=self._limits))
+            source = image_of_url(str(reference.source)) if reference.is_url else reference.source
+            return self.processor.prepare(read_image(source, channels=reference.channels))
         except ImageError as error:
             raise ImageError(f"{reference.name}: {error}") from error

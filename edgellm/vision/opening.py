@@ -45,17 +45,14 @@ class LazyVisionEncoder:
         """Nothing yet."""
 
     def prepare(self, references: Sequence[ImageReference]) -> Sequence[PreparedImage]:
-        """See `VisionEncoder.prepare`."""
         return self._opened().prepare(references) if references else ()
 
     def expand(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> list[int]:
-        """See `VisionEncoder.expand`."""
         if not images and self._image_token_id not in prompt_ids:
             return list(prompt_ids)
         return self._opened().expand(prompt_ids, images)
 
     def encode(self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]) -> PromptImages:
-        """See `VisionEncoder.encode`."""
         return self._opened().encode(prompt_ids, images)
 
     def close(self) -> None:

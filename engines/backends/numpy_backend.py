@@ -44,12 +44,11 @@ class NumpyReadback:
         self._values = values.copy()
 
     def wait(self) -> np.ndarray:
-        """The values."""
         return self._values
 
 
-class NumpySignal:
-    """Everything is done already."""
+class NumpyWork:
+    """A signal or a transfer: everything is done already."""
 
     def give(self) -> None:
         """Nothing is to be done."""
@@ -65,15 +64,7 @@ class NumpyTimestamp:
         self._seconds = time.perf_counter()
 
     def seconds(self) -> float:
-        """When it was made."""
         return self._seconds
-
-
-class NumpyTransfer:
-    """A copy that is done already."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
 
 
 class NumpyEngine:
@@ -115,32 +106,16 @@ class NumpyBackend:
         self._configs: dict[str, ModelConfig | None] = {"base": config, "draft": draft, "vision": vision}
         self.kernels = NumpySampling()
 
-    @cached_property
-    def draft_tree(self) -> NumpyTree:
-        """The kernels of the draft's tree."""
-        return NumpyTree()
-
-    @cached_property
-    def acceptance(self) -> NumpyAcceptance:
-        """The kernels of acceptance."""
-        return NumpyAcceptance()
-
-    @cached_property
-    def recurrent(self) -> NumpyRecurrent:
-        """The kernels of recurrent layers."""
-        return NumpyRecurrent()
-
-    @cached_property
-    def image_kernels(self) -> NumpyImages:
-        """The kernels of images."""
-        return NumpyImages()
+    # What kernels do, made when it is first asked for.
+    draft_tree = cached_property(lambda self: NumpyTree())
+    acceptance = cached_property(lambda self: NumpyAcceptance())
+    recurrent = cached_property(lambda self: NumpyRecurrent())
+    image_kernels = cached_property(lambda self: NumpyImages())
 
     def empty(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """Uninitialized memory."""
         return self._allocate(np.empty, shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """Zeroed memory."""
         return self._allocate(np.zeros, shape, dtype)
 
     def zeros_side_by_side(self, edge: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, np.ndarray]:
@@ -148,61 +123,51 @@ class NumpyBackend:
         return {name: self.zeros(shape, dtype) for name, (shape, dtype) in edge.items()}
 
     def host_visible(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """Zeroed memory, like any other."""
         return self.zeros(shape, dtype)
 
     def upload(self, array: np.ndarray, values: np.ndarray) -> None:
-        """Copy values."""
         np.copyto(array, values)
 
-    def copy(self, target: np.ndarray, source: np.ndarray) -> None:
-        """Copy values."""
-        np.copyto(target, source)
+    copy = upload
 
-    def signal(self) -> NumpySignal:
+    def signal(self) -> NumpyWork:
         """Nothing is ever waited for."""
-        return NumpySignal()
+        return NumpyWork()
 
     def seen(self, array: np.ndarray) -> np.ndarray:
-        """The array itself."""
         return array
 
     def read(self, array: np.ndarray) -> NumpyReadback:
-        """Take a copy."""
         return NumpyReadback(array)
 
     def host_memory(self, nbytes: int) -> np.ndarray:
         """Memory like any other."""
         return self.empty((nbytes,), "uint8")
 
-    def upload_rows(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyTransfer:
-        """Copy the rows."""
+    def upload_rows(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
         check_rows(target.shape, target.dtype, values, rows, first)
         for own, of_values in row_pieces(target.shape[1], rows, first):
             np.copyto(target[:, own], values[:, of_values])
-        return NumpyTransfer()
+        return NumpyWork()
 
     def begin_beside(self) -> None:
         """Everything is done."""
 
-    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyTransfer:
-        """Copy the rows."""
+    def upload_rows_beside(self, target: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
         return self.upload_rows(target, values, rows, first)
 
-    def wait_for(self, transfer: NumpyTransfer) -> None:
+    def wait_for(self, transfer: NumpyWork) -> None:
         """It is done already."""
 
-    def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyTransfer:
-        """Copy the rows."""
+    def download_rows(self, source: np.ndarray, values: np.ndarray, rows: int, first: int = 0) -> NumpyWork:
         check_rows(source.shape, source.dtype, values, rows, first)
         for own, of_values in row_pieces(source.shape[1], rows, first):
             np.copyto(values[:, of_values], source[:, own])
-        return NumpyTransfer()
+        return NumpyWork()
 
     def load_weights(
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, np.ndarray]:
-        """All weights as float32."""
         return load_numpy_weights(checkpoint, specs, progress)
 
     @property
@@ -215,7 +180,6 @@ class NumpyBackend:
         return False
 
     def load_engine(self, shape: EngineShape) -> NumpyEngine:
-        """An interpreter for the shape."""
         config = self._configs[shape.model]
         if config is None:
             what = "vision encoder" if shape.model == "vision" else "draft model"
@@ -227,7 +191,6 @@ class NumpyBackend:
         return 0
 
     def check_memory(self, plan: MemoryPlan) -> None:
-        """Compare the plan with the memory that the system calls available."""
         available = available_memory()
         if available is not None and plan.total > available:
             raise DeviceMemoryError(

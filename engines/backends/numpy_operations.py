@@ -7,7 +7,7 @@ common case, and there Python's own time counts: few calls, no copies, nothing c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import numpy as np
 
@@ -225,13 +225,12 @@ class NumpyOperations(Operations[np.ndarray]):
         values: np.ndarray,
         mask: np.ndarray | None,
         scale: float,
-        key_scales: np.ndarray | None = None,
-        value_scales: np.ndarray | None = None,
+        *scales: np.ndarray,
     ) -> np.ndarray:
         batch, tokens, kv_heads = query.shape[0], query.shape[2], keys.shape[1]
         visible = self._visible_keys(np.ones((1, 1, 1, keys.shape[2]), np.bool_) if mask is None else mask)
         grouped = _grouped(query, kv_heads, scale)
-        rows = [each[:, :, : visible.count] for each in _caches(keys, values, key_scales, value_scales)]
+        rows = [each[:, :, : visible.count] for each in (keys, values, *scales)]
         if tokens == 1:
             context = _attend(grouped, rows, visible.bias, visible.first_hidden, tokens)
         else:  # one head at a time: its scores stay in the processor's cache
@@ -287,20 +286,13 @@ class NumpyOperations(Operations[np.ndarray]):
         start_index: np.ndarray,
         window: int,
         scale: float,
-        key_scales: np.ndarray | None = None,
-        value_scales: np.ndarray | None = None,
+        *scales: np.ndarray,
     ) -> np.ndarray:
-        tokens, (kv_heads, held) = query.shape[2], keys.shape[1:3]
-        caches = _caches(keys, values, key_scales, value_scales)
-        grouped = _grouped(query, kv_heads, scale)
-        context = np.empty_like(grouped)
-        for b, start in enumerate(start_index.tolist()):
+        def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray | None]:
             first, hidden = _hidden_in_window(mask[b, 0], start, window)
-            places = np.arange(first, start + tokens) % held
-            rows = [each[b].take(places, axis=1) for each in caches]
-            bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
-            context[b] = _attend(grouped[b], rows, bias, 0, tokens)
-        return context.reshape(query.shape)
+            return np.arange(first, start + query.shape[2]), hidden
+
+        return _ring_attention(query, (keys, values, *scales), start_index, scale, seen)
 
     def attention_ahead(
         self,
@@ -311,24 +303,16 @@ class NumpyOperations(Operations[np.ndarray]):
         last_seen: np.ndarray,
         window: int | None,
         scale: float,
-        key_scales: np.ndarray | None = None,
-        value_scales: np.ndarray | None = None,
+        *scales: np.ndarray,
     ) -> np.ndarray:
-        tokens, (kv_heads, held) = query.shape[2], keys.shape[1:3]
-        caches = _caches(keys, values, key_scales, value_scales)
-        grouped = _grouped(query, kv_heads, scale)
-        context = np.empty_like(grouped)
-        for b, start in enumerate(start_index.tolist()):
-            own = np.arange(start, start + tokens)[:, None]
+        def seen(b: int, start: int) -> tuple[np.ndarray, np.ndarray]:
             positions = np.arange(0 if window is None else max(0, start + 1 - window), last_seen[b].max() + 1)
             hidden = positions > last_seen[b][:, None]
             if window is not None:
-                hidden |= positions <= own - window
-            bias = np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
-            for h in range(kv_heads):  # one at a time: its scores stay in the processor's cache
-                rows = [each[b, h].take(positions % held, axis=0) for each in caches]
-                context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens)
-        return context.reshape(query.shape)
+                hidden |= positions <= np.arange(start, start + query.shape[2])[:, None] - window
+            return positions, hidden
+
+        return _ring_attention(query, (keys, values, *scales), start_index, scale, seen)
 
     def gated(self, gate_up: np.ndarray, kind: str) -> np.ndarray:
         half = gate_up.shape[-1] // 2
@@ -394,16 +378,10 @@ class VisibleKeys:
     """
 
     def __init__(self, mask: np.ndarray) -> None:
-        if mask.shape[0] == 1 and mask.shape[2] == 1:
-            row = mask.reshape(mask.shape[3])
-            self.count = row.size - int(row[::-1].argmax()) if row.any() else 0
-            shown = row[: self.count]
-            self.first_hidden = self.count if shown.all() else int(shown.argmin())
-        else:
-            columns = np.asarray(mask.any(axis=(0, 1, 2)))
-            self.count = columns.size - int(columns[::-1].argmax()) if columns.any() else 0
-            shown = np.asarray(mask[..., : self.count].all(axis=(0, 1, 2)))
-            self.first_hidden = self.count if shown.all() else int(shown.argmin())
+        columns = np.asarray(mask.any(axis=(0, 1, 2)))
+        self.count = columns.size - int(columns[::-1].argmax()) if columns.any() else 0
+        shown = np.asarray(mask[..., : self.count].all(axis=(0, 1, 2)))
+        self.first_hidden = self.count if shown.all() else int(shown.argmin())
         if self.count == 0:
             raise EngineError("the attention mask hides every key; each query must see at least one")
         self.bias: np.ndarray | None = None
@@ -431,14 +409,33 @@ def _wide_linear(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return result
 
 
-def _caches(keys: np.ndarray, values: np.ndarray, *scales: np.ndarray | None) -> list[np.ndarray]:
-    """Keys, values, and where these are int8 the scales of both."""
-    return [keys, values, *(each for each in scales if each is not None)]
-
-
 def _grouped(query: np.ndarray, kv_heads: int, scale: float) -> np.ndarray:
     """Scaled queries [B, nq, T, D], those that share a key-value head as rows of one matrix: [B, nkv, group * T, D]."""
     return (query * np.float32(scale)).reshape(len(query), kv_heads, -1, query.shape[3])
+
+
+def _ring_attention(
+    query: np.ndarray,
+    caches: Sequence[np.ndarray],
+    start_index: np.ndarray,
+    scale: float,
+    seen: Callable[[int, int], tuple[np.ndarray, np.ndarray | None]],
+) -> np.ndarray:
+    """Attention of queries [B, nq, T, D] over caches [B, nkv, rows, D] that are rings. `seen` gives for a sequence and
+    its start the positions [n] of keys, and which of them each token does not see, [T, n] bool (None: it sees all)."""
+    tokens, (kv_heads, held) = query.shape[2], caches[0].shape[1:3]
+    grouped = _grouped(query, kv_heads, scale)
+    context = np.empty_like(grouped)
+    # Of many tokens one head at a time: its scores stay in the processor's cache.
+    heads = range(kv_heads) if tokens > 1 else [slice(None)]
+    for b, start in enumerate(start_index.tolist()):
+        positions, hidden = seen(b, start)
+        places = positions % held
+        bias = None if hidden is None else np.where(hidden, np.float32(-np.inf), np.float32(0))[None]
+        for h in heads:
+            rows = [each[b, h].take(places, axis=-2) for each in caches]
+            context[b, h] = _attend(grouped[b, h], rows, bias, 0, tokens)
+    return context.reshape(query.shape)
 
 
 def _attend(

@@ -7,9 +7,7 @@ reads scales and zero points alone, of a few weights at a time.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ import numpy as np
 
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import computed_ahead
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.quantization.stored import StoredCodes, fused
@@ -33,8 +32,6 @@ from edgellm.kernels.quantization.device_layout import (
 from edgellm.kernels.quantization.shuffle import shuffle
 from edgellm.kernels.quantization.turn import arrange, turn
 
-#: More than a few threads wait for memory. As many weights are ready before the GPU asks for them.
-_THREADS = 4
 #: Bytes of codes that are on their way at a time.
 _PIECE = 64 << 20
 
@@ -59,43 +56,40 @@ class PackedLoader:
         `progress` gets the bytes of each. Raises CheckpointError as `Checkpoint.stored`, and for parts of one layer
         that are packed differently."""
         found = {}
-        for spec, weight in _read_ahead(checkpoint, specs, self._dtype):
+        for spec, weight in computed_ahead(lambda spec: _prepare(checkpoint, spec, self._dtype), specs):
             data = self._device.part(memory[spec.name], 0, weight.layout.shape, "uint8")
             assert data.nbytes <= memory[spec.name].nbytes
-            inputs, block = self._uploaded(weight.inputs), 0
+            inputs = weight.inputs and InputPermutation(*map(self._uploaded, weight.inputs))
+            block = 0
             found[spec.name] = PackedMatrix(weight.layout, data, inputs)
             for piece in _pieces(weight):
                 blocks = len(piece.tails)
-                self._shuffle(piece, None if inputs is None else inputs.order, data[block : block + blocks])
+                codes, tails = self._codes(piece), self._staged("tails", piece.tails.shape, "uint8")
+                if inputs is not None and inputs.order is not None:
+                    arranged = self._staged("words", codes.shape, "uint8")
+                    arrange(self._module, codes, arranged, inputs.order)()
+                    codes = arranged
+                self._device.upload(tails, piece.tails)
+                shuffle(self._module, piece.layout, codes, tails, data[block : block + blocks])()
                 block += blocks
             progress(data.nbytes)
         self._device.synchronize()  # staging is let go of with the loader
         return found
 
-    def _shuffle(self, weight: _Prepared, order: DeviceArray | None, data: DeviceArray) -> None:
-        codes, tails = self._codes(weight), self._staged("tails", weight.tails.shape, "uint8")
-        if order is not None:
-            arranged = self._staged("words", codes.shape, "uint8")
-            arrange(self._module, codes, arranged, order)()
-            codes = arranged
-        self._device.upload(tails, weight.tails)
-        shuffle(self._module, weight.layout, codes, tails, data)()
-
-    def _uploaded(self, inputs: InputPermutation | None) -> InputPermutation | None:
+    def _uploaded(self, values: np.ndarray | None) -> DeviceArray | None:
         """The same in the memory of the device."""
-        if inputs is None:
+        if values is None:
             return None
-        arrays = [None if each is None else self._device.empty(each.shape, each.dtype.name) for each in inputs]
-        for values, array in zip(inputs, arrays, strict=True):
-            if values is not None and array is not None:
-                self._device.upload(array, values)
-        return InputPermutation(*arrays)
+        array = self._device.empty(values.shape, values.dtype.name)
+        self._device.upload(array, values)
+        return array
 
     def _codes(self, weight: _Prepared) -> DeviceArray:
         """The codes of all rows in the columns of the file, uint8 [N, bytes of a row], as `shuffle` takes them."""
         row_bytes = {_row_bytes(part) for part in weight.codes}
         if len(row_bytes) > 1:
-            weight = weight._replace(codes=[_bytes_of(part.unpacked()) for part in weight.codes])
+            unpacked = [StoredCodes(part.unpacked(), "bytes", 8, part.shape) for part in weight.codes]
+            weight = weight._replace(codes=unpacked)
             row_bytes = {weight.layout.columns}
         codes = self._staged("codes", (weight.layout.rows, row_bytes.pop()), "uint8")
         first = 0
@@ -140,28 +134,8 @@ def _prepare(checkpoint: Checkpoint, spec: WeightSpec, dtype: str) -> _Prepared:
             "differently. The NumPy backend runs them (--backend numpy)"
         )
     layout = device_layout(weight, dtype)
-    return _Prepared(
-        layout, weight.codes, np.ascontiguousarray(tail_bytes(weight, layout)), InputPermutation.of(weight)
-    )
-
-
-def _read_ahead(
-    checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str
-) -> Iterator[tuple[WeightSpec, _Prepared]]:
-    """Each spec with its weight, of which a few are prepared while the others are on their way."""
-    waiting: deque[tuple[WeightSpec, Future[_Prepared]]] = deque()
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for spec in specs:
-            waiting.append((spec, pool.submit(_prepare, checkpoint, spec, dtype)))
-            if len(waiting) > _THREADS:
-                yield _next_of(waiting)
-        while waiting:
-            yield _next_of(waiting)
-
-
-def _next_of(waiting: deque[tuple[WeightSpec, Future[_Prepared]]]) -> tuple[WeightSpec, _Prepared]:
-    spec, weight = waiting.popleft()
-    return spec, weight.result()
+    tails = np.ascontiguousarray(tail_bytes(weight, layout))
+    return _Prepared(layout, weight.codes, tails, InputPermutation.of(weight))
 
 
 def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
@@ -179,10 +153,5 @@ def _pieces(weight: _Prepared) -> Iterator[_Prepared]:
 
 
 def _row_bytes(part: StoredCodes) -> int:
-    columns = part.shape[1]
-    return part.data.nbytes // part.shape[0] if part.arrangement in ("bytes", "rows") else columns * part.bits // 8
-
-
-def _bytes_of(codes: np.ndarray) -> StoredCodes:
-    rows, columns = codes.shape
-    return StoredCodes(codes, "bytes", 8, (rows, columns))
+    rows, columns = part.shape
+    return part.data.nbytes // rows if part.arrangement in ("bytes", "rows") else columns * part.bits // 8

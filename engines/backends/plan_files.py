@@ -32,7 +32,6 @@ logger = logging.getLogger("edgellm.plans")
 
 MANIFEST_VERSION = 1
 _FOLDER = re.compile(r"(sm_\d{2,3})-(rtx|trt)-(\d+(?:\.\d+)*[a-z0-9.+]*)")
-_MANIFEST_KEYS = ("format_version", "created_with", "sha256", "size", "network", "dtype", "attention")
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,7 @@ def gpu_platform(gpu: GPU, library: TensorRTLibrary) -> Platform:
 class PlanManifest:
     """What the JSON beside a plan says; `network` is the `network_digest` that it was built from."""
 
+    format_version: int
     sha256: str
     size: int
     network: str
@@ -94,32 +94,13 @@ class PlanManifest:
     created_with: str
 
     @classmethod
-    def of(
-        cls, data: bytes, shape: EngineShape, platform: Platform, network: str, dtype: str, attention: str
-    ) -> PlanManifest:
-        """The manifest of a plan that was just built."""
-        return cls(hash_bytes(data), len(data), network, shape, platform, dtype, attention, edgellm_version())
-
-    def to_json(self) -> bytes:
-        """The content of the file."""
-        values = asdict(self) | {"shape": plain_values(self.shape)}
-        return (json.dumps({"format_version": MANIFEST_VERSION, **values}, indent=2) + "\n").encode()
-
-    @classmethod
     def read(cls, path: Path, advice: str) -> PlanManifest:
         """Parse strictly; raises PlanError."""
         values = JSONObject.read(path, PlanError, advice)
         version = values.get("format_version", "int")
         if version != MANIFEST_VERSION:
             raise values.error(f"'format_version' is {version}, this EdgeLLM reads {MANIFEST_VERSION}")
-        values.refuse_other_keys(*_MANIFEST_KEYS, "shape", "platform")
-        texts = {key: values.get(key, "str") for key in ("sha256", "network", "dtype", "attention", "created_with")}
-        return cls(
-            size=values.get("size", "int"),
-            shape=values.object("shape").dataclass(EngineShape),
-            platform=values.object("platform").dataclass(Platform),
-            **texts,
-        )
+        return values.dataclass(cls, shape=EngineShape, platform=Platform)
 
 
 def plan_path(plans: Path, shape: EngineShape, platform: Platform) -> Path:
@@ -173,23 +154,26 @@ def read_plan(plan: Path, shape: EngineShape, platform: Platform, network: str, 
     return data
 
 
-def write_plan(plan: Path, data: bytes, manifest: PlanManifest) -> None:
-    """Write plan and manifest, each whole or not at all; raises OSError."""
+def write_plan(
+    plans: Path, data: bytes, shape: EngineShape, platform: Platform, network: str, dtype: str, attention: str
+) -> None:
+    """Write a plan that was just built, and its manifest, below a `plans` folder, each whole or not at all; raises
+    OSError."""
+    facts = hash_bytes(data), len(data), network, shape, platform, dtype, attention, edgellm_version()
+    manifest = asdict(PlanManifest(MANIFEST_VERSION, *facts)) | {"shape": plain_values(shape)}
+    plan = plan_path(plans, shape, platform)
     plan.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileNotFoundError):  # an old manifest beside a new plan would be a lie until it is replaced
         manifest_path(plan).unlink()
     write_atomically(plan, data)
-    write_atomically(manifest_path(plan), manifest.to_json())
+    write_atomically(manifest_path(plan), (json.dumps(manifest, indent=2) + "\n").encode())
 
 
 def find_plan(
-    directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str | None = None
+    directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str
 ) -> tuple[bytes | None, list[str]]:
-    """The verified bytes of a plan or None, and why each file that was there before it is refused.
-
-    `network` is the `network_digest`, where the caller has it.
-    """
-    network = network or directory_network(directory, shape)
+    """The verified bytes of a plan of a `network_digest` or None, and why each file that was there before it is
+    refused."""
     advice = f"Build it again: {refresh_command(directory, platform, shape)}"
     refusals: list[str] = []
     for plan in plan_candidates(directory, shape, platform, network):
@@ -218,7 +202,13 @@ def load_or_build_plan(
     if found is not None:
         return found, False
     if build is None:
-        raise PlanError("\n".join(refusals) or _missing(directory, shape, platform))
+        others = [other.describe() for other, plans in platforms_with_plans(directory.plans_path) if plans]
+        raise PlanError(
+            "\n".join(refusals)
+            or f"{directory.path} has no plan {shape.name} for {platform.describe()}: it has "
+            + (f"plans for {'; '.join(others)}" if others else "no plans")
+            + f". Build it: {refresh_command(directory, platform, shape)}"
+        )
     for refusal in refusals:
         logger.warning("%s (doing so now)", refusal)
     data = build()
@@ -229,15 +219,15 @@ def load_or_build_plan(
 def store_plan(
     directory: EngineDirectory, shape: EngineShape, platform: Platform, network: str, data: bytes
 ) -> Path | None:
-    """Write a plan to the first place that can be written; None, with a warning, where none can."""
-    manifest = PlanManifest.of(data, shape, platform, network, directory.dtype, directory.attention)
+    """Write a plan to the first `plans` folder that can be written, and give that; None, with a warning, where none
+    can."""
     reasons = []
-    for plan in plan_candidates(directory, shape, platform, network):
+    for plans in (directory.plans_path, cached_plans_path(network)):
         try:
-            write_plan(plan, data, manifest)
-            return plan
+            write_plan(plans, data, shape, platform, network, directory.dtype, directory.attention)
+            return plans
         except OSError as error:
-            reasons.append(f"{plan.parent}: {error.strerror or error}")
+            reasons.append(f"{plans / platform.folder}: {error.strerror or error}")
     logger.warning("The plan %s was built but cannot be kept (%s)", shape.name, "; ".join(reasons))
     return None
 
@@ -262,15 +252,6 @@ def refresh_command(directory: EngineDirectory, platform: Platform, shape: Engin
     if shape is None or refusal_on(directory.model_config(shape.model), shape, directory.dtype, capability):
         return command
     return f"{command} --all-plans"
-
-
-def _missing(directory: EngineDirectory, shape: EngineShape, platform: Platform) -> str:
-    others = [other.describe() for other, plans in platforms_with_plans(directory.plans_path) if plans]
-    found = f"it has plans for {'; '.join(others)}" if others else "it has no plans"
-    return (
-        f"{directory.path} has no plan {shape.name} for {platform.describe()}: {found}. "
-        f"Build it: {refresh_command(directory, platform, shape)}"
-    )
 
 
 def network_digest(config: ModelConfig, shape: EngineShape, dtype: str, attention: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from edgellm.engines.backends.device_layouts import PackedLayouts
@@ -23,23 +24,6 @@ _SHARED_LIMIT = 99 << 10
 CODE = {"engines' code": 64 << 20}
 
 
-class _PlannedSegment:
-    """A segment's engine that will be, of kernels or of TensorRT: what it needs, for it is never run."""
-
-    def __init__(self, program: Program, dtype: str, takes_packed: bool) -> None:
-        self.takes_packed = takes_packed
-        self.scratch_bytes = 0 if takes_packed else tensorrt_scratch(program, dtype)
-
-    def attach(self, device: Any, scratch: Any) -> None:
-        raise NotImplementedError
-
-    def bind(self, bindings: Mapping[str, Any]) -> None:
-        raise NotImplementedError
-
-    def enqueue(self) -> None:
-        raise NotImplementedError
-
-
 def planned_engines(
     models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts
 ) -> dict[str, int]:
@@ -53,10 +37,11 @@ def planned_engines(
         whole = kernel_executor(config, shape, dtype, _SHARED_LIMIT)[0] is not None
         if whole or split_refusal(config, shape, dtype, _SHARED_LIMIT) is not None:
             continue
-        engines = {}
+        engines: dict[int, Any] = {}  # what they need: they are never run
         for part in segment_shapes(model_program(config, shape)):
             on_kernels = kernel_executor(config, part, dtype, _SHARED_LIMIT)[0] is not None
-            engines[part.segment or 0] = _PlannedSegment(model_program(config, part), dtype, on_kernels)
+            needed = 0 if on_kernels else tensorrt_scratch(model_program(config, part), dtype)
+            engines[part.segment or 0] = SimpleNamespace(takes_packed=on_kernels, scratch_bytes=needed)
         names = {*packed.get("base", ()), *packed.get(shape.model, ())}
         split = SplitEngine(NumpyPrefill(), model_program(config, shape), engines, dtype, names)
         found.append(split.scratch_bytes)

@@ -169,16 +169,7 @@ class TensorRTOperations(Operations[Any]):
         mode = self.trt.KVCacheMode.LINEAR
         return self._layer(self.network.add_kv_cache_update(cache, update, start_index, mode), "kv_cache_update")
 
-    def attention(
-        self,
-        query: Any,
-        keys: Any,
-        values: Any,
-        mask: Any | None,
-        scale: float,
-        key_scales: Any | None = None,
-        value_scales: Any | None = None,
-    ) -> Any:
+    def attention(self, query: Any, keys: Any, values: Any, mask: Any | None, scale: float, *scales: Any) -> Any:
         batch, kv_heads, rows, size = keys.shape
         if mask is not None and mask.shape[3] < rows:
             seen = (batch, kv_heads, mask.shape[3], size)

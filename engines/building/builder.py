@@ -5,31 +5,28 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from edgellm.engines.backends.device_layouts import PackedLayouts, model_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.plan_files import (
-    PlanManifest,
     Platform,
     directory_network,
     find_plan,
     network_digest,
-    plan_path,
     store_plan,
     write_plan,
 )
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.building.checks import (
     EMBEDDINGS,
-    check_disk_space,
     check_image_rows,
     check_limits,
     check_places,
-    check_range,
     check_settings,
     choose_limits,
     choose_platforms,
@@ -39,16 +36,16 @@ from edgellm.engines.building.checks import (
 )
 from edgellm.engines.building.inputs import (
     BuildInputs,
-    WeightTransfer,
-    own_files,
+    counted,
     read_adapters,
     read_decoder_config,
     read_inputs,
     read_vision_config,
+    transfer_weights,
     with_packed_heads,
     write_made_files,
 )
-from edgellm.engines.building.plans import BuildReport, BuiltPlan, build_plans, peak_memory
+from edgellm.engines.building.plans import BuildReport, BuiltPlan, PlanBytes, build_plans, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
@@ -56,7 +53,6 @@ from edgellm.engines.directories.engine_directory import (
     EngineDirectory,
     adapter_names,
     described_file_names,
-    description_bytes,
     write_description,
 )
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
@@ -64,35 +60,20 @@ from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError, En
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.digests import FileDigest, copy_hashed, current_digest, remember_digest
 from edgellm.engines.formats.small_files import size_limit
-from edgellm.engines.formats.staged_directory import StagedDirectory
+from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES
-from edgellm.engines.model.config import HEADS, MTP, DecoderConfig
+from edgellm.engines.model.config import HEADS, MTP
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import plan_memory
-from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import folder_quantization
 
+_FOR_SPACE = "for the engine directory. Free some space, choose another disk, or take --weights link"
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
 #: "head" (rows) and "finish".
 Progress = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class _Job:
-    """A build whose input was found good."""
-
-    target: Path
-    inputs: BuildInputs
-    dtype: str
-    attention: str
-    limits: EngineLimits
-    plans: Mapping[Platform, Sequence[EngineShape]]
-    weights: str
-    replace: bool
-    tool_format: str | None
 
 
 def build_engine_directory(
@@ -131,56 +112,47 @@ def build_engine_directory(
     has its name, and the report; what it raises fails the build, in an error that names the checkpoint's files.
     Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
     """
-    started, progress = time.perf_counter(), progress or _no_progress
+    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     progress("check", 0, 1)
     source, target = Path(checkpoint_path), Path(engine_dir)
     check_places(source, target, force)
-    config = read_decoder_config(source)
-    loras = read_adapters(adapters or {}, config)
-    ranks = [adapter.rank for adapter in loras.values()]
-    vision = None if vision is None else Path(vision)
-    encoder = _read_vision(source, vision, config, limits)
-    drafted = choose_draft(source, config, draft, limits)
-    limits = _limits(source, config, limits, drafted, ranks, encoder)
-    check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
-    check_image_rows(encoder, vision is not None, limits)
-    dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention, weights, head, embedding)
-    check_range(config, dtype)
     platforms, note = choose_platforms(targets)
+    vision = None if vision is None else Path(vision)
     vocabulary = None if draft_vocabulary is None else Path(draft_vocabulary)
-    inputs = read_inputs(source, drafted, config, loras, encoder, vision, vocabulary)
-    places = {"base": source, "draft": drafted if isinstance(drafted, Path) else source, "vision": vision or source}
-    checkpoints = {model: partial(Checkpoint.open, place) for model, place in places.items()}
-
-    planned = partial(_planned_bytes, inputs, head, limits, dtype, checkpoints)
-    embeds = leaves_out_embedding(config, head, embedding, planned)
-    inputs = with_packed_heads(inputs, head, embeds, (source, drafted), dtype)
-    packed, refusal = _packed_layouts(inputs.models, checkpoints, dtype)
+    inputs, known_limits, dtype = _read(
+        source, draft, adapters or {}, vision, limits, dtype, beyond_trained_context, vocabulary
+    )
+    embeds = leaves_out_embedding(
+        inputs.config, head, embedding, lambda: _planned_bytes(inputs, head, known_limits, dtype)
+    )
+    inputs = with_packed_heads(inputs, head, embeds, dtype)
+    packed, refusal = _packed_layouts(inputs.models, inputs.checkpoints, dtype)
     if refusal is not None and platforms:
         if targets:
             raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
         platforms, note = (), f"No plans are built: {refusal}."
-    limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
-    report = BuildReport(target, inputs.config, dtype, limits, inputs.draft, inputs.weight_bytes, weights=weights)
-    report.head_bytes = inputs.head_bytes
-    report.adapters, report.vision = dict(inputs.adapter_ranks), encoder
+    limits = replace(known_limits, packed=any(".layers." in name for name in packed.get("base", ())))
+    config, encoder, size = inputs.config, inputs.vision, inputs.weight_bytes
+    report = BuildReport(target, config, dtype, limits, inputs.draft, encoder, weights, size, inputs.head_bytes)
+    report.adapters = dict(inputs.adapter_ranks)
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
-    job = _Job(target, inputs, dtype, attention, limits, plans, weights, force, tool_format)
-    copied = inputs.weight_bytes if weights == "copy" else 0
-    copied += inputs.head_bytes
-    check_disk_space(target.absolute().parent, copied + plan_bytes_bound(config, _shapes_of(plans), encoder))
+    copied = inputs.head_bytes + (size if weights == "copy" else 0)
+    needed = copied + plan_bytes_bound(config, _shapes_of(plans), encoder)
+    check_space(target.absolute().parent, needed, BuildError, _FOR_SPACE)
     report.notes += [note] if note else []
     if config.image_token_id is None and _has_vision_part(source):
         report.notes.append("The vision encoder of this model is not supported: it is served without images.")
-    lost = None if drafted is not None else lost_mtp(source, config)
+    lost = None if inputs.draft is not None else lost_mtp(source, config)
     report.notes += [f"{lost}. It drafts with nothing."] if lost else []
-    if drafted == MTP and inputs.vocabulary is None and config.vocab_size > DRAFT_VOCABULARY:
+    is_shipped = inputs.draft is not None and inputs.draft.generation == MTP
+    if is_shipped and inputs.vocabulary is None and config.vocab_size > DRAFT_VOCABULARY:
         report.notes.append("The draft reads the model's whole head, which is packed as published.")
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
     try:
-        _make(job, report, progress, check)
+        describe = partial(inputs.description, dtype, attention, limits, tool_format=tool_format)
+        _make(inputs, report, plans, attention, describe, force, progress, check)
     except OSError as error:
         raise BuildError(
             f"{target} was not built, and nothing was left behind: {error.strerror or error}"
@@ -201,7 +173,7 @@ def refresh_plans(
     They are written into the directory, or into the user's cache where it cannot be written. Raises BuildError,
     EngineDirectoryError, MissingDependencyError.
     """
-    started, progress = time.perf_counter(), progress or _no_progress
+    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     directory = EngineDirectory.open(engine_dir)
     platforms, note = choose_platforms(targets)
     if not platforms:
@@ -211,27 +183,27 @@ def refresh_plans(
     if refusal is not None:
         raise BuildError(refusal)
     draft = None if directory.draft is None else directory.draft.config
-    report = BuildReport(directory.path, config, dtype, directory.limits, draft)
-    report.vision = None if directory.vision is None else directory.vision.config
+    vision = None if directory.vision is None else directory.vision.config
+    report = BuildReport(directory.path, config, dtype, directory.limits, draft, vision)
     plans = _choose_plans(report, directory.models, platforms, all_plans, packed)
     needed = _shapes_of(plans)
-    check_disk_space(directory.path, plan_bytes_bound(config, needed, report.vision))
+    check_space(directory.path, plan_bytes_bound(config, needed, vision), BuildError, _FOR_SPACE)
     networks = {shape: directory_network(directory, shape) for shape in set(needed)}
+    missing: dict[Platform, list[EngineShape]] = {platform: [] for platform in plans}
     for platform, shapes in plans.items():
-        missing = []
         for shape in shapes:
             found, _ = find_plan(directory, shape, platform, networks[shape])
             if found is None:
-                missing.append(shape)
+                missing[platform].append(shape)
             else:
                 report.plans.append(BuiltPlan(platform, shape, len(found), 0.0))
-        progress("plans", len(report.plans), len(needed))
-        with closing(build_plans(directory.models, missing, dtype, attention, platform.compute_capability)) as built:
-            for plan in built:
-                if store_plan(directory, plan.shape, platform, networks[plan.shape], plan.data) is None:
-                    raise BuildError(f"{plan.shape.name} was built, but no place for it can be written")
-                report.add_plan(platform, plan)
-                progress("plans", len(report.plans), len(needed))
+    progress("plans", len(report.plans), len(needed))
+
+    def keep(platform: Platform, plan: PlanBytes) -> None:
+        if store_plan(directory, plan.shape, platform, networks[plan.shape], plan.data) is None:
+            raise BuildError(f"{plan.shape.name} was built, but no place for it can be written")
+
+    _build_plans(missing, directory.models, attention, report, progress, keep)
     report.seconds["plans"] = time.perf_counter() - started
     return _finished(report, started)
 
@@ -281,84 +253,67 @@ def describe_in_place(
     UnsupportedModelError, and BuildError for limits out of range or a failure to write.
     """
     directory = Path(directory)
-    config = read_decoder_config(directory)
-    folder = directory / DRAFT_FOLDER
-    has_folder = folder.exists() and {each.name for each in folder.iterdir()} != {VOCABULARY_FILE}
-    draft = choose_draft(directory, config, folder if has_folder else None, limits)
-    loras = read_adapters({name: directory / LORA_FOLDER / name for name in adapter_names(directory)}, config)
-    ranks = [adapter.rank for adapter in loras.values()]
-    vision = directory / VISION_FOLDER
-    vision_source = vision if vision.exists() else None
-    encoder = _read_vision(directory, vision_source, config, limits)
-    limits = _limits(directory, config, limits, draft, ranks, encoder)
-    check_limits(config, limits, beyond_trained_context, draft is not None, ranks)
-    check_image_rows(encoder, vision_source is not None, limits)
-    dtype = dtype or _engine_dtype(config)
     check_settings(dtype, attention)
-    check_range(config, dtype)
-    inputs = read_inputs(directory, draft, config, loras, encoder, vision_source)
+    folder, vision = directory / DRAFT_FOLDER, directory / VISION_FOLDER
+    has_folder = folder.exists() and {each.name for each in folder.iterdir()} != {VOCABULARY_FILE}
+    adapters = {name: directory / LORA_FOLDER / name for name in adapter_names(directory)}
+    draft, vision_source = folder if has_folder else None, vision if vision.exists() else None
+    inputs, limits, dtype = _read(directory, draft, adapters, vision_source, limits, dtype, beyond_trained_context)
     names = described_file_names(directory)
-    if vision_source is not None:
-        names += [f"{VISION_FOLDER}/{name}" for name in described_file_names(vision)]
-    if has_folder:
-        names += [f"{DRAFT_FOLDER}/{name}" for name in described_file_names(folder)]
-    names += [f"{LORA_FOLDER}/{name}/{file}" for name in loras for file in ADAPTER_FILES]
+    for part in filter(None, (vision_source, draft)):
+        names += [f"{part.name}/{name}" for name in described_file_names(part)]
+    names += [f"{LORA_FOLDER}/{name}/{file}" for name in adapters for file in ADAPTER_FILES]
     files = {name: current_digest(directory / name, trust_memory=False) for name in names}
     try:
         files |= write_made_files(inputs, directory, lambda done, total: None)
-        write_description(directory, _description(inputs, dtype, attention, limits, files, tool_format))
+        write_description(directory, inputs.description(dtype, attention, limits, files, tool_format))
     except OSError as error:
         raise BuildError(f"{directory} cannot be written: {error.strerror or error}") from error
     return EngineDirectory.open(directory)
 
 
-def _description(
-    inputs: BuildInputs,
-    dtype: str,
-    attention: str,
-    limits: EngineLimits,
-    files: dict[str, FileDigest],
-    tool_format: str | None = None,
-) -> bytes:
-    draft, adapters = inputs.draft_description(files), inputs.adapter_descriptions(files)
-    vision = inputs.vision_description(files)
-    own = own_files(files)
-    return description_bytes(inputs.config, dtype, attention, limits, own, draft, adapters, vision, tool_format)
-
-
-def _read_vision(
-    source: Path, vision: Path | None, config: DecoderConfig, limits: EngineLimits | None
-) -> VisionConfig | None:
-    """The vision encoder that is to be built; one in the checkpoint itself is not where the limits have no room."""
-    if vision is None and limits is not None and not limits.image_rows:
-        return None
+def _read(
+    source: Path,
+    draft: str | Path | None,
+    adapters: Mapping[str, str | Path],
+    vision: Path | None,
+    limits: EngineLimits | None,
+    dtype: str | None,
+    beyond_trained_context: bool,
+    vocabulary: Path | None = None,
+) -> tuple[BuildInputs, EngineLimits, str]:
+    """What is built of a checkpoint and the parts that it gets, limits and dtype; the latter are chosen where they are
+    None. All were found to suit each other. A vision encoder in the checkpoint itself is left out where the limits have
+    no room for one."""
+    config = read_decoder_config(source)
+    loras = read_adapters(adapters, config)
+    ranks = [adapter.rank for adapter in loras.values()]
+    encoder = None
     if vision is not None and _has_vision_part(source):
         raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
-    return read_vision_config(source, vision, config)
-
-
-def _limits(
-    source: Path,
-    config: DecoderConfig,
-    limits: EngineLimits | None,
-    draft: str | Path | None,
-    ranks: list[int],
-    encoder: VisionConfig | None,
-) -> EngineLimits:
-    """The `limits`, or chosen ones where there are none, with the rows of windows.
-
-    `draft` is what `choose_draft` gave.
-    """
+    if vision is not None or limits is None or limits.image_rows:
+        encoder = read_vision_config(source, vision, config)
+    drafted = choose_draft(source, config, draft, limits)
     if limits is None:
         limits = choose_limits(
             config,
-            has_draft=draft is not None,
+            has_draft=drafted is not None,
             adapter_ranks=ranks,
             vision=encoder,
             is_packed=folder_quantization(source) is not None,
-            is_mtp=draft == MTP,
+            is_mtp=drafted == MTP,
         )
-    return with_window_rows(config, limits)
+    limits = with_window_rows(config, limits)
+    check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
+    check_image_rows(encoder, vision is not None, limits)
+    if dtype is None:  # float32 would need twice the memory for nothing that one can see
+        narrow = "bfloat16" if config.post_norms else "float16"
+        dtype = narrow if config.dtype == "float32" else config.dtype
+    if config.post_norms and dtype == "float16":  # what attention and MLP give is far beyond it before it is normed
+        raise BuildError(
+            f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
+        )
+    return read_inputs(source, drafted, config, loras, encoder, vision, vocabulary), limits, dtype
 
 
 def _has_vision_part(source: Path) -> bool:
@@ -366,36 +321,48 @@ def _has_vision_part(source: Path) -> bool:
 
 
 def _make(
-    job: _Job, report: BuildReport, progress: Progress, check: Callable[[Path, BuildReport], None] | None
+    inputs: BuildInputs,
+    report: BuildReport,
+    plans: Mapping[Platform, Sequence[EngineShape]],
+    attention: str,
+    describe: Callable[[Mapping[str, FileDigest]], bytes],
+    replaces: bool,
+    progress: Progress,
+    check: Callable[[Path, BuildReport], None] | None,
 ) -> None:
-    """Write the directory under another name, let it be checked, then move it to its place."""
-    copied, total = 0, job.inputs.weight_bytes
-
-    def advance(count: int) -> None:
-        nonlocal copied
-        copied += count
-        progress("weights", copied, total)
-
-    with StagedDirectory(job.target) as staged:
-        started = time.perf_counter()
-        for name in (*job.inputs.published, *job.inputs.weights):
+    """Write the directory under another name, let it be checked, then move it to its place. `describe` gives the
+    content of `edgellm.json` for the digests of all files."""
+    target, advance = report.path, counted(inputs.weight_bytes, partial(progress, "weights"))
+    with StagedDirectory(target) as staged:
+        started, never = time.perf_counter(), threading.Event()
+        for name in (*inputs.published, *inputs.weights):
             (staged.path / name).parent.mkdir(parents=True, exist_ok=True)
-        published = _copy_published(job, staged.path)
-        transfer = WeightTransfer(job.inputs.weights, staged.path, job.weights == "link", advance)
-        transfer.start()
-        try:
-            _write_plans(job, staged.path / "plans", report, transfer, progress)
-            report.seconds["plans"] = time.perf_counter() - started
-            made = write_made_files(job.inputs, staged.path, partial(progress, "head"))
-            digests = transfer.result() | made
-        finally:
-            transfer.cancel()
-        report.seconds["weights"] = transfer.seconds
+        published = {
+            name: copy_hashed(path, staged.path / name, never, limit=size_limit(path.name))
+            for name, path in inputs.published.items()
+        }
+
+        def keep(platform: Platform, plan: PlanBytes) -> None:
+            network = network_digest(inputs.models[plan.shape.model], plan.shape, report.dtype, attention)
+            write_plan(staged.path / "plans", plan.data, plan.shape, platform, network, report.dtype, attention)
+
+        stop, is_link = threading.Event(), report.weights == "link"
+        with ThreadPoolExecutor(1, "edgellm-weights") as pool:  # while plans are built
+            transfer = pool.submit(transfer_weights, inputs.weights, staged.path, is_link, advance, stop)
+
+            def has_failed() -> bool:
+                return transfer.done() and transfer.exception() is not None
+
+            try:
+                _build_plans(plans, inputs.models, attention, report, progress, keep, has_failed)
+                report.seconds["plans"] = time.perf_counter() - started
+                made = write_made_files(inputs, staged.path, partial(progress, "head"))
+                weights, report.seconds["weights"] = transfer.result()
+                digests = weights | made
+            finally:
+                stop.set()
         progress("finish", 0, 1)
-        files = {**published, **digests}
-        write_description(
-            staged.path, _description(job.inputs, job.dtype, job.attention, job.limits, files, job.tool_format)
-        )
+        write_description(staged.path, describe(published | digests))
         report.published_bytes = sum(digest.size for digest in published.values())
         report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
         if check is not None:
@@ -404,69 +371,52 @@ def _make(
             try:
                 check(staged.path, report)
             except EdgeLLMError as error:
-                raise BuildError(f"{job.target} was not built: {_by_source(str(error), job, staged.path)}") from error
-        staged.commit(job.replace)
+                raise BuildError(f"{target} was not built: {_by_source(str(error), inputs, staged.path)}") from error
+        staged.commit(replaces)
     for name, digest in digests.items():
-        remember_digest(job.target / name, digest, staged.path / name)
+        remember_digest(target / name, digest, staged.path / name)
     progress("finish", 1, 1)
 
 
-def _by_source(text: str, job: _Job, staged: Path) -> str:
+def _by_source(text: str, inputs: BuildInputs, staged: Path) -> str:
     """A message with the names of the checkpoint's files for those of their copies."""
-    sources = {**job.inputs.published, **job.inputs.weights}
+    sources = {**inputs.published, **inputs.weights}
     for name, source in sorted(sources.items(), key=lambda item: len(item[0]), reverse=True):
         text = text.replace(str(staged / name), str(source))
-    return text.replace(str(staged), str(job.inputs.published["config.json"].parent))
+    return text.replace(str(staged), str(inputs.sources["base"]))
 
 
-def _write_plans(job: _Job, plans: Path, report: BuildReport, transfer: WeightTransfer, progress: Progress) -> None:
-    models, count = job.inputs.models, len(_shapes_of(job.plans))
-    for platform, shapes in job.plans.items():
-        target, has_failed = platform.compute_capability, transfer.has_failed
-        with closing(build_plans(models, shapes, job.dtype, job.attention, target, has_failed)) as built:
+def _build_plans(
+    plans: Mapping[Platform, Sequence[EngineShape]],
+    models: Mapping[str, ModelConfig],
+    attention: str,
+    report: BuildReport,
+    progress: Progress,
+    keep: Callable[[Platform, PlanBytes], None],
+    is_in_vain: Callable[[], bool] = lambda: False,
+) -> None:
+    """Build plans, let each be kept, and note it in the report, which may have some already."""
+    count = len(report.plans) + len(_shapes_of(plans))
+    for platform, shapes in plans.items():
+        target = platform.compute_capability
+        with closing(build_plans(models, shapes, report.dtype, attention, target, is_in_vain)) as built:
             for plan in built:
-                network = network_digest(models[plan.shape.model], plan.shape, job.dtype, job.attention)
-                manifest = PlanManifest.of(plan.data, plan.shape, platform, network, job.dtype, job.attention)
-                write_plan(plan_path(plans, plan.shape, platform), plan.data, manifest)
-                report.add_plan(platform, plan)
+                keep(platform, plan)
+                report.plans.append(BuiltPlan(platform, plan.shape, len(plan.data), plan.seconds))
+                report.workers_peak_bytes = max(report.workers_peak_bytes, plan.workers_peak_bytes)
                 progress("plans", len(report.plans), count)
 
 
-def _planned_bytes(
-    inputs: BuildInputs,
-    head: str,
-    limits: EngineLimits,
-    dtype: str,
-    checkpoints: Mapping[str, Callable[[], Checkpoint]],
-) -> int:
+def _planned_bytes(inputs: BuildInputs, head: str, limits: EngineLimits, dtype: str) -> int:
     """What a model with a packed head plans on a GPU, its embedding table kept."""
     config = replace(inputs.config, head=head)
     models = inputs.models | {"base": config}
-    packed, _ = _packed_layouts(models, checkpoints, dtype)
+    packed, _ = _packed_layouts(models, inputs.checkpoints, dtype)
     known = packed_memory(models, packed, dtype) | planned_engines(models, limits, dtype, packed)
     return plan_memory(config, limits, decoder_weights(config), dtype, known, draft=inputs.draft).total
-
-
-def _copy_published(job: _Job, destination: Path) -> dict[str, FileDigest]:
-    never = threading.Event()
-    return {
-        name: copy_hashed(path, destination / name, never, limit=size_limit(path.name))
-        for name, path in job.inputs.published.items()
-    }
-
-
-def _engine_dtype(config: DecoderConfig) -> str:
-    """Engines compute in the checkpoint's dtype; float32 would need twice the memory for nothing that one can see."""
-    if config.dtype == "float32":
-        return "bfloat16" if config.post_norms else "float16"
-    return config.dtype
 
 
 def _finished(report: BuildReport, started: float) -> BuildReport:
     report.peak_host_bytes = report.peak_host_bytes or peak_memory() + report.workers_peak_bytes
     report.total_seconds = time.perf_counter() - started - report.token_seconds
     return report
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass

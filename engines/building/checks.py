@@ -12,9 +12,8 @@ from typing import Any
 from edgellm.engines.backends.plan_files import Platform, present_platform
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
-from edgellm.engines.errors import BuildError, CheckpointError
-from edgellm.engines.formats.small_files import check_tokenizer_file
-from edgellm.engines.formats.staged_directory import holds, is_vacant, lack_of_space
+from edgellm.engines.errors import BuildError
+from edgellm.engines.formats.staged_directory import holds, is_vacant
 from edgellm.engines.lora.adapter import LARGEST_RANK
 from edgellm.engines.model.config import HEADS, DecoderConfig
 from edgellm.engines.model.limits import (
@@ -158,15 +157,6 @@ def with_window_rows(config: DecoderConfig, limits: EngineLimits) -> EngineLimit
     return limits if limits.window_rows else replace(limits, window_rows=limits.rows_for_window(config.window))
 
 
-def check_range(config: DecoderConfig, dtype: str) -> None:
-    """Raise BuildError for a model whose values do not stay in the range of a dtype: what Gemma 3's attention and MLP
-    give is far beyond that of float16 before it is normed."""
-    if config.post_norms and dtype == "float16":
-        raise BuildError(
-            f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
-        )
-
-
 def check_limits(
     config: DecoderConfig,
     limits: EngineLimits,
@@ -184,25 +174,24 @@ def check_limits(
             f"--prefill-chunk is {chunk}: expected a multiple of {PREFILL_CHUNK_STEP} from {PREFILL_CHUNK_STEP} to "
             f"{LARGEST_PREFILL_CHUNK}"
         )
+    trained, capacity = config.max_position_embeddings, limits.kv_capacity
     for name, bound in context_bounds(config).items():
         if bound < PREFILL_CHUNK_STEP:
             raise BuildError(
                 f"config.json has {name}, which is not supported. Up to {bound} tokens of context it changes nothing, "
                 f"but the least context is {PREFILL_CHUNK_STEP}: choose another model"
             )
-    trained, capacity = config.max_position_embeddings, limits.kv_capacity
+        if capacity > bound:
+            raise BuildError(
+                f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
+                f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
+            )
     if capacity < chunk or (capacity > trained and not beyond_trained_context) or capacity > LARGEST_CONTEXT:
         trained = min(trained, LARGEST_CONTEXT)
         raise BuildError(
             f"--kv-capacity is {capacity}: expected a whole number from {chunk} (the prefill chunk) to {trained} (the "
             "positions that the model was made for; --beyond-trained-context lifts this bound)"
         )
-    for name, bound in context_bounds(config).items():
-        if capacity > bound:
-            raise BuildError(
-                f"--kv-capacity is {capacity}, but config.json has {name}, which is not supported. Up to {bound} "
-                f"tokens of context it changes nothing: build with --kv-capacity {bound} or less"
-            )
     if (problem := limits.window_problem(config)) is not None:
         raise BuildError(f"the limits' window_rows: {problem}")
     if limits.image_rows and (problem := limits.image_problem(config)) is not None:
@@ -232,18 +221,19 @@ def _check_lora_limits(limits: EngineLimits, adapter_ranks: Sequence[int]) -> No
 
 
 def check_settings(
-    dtype: str, attention: str, weights: str = "copy", head: str = HEADS[0], embedding: str = EMBEDDINGS[0]
+    dtype: str | None, attention: str, weights: str = "copy", head: str = HEADS[0], embedding: str = EMBEDDINGS[0]
 ) -> None:
-    """Raise BuildError for an unknown dtype, attention setting, way of taking the weights, head or embedding."""
+    """Raise BuildError for an unknown dtype (None: to be chosen), attention setting, way of taking the weights, head or
+    embedding."""
     for option, value, choices in (
-        ("--dtype", dtype, DTYPES),
+        ("--dtype", dtype, (None, *DTYPES)),
         ("--attention", attention, ATTENTION_SETTINGS),
         ("--weights", weights, WEIGHT_MODES),
         ("--head", head, HEADS),
         ("--embedding", embedding, EMBEDDINGS),
     ):
         if value not in choices:
-            raise BuildError(f"{option} is {value!r}: expected one of {', '.join(choices)}")
+            raise BuildError(f"{option} is {value!r}: expected one of {', '.join(filter(None, choices))}")
 
 
 def leaves_out_embedding(config: DecoderConfig, head: str, embedding: str, planned: Callable[[], int]) -> bool:
@@ -320,28 +310,8 @@ def check_target(target: str, library: TensorRTLibrary) -> None:
     )
 
 
-def check_tokenizer(checkpoint: Path, vocab_size: int) -> None:
-    """Raise CheckpointError where `tokenizer.json` is missing, cannot be read or has ids beyond the vocabulary."""
-    path = checkpoint / "tokenizer.json"
-    if not path.exists():
-        raise CheckpointError(
-            f"{path} is missing: expected the tokenizer in the format of the tokenizers library. Convert an older one "
-            "with transformers: AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT)"
-        )
-    check_tokenizer_file(path, vocab_size, CheckpointError)
-
-
 def plan_bytes_bound(config: DecoderConfig, shapes: Sequence[EngineShape], vision: VisionConfig | None = None) -> int:
     """A generous estimate of the size of the plans of all shapes, in bytes."""
     depths = {"base": config.num_layers, "draft": 1, "vision": vision.num_layers if vision else 0}
     layers = sum(depths[shape.model] if shape.segment is None else 1 for shape in shapes)
     return len(shapes) * _PLAN_BYTES + layers * _PLAN_BYTES_PER_LAYER
-
-
-def check_disk_space(folder: Path, needed: int) -> None:
-    """Raise BuildError where `needed` bytes and a little more are not free in the nearest existing parent."""
-    lack = lack_of_space(folder, needed)
-    if lack is not None:
-        raise BuildError(
-            f"{lack} for the engine directory. Free some space, choose another disk, or take --weights link"
-        )

@@ -3,32 +3,42 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import re
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import numpy as np
+
+from edgellm.engines.building.inputs import counted
 from edgellm.engines.checkpoints.torch_file import TorchFile
-from edgellm.engines.checkpoints.torch_pickle import TensorView
 from edgellm.engines.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from edgellm.engines.directories.engine_directory import check_checkpoint_places, published_file_names
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.digests import copy_hashed
-from edgellm.engines.formats.safetensors_file import DTYPES, LARGEST_HEADER, SafetensorsFile
+from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import check_ordinary, size_limit
-from edgellm.engines.formats.staged_directory import StagedDirectory, lack_of_space
+from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
+from edgellm.engines.quantizer.written_layout import (
+    FOR_SPACE,
+    StoredTensor,
+    StreamedTensor,
+    shard_names,
+    write_index,
+    write_tensors,
+)
 from edgellm.kernels.user_paths import printable
 
 #: `progress(stage, done, total)` in bytes; stages are "weights" and "verify".
 Progress = Callable[[str, int, int], None]
+#: Tensors by name: the open file in which each is.
+Tensors = dict[str, TorchFile]
 
 LARGEST_SHARD = 5_000_000_000
 PICKLED_FILE = "pytorch_model.bin"
@@ -77,7 +87,7 @@ def convert_checkpoint(
     replaced, once the new one is complete; whatever goes wrong, Ctrl-C included, nothing is left behind.
     `max_shard_size` in bytes. Raises CheckpointError.
     """
-    started, progress = time.perf_counter(), progress or _no_progress
+    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     source, target = Path(source), Path(target)
     if max_shard_size < 1:
         raise CheckpointError(f"The largest size of a shard is {max_shard_size} bytes: expected at least 1")
@@ -87,8 +97,9 @@ def convert_checkpoint(
         opened = [stack.enter_context(TorchFile(path)) for path in files]
         tensors = _merged(opened, weight_map)
         copied = _files_to_copy(source)
-        total = sum(tensor.view.nbytes for tensor in tensors)
-        _check_disk_space(target, total + sum((source / name).stat().st_size for name in copied))
+        total = sum(file.tensors[name].nbytes for name, file in tensors.items())
+        needed = total + sum((source / name).stat().st_size for name in copied)
+        check_space(target.parent, needed, CheckpointError, FOR_SPACE)
         try:
             written = _write(source, target, copied, _sharded(tensors, max_shard_size), force, progress)
         except OSError as error:
@@ -96,7 +107,7 @@ def convert_checkpoint(
                 f"{target} was not written, and nothing was left behind: {error.strerror or error}"
                 + (f" ({error.filename})" if error.filename else "")
             ) from error
-        dtypes = Counter(tensor.view.storage.dtype for tensor in tensors)
+        dtypes = Counter(file.tensors[name].storage.dtype for name, file in tensors.items())
         report = ConversionReport(target, len(tensors), total, written, dtypes, copied)
         report.notes += _notes(source, opened, copied)
     report.seconds = time.perf_counter() - started
@@ -104,9 +115,9 @@ def convert_checkpoint(
 
 
 def _write(
-    source: Path, target: Path, copied: Sequence[str], shards: list[list[SourceTensor]], force: bool, progress: Progress
+    source: Path, target: Path, copied: Sequence[str], shards: list[Tensors], force: bool, progress: Progress
 ) -> int:
-    total = sum(tensor.view.nbytes for shard in shards for tensor in shard)
+    total = sum(file.tensors[tensor].nbytes for shard in shards for tensor, file in shard.items())
     never = threading.Event()
     with StagedDirectory(target) as staged:
         for name in copied:
@@ -114,17 +125,19 @@ def _write(
             copy_hashed(source / name, staged.path / name, never, limit=size_limit(name))
         names = [SINGLE_FILE]
         if len(shards) > 1:
-            names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-            weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-            (staged.path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
-        advance = _counter("weights", total, progress)
-        digests = [
-            write_safetensors(staged.path / name, shard, advance) for name, shard in zip(names, shards, strict=True)
-        ]
-        advance = _counter("verify", total, progress)
-        for name, shard, expected in zip(names, shards, digests, strict=True):
-            verify_safetensors(staged.path / name, shard, expected, advance)
+            names = shard_names(len(shards))
+            weight_map = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            write_index(staged.path, weight_map, total)
+        digests: dict[str, bytes] = {}
+        advance = counted(total, partial(progress, "weights"))
+        advance(0)
+        for name, shard in zip(names, shards, strict=True):
+            streamed = {tensor: _streamed(tensor, file, digests, advance) for tensor, file in shard.items()}
+            write_tensors(staged.path / name, streamed)
+        advance = counted(total, partial(progress, "verify"))
+        advance(0)
+        for name, shard in zip(names, shards, strict=True):
+            _verify(staged.path / name, shard, digests, advance)
         staged.commit(force)
     return len(names)
 
@@ -170,21 +183,21 @@ def _indexed(path: Path) -> tuple[list[Path], dict[str, str]]:
     return [path.parent / shard for shard in shards], weight_map
 
 
-def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) -> list[SourceTensor]:
+def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) -> Tensors:
     """All tensors, each of which must be in one file alone, and where the index says."""
-    places: dict[str, SourceTensor] = {}
+    places: Tensors = {}
     for file in files:
         for name in file.tensors:
             if name in places:
                 raise CheckpointError(
-                    f"{file.path}: tensor {name!r:.80} is in {places[name].source.path.name} too; which is meant is "
+                    f"{file.path}: tensor {name!r:.80} is in {places[name].path.name} too; which is meant is "
                     "unknown. Remove one"
                 )
             if name == "__metadata__":
                 raise CheckpointError(f"{file.path}: no tensor of a safetensors file can be named {name!r}")
-            places[name] = SourceTensor(name, file)
+            places[name] = file
     if weight_map is not None:
-        found = {name: tensor.source.path.name for name, tensor in places.items()}
+        found = {name: file.path.name for name, file in places.items()}
         wrong = [name for name, shard in weight_map.items() if found.get(name) != shard]
         wrong += [name for name in found if name not in weight_map]
         if wrong:
@@ -193,19 +206,19 @@ def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) ->
                 f"{files[0].path.parent / PICKLED_INDEX}: {len(wrong)} tensors are not where 'weight_map' says: "
                 f"{listed}. Copy the checkpoint anew from its source"
             )
-    return list(places.values())
+    return places
 
 
-def _sharded(tensors: Sequence[SourceTensor], largest: int) -> list[list[SourceTensor]]:
+def _sharded(tensors: Tensors, largest: int) -> list[Tensors]:
     """In the order of the source; a tensor that is larger than a shard gets one of its own."""
-    shards: list[list[SourceTensor]] = [[]]
+    shards: list[Tensors] = [{}]
     size = 0
-    for tensor in tensors:
-        if shards[-1] and size + tensor.view.nbytes > largest:
-            shards.append([])
+    for name, file in tensors.items():
+        if shards[-1] and size + file.tensors[name].nbytes > largest:
+            shards.append({})
             size = 0
-        shards[-1].append(tensor)
-        size += tensor.view.nbytes
+        shards[-1][name] = file
+        size += file.tensors[name].nbytes
     return shards
 
 
@@ -217,12 +230,6 @@ def _files_to_copy(source: Path) -> list[str]:
     for name in names:
         check_ordinary(source / name, size_limit(name), CheckpointError, "Copy it from the checkpoint's source")
     return names
-
-
-def _check_disk_space(target: Path, needed: int) -> None:
-    lack = lack_of_space(target.parent, needed)
-    if lack is not None:
-        raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
 
 
 def _notes(source: Path, files: Sequence[TorchFile], copied: Sequence[str]) -> Iterator[str]:
@@ -239,103 +246,33 @@ def _notes(source: Path, files: Sequence[TorchFile], copied: Sequence[str]) -> I
         yield "The source has no config.json: edgellm build needs it beside the weights"
 
 
-def _counter(stage: str, total: int, progress: Progress) -> Callable[[int], None]:
-    done = 0
-    progress(stage, 0, total)
+def _streamed(
+    name: str, source: TorchFile, digests: dict[str, bytes], advance: Callable[[int], None]
+) -> StreamedTensor:
+    """The tensor as it is written, when its SHA-256 is put into `digests`."""
+    view = source.tensors[name]
 
-    def advance(count: int) -> None:
-        nonlocal done
-        done += count
-        progress(stage, done, total)
+    def pieces() -> Iterator[np.ndarray]:
+        digest = hashlib.sha256()
+        if view.nbytes:
+            for piece in StoredTensor(view.storage.dtype, source.elements(name)).pieces():
+                yield piece
+                digest.update(piece)
+                advance(piece.size)
+        digests[name] = digest.digest()
 
-    return advance
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass
-
-
-_BLOCK_BYTES = 4 << 20
-_SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
+    return StreamedTensor(view.storage.dtype, view.shape, pieces)
 
 
-@dataclass(frozen=True)
-class SourceTensor:
-    """A tensor of an open file: its name, and its place there (`view`)."""
-
-    name: str
-    source: TorchFile
-
-    @property
-    def view(self) -> TensorView:
-        """What the file says of it: dtype, shape and size."""
-        return self.source.tensors[self.name]
-
-
-def write_safetensors(path: Path, tensors: Sequence[SourceTensor], advance: Callable[[int], None]) -> dict[str, str]:
-    """Write one file, tensor by tensor; SHA-256 of each tensor's bytes by name. Raises OSError, CheckpointError."""
-    # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
-    ordered = sorted(tensors, key=lambda tensor: (-tensor.view.storage.item_size, tensor.name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in ordered:
-        view = tensor.view
-        offsets = [position, position + view.nbytes]
-        dtype = _SAFETENSORS_NAMES[view.storage.dtype]
-        header[tensor.name] = {"dtype": dtype, "shape": list(view.shape), "data_offsets": offsets}
-        position = offsets[1]
-    encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    if len(encoded) > LARGEST_HEADER:
-        raise CheckpointError(
-            f"The names and shapes take {len(encoded):,} bytes, safetensors allows {LARGEST_HEADER:,}"
-        )
-    digests = {}
-    with path.open("xb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for tensor in ordered:
-            digest = hashlib.sha256()
-            for block in _blocks(tensor):
-                file.write(block)
-                digest.update(block)
-                advance(len(block))
-            digests[tensor.name] = digest.hexdigest()
-        file.flush()
-        os.fsync(file.fileno())
-    return digests
-
-
-def verify_safetensors(
-    path: Path, tensors: Sequence[SourceTensor], digests: Mapping[str, str], advance: Callable[[int], None]
-) -> None:
+def _verify(path: Path, tensors: Tensors, digests: Mapping[str, bytes], advance: Callable[[int], None]) -> None:
     """Read a file back and compare every tensor with its digest from the source; raises CheckpointError."""
-    file = SafetensorsFile(path)
-    try:
-        for tensor in tensors:
-            info, view = file.tensors.get(tensor.name), tensor.view
-            if info is None or (info.dtype, info.shape) != (view.storage.dtype, view.shape):
-                raise _not_read_back(tensor.name)
-            digest, data = hashlib.sha256(), file.bytes_of(info)
-            for start in range(0, info.nbytes, _BLOCK_BYTES):
-                digest.update(data[start : start + _BLOCK_BYTES])
-            if digest.hexdigest() != digests[tensor.name]:
-                raise _not_read_back(tensor.name)
+    with closing(SafetensorsFile(path)) as file:
+        for name, source in tensors.items():
+            info, view = file.tensors.get(name), source.tensors[name]
+            is_there = info is not None and (info.dtype, info.shape) == (view.storage.dtype, view.shape)
+            if info is None or not is_there or hashlib.sha256(file.bytes_of(info)).digest() != digests[name]:
+                raise CheckpointError(
+                    f"{name!r:.80} did not read back as it was written, and nothing was left behind: check disk and "
+                    "memory"
+                )
             advance(info.nbytes)
-        if len(file.tensors) != len(tensors):
-            raise _not_read_back("another tensor")
-    finally:
-        file.close()
-
-
-def _not_read_back(name: str) -> CheckpointError:
-    return CheckpointError(
-        f"{name!r:.80} did not read back as it was written, and nothing was left behind: check disk and memory"
-    )
-
-
-def _blocks(tensor: SourceTensor) -> Iterator[memoryview]:
-    if tensor.view.nbytes == 0:
-        return
-    flat = memoryview(tensor.source.elements(tensor.name).reshape(-1)).cast("B")
-    for start in range(0, len(flat), _BLOCK_BYTES):
-        yield flat[start : start + _BLOCK_BYTES]

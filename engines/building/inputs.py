@@ -5,20 +5,24 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from edgellm.engines.backends.device_layouts import with_delta_products
-from edgellm.engines.building.checks import check_tokenizer
 from edgellm.engines.building.shipped_draft import frequent_ids, read_vocabulary, write_vocabulary
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
-from edgellm.engines.directories.engine_directory import PREPROCESSOR_FILES, WEIGHT_INDEX, published_file_names
+from edgellm.engines.directories.engine_directory import (
+    PREPROCESSOR_FILES,
+    WEIGHT_INDEX,
+    description_bytes,
+    published_file_names,
+)
 from edgellm.engines.directories.engine_parts import (
     DRAFT_FOLDER,
     LORA_FOLDER,
@@ -33,17 +37,19 @@ from edgellm.engines.families.mtp import has_packed_head, read_mtp
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.families.vision_config import read_vision
 from edgellm.engines.formats.digests import Cancelled, FileDigest, copy_hashed, current_digest, hash_file
-from edgellm.engines.formats.small_files import check_ordinary, size_limit
+from edgellm.engines.formats.small_files import check_ordinary, check_tokenizer_file, size_limit
 from edgellm.engines.formats.tensors import is_multimodal
 from edgellm.engines.lora.adapter import ADAPTER_FILES, LoraAdapter
 from edgellm.engines.model.config import DRAFT_HEAD, HEADS, MTP, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import decoder_weights, embedding_name, head_format, head_weight_name, unread_tensors
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.engines.quantization.config import MODELOPT_FILE
-from edgellm.engines.quantization.layout import Quantization
 from edgellm.engines.quantizer.heads import write_head
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
+#: What says, beside a draft's or a vision encoder's weights, what they are.
+_CONFIGS = ("config.json", MODELOPT_FILE)
 _DRAFT_PREFIX, _LORA_PREFIX, _VISION_PREFIX = f"{DRAFT_FOLDER}/", f"{LORA_FOLDER}/", f"{VISION_FOLDER}/"
 
 
@@ -62,19 +68,18 @@ class PublishedHead(NamedTuple):
 class BuildInputs:
     """`config` is the base's, with the features that `draft` takes; files by their names in the engine directory.
 
-    `adapter_ranks` are the largest ranks of LoRA adapters, by their names. The `vision` encoder is in the model's own
-    files, or was published apart and has files in a folder of its own. `packed` says by "base", "draft" and "vision"
-    what packs the weights of those that have packed ones. `heads` are packed and written, by their files' names.
-    `vocabulary` are the ids of a draft that ships with the model, where it has not all.
+    `sources` are the checkpoints by `EngineShape.model`; the draft's, or the vision encoder's, is the base's where it
+    ships with the model. `adapter_ranks` are the largest ranks of LoRA adapters, by their names. `heads` are packed and
+    written, by their files' names. `vocabulary` are the ids of a draft that ships with the model, where it has not all.
     """
 
+    sources: Mapping[str, Path]
     config: DecoderConfig
     draft: DraftConfig | None
     weights: Mapping[str, Path]
     published: Mapping[str, Path]
     adapter_ranks: Mapping[str, int]
     vision: VisionConfig | None = None
-    packed: Mapping[str, Quantization] = field(default_factory=dict)
     heads: Mapping[str, PublishedHead] = field(default_factory=dict)
     vocabulary: np.ndarray | None = None
 
@@ -94,23 +99,25 @@ class BuildInputs:
         """Size of the packed heads."""
         return sum(head.format.nbytes(*head.shape) for head in self.heads.values())
 
-    def draft_description(self, files: Mapping[str, FileDigest]) -> tuple[DraftConfig, dict[str, FileDigest]] | None:
-        """What `description_bytes` takes of the draft; `files` are the digests of all files by name."""
-        if self.draft is None:
-            return None
-        return self.draft, _below(_DRAFT_PREFIX, files)
+    @property
+    def checkpoints(self) -> dict[str, Callable[[], Checkpoint]]:
+        """What opens the checkpoint of each model."""
+        return {model: partial(Checkpoint.open, path) for model, path in self.sources.items()}
 
-    def vision_description(
-        self, files: Mapping[str, FileDigest]
-    ) -> tuple[VisionConfig, dict[str, FileDigest] | None] | None:
-        """What `description_bytes` takes of the vision encoder."""
-        if self.vision is None:
-            return None
-        return self.vision, _below(_VISION_PREFIX, files) or None
+    def description(
+        self, dtype: str, attention: str, limits: EngineLimits, files: Mapping[str, FileDigest], tool_format: str | None
+    ) -> bytes:
+        """The content of `edgellm.json`; `files` are the digests of all files by name."""
 
-    def adapter_descriptions(self, files: Mapping[str, FileDigest]) -> dict[str, tuple[int, dict[str, FileDigest]]]:
-        """What `description_bytes` takes of the adapters."""
-        return {name: (rank, _below(f"{_LORA_PREFIX}{name}/", files)) for name, rank in self.adapter_ranks.items()}
+        def below(prefix: str) -> dict[str, FileDigest]:
+            return {name[len(prefix) :]: file for name, file in files.items() if name.startswith(prefix)}
+
+        parts = (_DRAFT_PREFIX, _VISION_PREFIX, _LORA_PREFIX)
+        own = {name: file for name, file in files.items() if not name.startswith(parts)}
+        draft = None if self.draft is None else (self.draft, below(_DRAFT_PREFIX))
+        vision = None if self.vision is None else (self.vision, below(_VISION_PREFIX) or None)
+        adapters = {name: (rank, below(f"{_LORA_PREFIX}{name}/")) for name, rank in self.adapter_ranks.items()}
+        return description_bytes(self.config, dtype, attention, limits, own, draft, adapters, vision, tool_format)
 
 
 def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:
@@ -182,15 +189,20 @@ def read_inputs(
 
     Raises CheckpointError, UnsupportedModelError for an unknown kind of draft, and BuildError for ids that are none.
     """
-    draft, weights, packed = None, dict[str, Path](), dict[str, Quantization | None]()
-    vocabulary: np.ndarray | None = None
+    draft, vocabulary = None, None
+    sources = {"base": source, "draft": source, "vision": vision_source or source}
     published = {name: source / name for name in published_file_names(source)}
     with Checkpoint.open(source) as checkpoint:
         checkpoint.check(decoder_weights(config), unread_tensors(config))
         config = with_delta_products(config, checkpoint)
-        packed["base"] = checkpoint.quantization
-        weights |= _weight_files(checkpoint, "", published)
-        check_tokenizer(source, config.vocab_size)
+        weights = _weight_files(checkpoint, "", published)
+        if not (source / "tokenizer.json").exists():
+            raise CheckpointError(
+                f"{source / 'tokenizer.json'} is missing: expected the tokenizer in the format of the tokenizers "
+                "library. Convert an older one with transformers: "
+                "AutoTokenizer.from_pretrained(CHECKPOINT).save_pretrained(CHECKPOINT)"
+            )
+        check_tokenizer_file(source / "tokenizer.json", config.vocab_size, CheckpointError)
         if draft_source == MTP:
             if vocabulary_file is not None:
                 vocabulary = read_vocabulary(vocabulary_file, config.vocab_size)
@@ -200,22 +212,15 @@ def read_inputs(
         elif vocabulary_file is not None:
             raise BuildError(f"--draft-vocabulary is given, but no head that ships with {source} drafts: leave it out")
         elif draft_source is not None:
-            draft_source = Path(draft_source)
+            sources["draft"] = Path(draft_source)
             with Checkpoint.open(draft_source) as opened:
                 draft = read_draft(opened, checkpoint, config)
-                packed["draft"] = opened.quantization
-                for name in filter(lambda name: (draft_source / name).exists(), ("config.json", MODELOPT_FILE)):
-                    published[f"{_DRAFT_PREFIX}{name}"] = draft_source / name
-                weights |= _weight_files(opened, _DRAFT_PREFIX, published)
+                weights |= _weight_files(opened, _DRAFT_PREFIX, published, _CONFIGS)
         if draft is not None:
             config = replace(config, feature_layers=draft.feature_layers)
     if vision is not None and vision_source is not None:
         with Checkpoint.open(vision_source) as opened:
-            packed["vision"] = opened.quantization
-            for name in ("config.json", MODELOPT_FILE, *PREPROCESSOR_FILES):
-                if (vision_source / name).exists():
-                    published[f"{_VISION_PREFIX}{name}"] = vision_source / name
-            weights |= _weight_files(opened, _VISION_PREFIX, published)
+            weights |= _weight_files(opened, _VISION_PREFIX, published, (*_CONFIGS, *PREPROCESSOR_FILES))
     for name, adapter in adapters.items():
         for file in ADAPTER_FILES:
             files = weights if is_weight_file(file) else published
@@ -223,21 +228,17 @@ def read_inputs(
     for path in published.values():
         check_ordinary(path, size_limit(path.name), CheckpointError, "Copy it from the checkpoint's source")
     ranks = {name: each.rank for name, each in adapters.items()}
-    found = {model: quantization for model, quantization in packed.items() if quantization is not None}
-    return BuildInputs(config, draft, weights, published, ranks, vision, found, vocabulary=vocabulary)
+    return BuildInputs(sources, config, draft, weights, published, ranks, vision, vocabulary=vocabulary)
 
 
-def with_packed_heads(
-    inputs: BuildInputs, head: str, embeds_by_head: bool, sources: tuple[Path, str | Path | None], dtype: str
-) -> BuildInputs:
+def with_packed_heads(inputs: BuildInputs, head: str, embeds_by_head: bool, dtype: str) -> BuildInputs:
     """The same with the model's head, and the draft's own where it is dense, as `head` says, one of `HEADS`.
 
-    `sources` are the checkpoints of base and draft. Raises BuildError where the head is packed as published, or has
-    rows that it cannot have in 4 bits.
+    Raises BuildError where the head is packed as published, or has rows that it cannot have in 4 bits.
     """
     if head == HEADS[0]:
         return inputs
-    config, draft, (source, draft_source) = inputs.config, inputs.draft, sources
+    config, draft, source = inputs.config, inputs.draft, inputs.sources["base"]
     shape = (config.vocab_size, config.hidden_size)
     try:
         format = head_format(head, config.hidden_size, dtype)
@@ -251,18 +252,17 @@ def with_packed_heads(
         raise BuildError(f"--head is {head}, but {source} has a packed head already ({published}): leave --head out")
     heads[HEAD_FILE] = PublishedHead(source, name, shape, format)
     config = replace(config, head=head, embeds_by_head=embeds_by_head)
-    if draft is not None and draft_source is not None:
+    if draft is not None:
         draft = replace(draft, base_head=head_weight_name(config), base_embedding=embedding_name(config))
         shape, place = (draft.draft_vocab_size, draft.hidden_size), f"{_DRAFT_PREFIX}{HEAD_FILE}"
         if inputs.vocabulary is not None:
             heads[place] = PublishedHead(source, name, shape, format, inputs.vocabulary)
             draft = replace(draft, head=head)
         elif draft.generation != MTP:
-            draft_source = Path(draft_source)
-            with Checkpoint.open(draft_source) as checkpoint:
+            with Checkpoint.open(inputs.sources["draft"]) as checkpoint:
                 is_dense = checkpoint.layout(DRAFT_HEAD, shape) is None
             if draft.has_head and is_dense:
-                heads[place] = PublishedHead(draft_source, DRAFT_HEAD, shape, format)
+                heads[place] = PublishedHead(inputs.sources["draft"], DRAFT_HEAD, shape, format)
                 draft = replace(draft, head=head)
     return replace(inputs, config=config, draft=draft, heads=heads)
 
@@ -271,96 +271,53 @@ def write_made_files(inputs: BuildInputs, folder: Path, progress: Callable[[int,
     """Write what no checkpoint has, packed heads and the ids of a draft, to a folder; gives the digests by name.
     `progress` gets rows of heads done and in all. Raises OSError and CheckpointError."""
     made, heads = dict[str, FileDigest](), inputs.heads
-    done, total = 0, sum(head.shape[0] for head in heads.values())
+    advance = counted(sum(head.shape[0] for head in heads.values()), progress)
     if inputs.vocabulary is not None:
         name = f"{_DRAFT_PREFIX}{VOCABULARY_FILE}"
         made[name] = write_vocabulary(folder / name, inputs.vocabulary)
-
-    def advance(rows: int) -> None:
-        nonlocal done
-        done += rows
-        progress(done, total)
-
     for name, head in heads.items():
         with Checkpoint.open(head.checkpoint) as checkpoint:
             write_head(folder / name, checkpoint, head.name, head.format, advance, head.rows)
     return made | {name: hash_file(folder / name) for name in heads}
 
 
-def own_files(files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
-    """Those of the base, of all files by name."""
-    prefixes = (_DRAFT_PREFIX, _VISION_PREFIX, _LORA_PREFIX)
-    return {name: file for name, file in files.items() if not name.startswith(prefixes)}
-
-
-def _below(prefix: str, files: Mapping[str, FileDigest]) -> dict[str, FileDigest]:
-    return {name[len(prefix) :]: file for name, file in files.items() if name.startswith(prefix)}
-
-
-def _weight_files(checkpoint: Checkpoint, prefix: str, published: dict[str, Path]) -> dict[str, Path]:
-    """The weight files by name; the index of several is noted among the `published` files."""
-    if len(checkpoint.files) > 1:
-        published[f"{prefix}{WEIGHT_INDEX}"] = checkpoint.path / WEIGHT_INDEX
+def _weight_files(
+    checkpoint: Checkpoint, prefix: str, published: dict[str, Path], more: Sequence[str] = ()
+) -> dict[str, Path]:
+    """The weight files by name; the index of several, and what there is of `more`, joins the `published` files."""
+    index = [WEIGHT_INDEX] if len(checkpoint.files) > 1 else []
+    there = [name for name in more if (checkpoint.path / name).exists()]
+    published |= {f"{prefix}{name}": checkpoint.path / name for name in (*there, *index)}
     return {f"{prefix}{path.name}": path for path in checkpoint.files}
 
 
-class WeightTransfer:
-    """Copies (or links) and hashes files in a thread of its own, while plans are built; `seconds` that it took.
+def counted(total: int, progress: Callable[[int, int], None]) -> Callable[[int], None]:
+    """What takes each further count, and tells `progress` how much is done, and of how much."""
+    done = 0
 
-    `sources` has the files by the names that they get below `destination`, in folders that are there.
-    """
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
 
-    def __init__(
-        self,
-        sources: Mapping[str, Path],
-        destination: Path,
-        link: bool,
-        advance: Callable[[int], None] | None = None,
-    ) -> None:
-        self._sources = dict(sources)
-        self._destination = destination
-        self._link = link
-        self._advance = advance
-        self.seconds = 0.0
-        self._stop = threading.Event()
-        self._result: Future[dict[str, FileDigest]] = Future()
-        self._thread = threading.Thread(target=self._run, name="edgellm-weights", daemon=True)
+    return advance
 
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
 
-    def has_failed(self) -> bool:
-        """Whether it has ended with an error, so that other work is in vain."""
-        return self._result.done() and self._result.exception() is not None
-
-    def result(self) -> dict[str, FileDigest]:
-        """Wait for the end: digests by name. Raises OSError."""
-        return self._result.result()
-
-    def cancel(self) -> None:
-        """Stop after the present block and wait for the thread, so that it writes nothing more."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _run(self) -> None:
-        started = time.perf_counter()
-        try:
-            digests = {name: self._transfer(name, source) for name, source in self._sources.items()}
-            self.seconds = time.perf_counter() - started
-            self._result.set_result(digests)
-        except BaseException as error:  # it belongs to the thread that asks for the result
-            self._result.set_exception(error)
-
-    def _transfer(self, name: str, source: Path) -> FileDigest:
-        target = self._destination / name
-        if not self._link:
-            return copy_hashed(source, target, self._stop, self._advance)
-        if self._stop.is_set():
+def transfer_weights(
+    sources: Mapping[str, Path], destination: Path, link: bool, advance: Callable[[int], None], stop: threading.Event
+) -> tuple[dict[str, FileDigest], float]:
+    """Copy (or link) and hash files, which get the names of `sources` below `destination`, in folders that are there:
+    the digests by name, and the seconds that it took. Raises OSError, and Cancelled after the present block once `stop`
+    is set."""
+    started, digests = time.perf_counter(), dict[str, FileDigest]()
+    for name, source in sources.items():
+        target = destination / name
+        if stop.is_set():
             raise Cancelled
-        target.symlink_to(os.path.realpath(source))
-        digest = current_digest(target)
-        if self._advance is not None:
-            self._advance(digest.size)
-        return digest
+        if link:
+            target.symlink_to(os.path.realpath(source))
+            digests[name] = current_digest(target)
+            advance(digests[name].size)
+        else:
+            digests[name] = copy_hashed(source, target, stop, advance)
+    return digests, time.perf_counter() - started

@@ -12,12 +12,12 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import Any
 
 from edgellm.engines.backends.plan_files import Platform
 from edgellm.engines.backends.platform import usable_cores
@@ -71,9 +71,11 @@ class BuildReport:
     dtype: str
     limits: EngineLimits
     draft: DraftConfig | None = None
-    weight_bytes: int = 0
-    published_bytes: int = 0
+    vision: VisionConfig | None = None
     weights: str = "copy"
+    weight_bytes: int = 0
+    head_bytes: int = 0
+    published_bytes: int = 0
     plans: list[BuiltPlan] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0
@@ -81,15 +83,8 @@ class BuildReport:
     notes: list[str] = field(default_factory=list)
     workers_peak_bytes: int = 0
     adapters: dict[str, int] = field(default_factory=dict)
-    vision: VisionConfig | None = None
     targets: list[str] = field(default_factory=list)
-    head_bytes: int = 0
     token_seconds: float = 0.0
-
-    def add_plan(self, platform: Platform, plan: PlanBytes) -> None:
-        """Note a plan that was built."""
-        self.plans.append(BuiltPlan(platform, plan.shape, len(plan.data), plan.seconds))
-        self.workers_peak_bytes = max(self.workers_peak_bytes, plan.workers_peak_bytes)
 
 
 def build_plans(
@@ -116,44 +111,45 @@ def build_plans(
             plan = build_plan(models[shape.model], shape, dtype, attention, target)
             yield PlanBytes(shape, plan, time.perf_counter() - started, 0)
         return
-    requests: queue.SimpleQueue[tuple[EngineShape, bytes]] = queue.SimpleQueue()
-    for shape in shapes:
-        requests.put((shape, request_line(models[shape.model], shape, dtype, attention, target)))
-    results: queue.SimpleQueue[PlanBytes | BaseException] = queue.SimpleQueue()
-    pool = [_Worker(requests, results) for _ in range(min(count, len(shapes)))]
+    processes = [_Worker() for _ in range(min(count, len(shapes)))]
+    idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+    for worker in processes:
+        idle.put(worker)
+
+    def build(shape: EngineShape) -> PlanBytes:
+        worker, config = idle.get(), plain_values(models[shape.model])
+        values = {"config": config, "shape": plain_values(shape), "dtype": dtype, "attention": attention}
+        try:
+            data, seconds = worker.build(shape.name, values | {"target": target})
+        finally:
+            idle.put(worker)  # the next one waits for it, to fail as well
+        return PlanBytes(shape, data, seconds, sum(each.peak_bytes for each in processes))
+
+    pool = ThreadPoolExecutor(count, "edgellm-plans")
+    waiting = {pool.submit(build, shape) for shape in shapes}
     try:
-        for worker in pool:
-            worker.start()
-        remaining = len(shapes)
-        while remaining and not is_in_vain():
-            try:
-                result = results.get(timeout=0.5)
-            except queue.Empty:
-                continue
-            if isinstance(result, BaseException):
-                raise result
-            remaining -= 1
-            peak = sum(worker.peak_bytes for worker in pool)
-            yield PlanBytes(result.shape, result.data, result.seconds, peak)
+        while waiting and not is_in_vain():
+            done, _ = wait(waiting, 0.5, FIRST_COMPLETED)
+            if done:
+                waiting.remove(future := done.pop())
+                yield future.result()
     finally:
-        for worker in pool:
-            worker.end()
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in processes:
+            worker.process.kill()
+        pool.shutdown()
+        for worker in processes:
+            worker.close()
 
 
 class _Worker:
-    """A building process, and the thread that talks to it."""
+    """A building process. Ctrl-C is for the parent alone, which then ends it."""
 
-    def __init__(self, requests: queue.SimpleQueue, results: queue.SimpleQueue) -> None:
+    def __init__(self) -> None:
         self.peak_bytes = 0
-        self._requests, self._results = requests, results
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._run, name="edgellm-plans", daemon=True)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-
-    def start(self) -> None:
-        """Start process and thread. Ctrl-C is for the parent alone, which then ends the process."""
         folders = [str(Path(entry).absolute()) for entry in sys.path if entry]
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-c", "from edgellm.engines.building.plans import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -162,39 +158,35 @@ class _Worker:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
             start_new_session=True,
         )
-        self._thread.start()
 
-    def end(self) -> None:
-        """End the process, at work or not, and wait for the thread."""
-        if self._process is not None:
-            self._process.kill()
-            self._thread.join()
-            self._process.communicate()
+    def build(self, name: str, request: dict[str, Any]) -> tuple[bytes, float]:
+        """The plan `name` that is asked for, and the seconds that it took.
+
+        Raises BuildError with the reason that the process gives, or its last words where it has ended.
+        """
+        requests, answers = self.process.stdin, self.process.stdout
+        assert requests is not None and answers is not None
+        try:
+            requests.write(json.dumps(request).encode() + b"\n")
+            requests.flush()
+            answer = json.loads(answers.readline() or "{}")
+            plan = answers.read(answer.get("size", 0))
+        except (OSError, ValueError):  # a line that was cut is no JSON
+            answer = {}
+        if "error" in answer:
+            raise BuildError(answer["error"])
+        if not answer or len(plan) != answer["size"]:
+            raise BuildError(f"The process that built {name} ended: {self._last_words()}")
+        self.peak_bytes = answer["peak_bytes"]
+        return plan, answer["seconds"]
+
+    def close(self) -> None:
+        """Let go of the process, which was killed."""
+        self.process.communicate()
         self._log.close()
 
-    def _run(self) -> None:
-        assert self._process is not None
-        requests, answers = self._process.stdin, self._process.stdout
-        assert requests is not None and answers is not None
-        while True:
-            try:
-                shape, line = self._requests.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                requests.write(line)
-                requests.flush()
-                data, seconds, self.peak_bytes = read_answer(answers)
-                self._results.put(PlanBytes(shape, data, seconds, self.peak_bytes))
-            except (EOFError, OSError):
-                self._results.put(BuildError(f"The process that built {shape.name} ended: {self._last_words()}"))
-                return
-            except BaseException as error:  # it belongs to the thread that asked
-                self._results.put(error)
-                return
-
     def _last_words(self) -> str:
-        code = self._process.wait() if self._process else None
+        code = self.process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else "it said nothing"
@@ -210,48 +202,9 @@ def _worker_count() -> int:
     return max(1, min(_MOST_WORKERS, usable_cores(), (available_memory() or 0) // _WORKER_BYTES))
 
 
-def request_line(config: ModelConfig, shape: EngineShape, dtype: str, attention: str, target: str) -> bytes:
-    """What the process reads for one plan."""
-    values = {"config": plain_values(config), "shape": plain_values(shape), "dtype": dtype, "attention": attention}
-    return json.dumps(values | {"target": target}).encode() + b"\n"
-
-
-def read_answer(stream: IO[bytes]) -> tuple[bytes, float, int]:
-    """The plan, the seconds that it took and the process's peak memory in bytes.
-
-    Raises BuildError with the reason that the process gives, and EOFError where it has ended.
-    """
-    line = stream.readline()
-    if not line.endswith(b"\n"):
-        raise EOFError
-    answer = json.loads(line)
-    if "error" in answer:
-        raise BuildError(answer["error"])
-    plan = stream.read(answer["size"])
-    if len(plan) != answer["size"]:
-        raise EOFError
-    return plan, answer["seconds"], answer["peak_bytes"]
-
-
 def peak_memory() -> int:
     """The largest resident memory of this process so far, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def serve(requests: BinaryIO, answers: BinaryIO) -> None:
-    """Answer requests until there are no more."""
-    for line in requests:
-        started = time.perf_counter()
-        try:
-            plan = _build(line)
-        except EdgeLLMError as error:
-            answers.write(json.dumps({"error": str(error)}).encode() + b"\n")
-        else:
-            seconds = time.perf_counter() - started
-            header = {"size": len(plan), "seconds": seconds, "peak_bytes": peak_memory()}
-            answers.write(json.dumps(header).encode() + b"\n")
-            answers.write(plan)
-        answers.flush()
 
 
 def _build(line: bytes) -> bytes:
@@ -268,7 +221,16 @@ def _build(line: bytes) -> bytes:
 
 
 def main() -> None:
-    """Serve on standard input and output; what libraries print goes to standard error."""
+    """Answer requests on standard input until there are no more; what libraries print goes to standard error."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    serve(sys.stdin.buffer, answers)
+    for line in sys.stdin.buffer:
+        started = time.perf_counter()
+        plan, header = b"", dict[str, Any]()
+        try:
+            plan = _build(line)
+            header = {"size": len(plan), "seconds": time.perf_counter() - started, "peak_bytes": peak_memory()}
+        except EdgeLLMError as error:
+            header = {"error": str(error)}
+        answers.write(json.dumps(header).encode() + b"\n" + plan)
+        answers.flush()

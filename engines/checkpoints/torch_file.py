@@ -91,13 +91,16 @@ class TorchFile:
         # Strides of dimensions with one element mean nothing and may be of any size.
         strides = tuple(0 if extent == 1 else stride for extent, stride in zip(view.shape, strides, strict=True))
         found = np.lib.stride_tricks.as_strided(flat, view.shape, strides, writeable=False)
-        return found if view.is_contiguous else np.array(found, order="C")
+        return np.asarray(found, order="C")
 
     def close(self) -> None:
         """Unmap the file, or leave that to the last view of it that is still in use."""
         self._inflated = None
         with suppress(BufferError):
             self._map.close()
+
+    def _damaged(self, cause: str, advice: str = COPY_AGAIN) -> CheckpointError:
+        return CheckpointError(f"{self.path} is not a valid file of PyTorch weights: {cause}. {advice}".rstrip())
 
     def _bytes_of(self, storage: Storage) -> np.ndarray:
         place = self._places[storage.key]
@@ -113,17 +116,17 @@ class TorchFile:
         try:
             data = decompressor.decompress(self._map[place.offset : place.offset + place.size], size + 1)
         except zlib.error as error:
-            raise _damaged(self.path, f"{what} cannot be decompressed ({error})") from None
+            raise self._damaged(f"{what} cannot be decompressed ({error})") from None
         if len(data) != size:
             more = "more than" if len(data) > size else f"{len(data):,} of"
-            raise _damaged(self.path, f"{what} inflates to {more} {size:,} bytes")
+            raise self._damaged(f"{what} inflates to {more} {size:,} bytes")
         return data
 
     def _read_archive(self) -> Any:
         entries = self._entries()
         roots = [name[: -len("data.pkl")] for name in entries if name.endswith("/data.pkl") or name == "data.pkl"]
         if len(roots) != 1:
-            raise _damaged(self.path, f"it is a zip archive with {len(roots)} entries data.pkl, expected one", "")
+            raise self._damaged(f"it is a zip archive with {len(roots)} entries data.pkl, expected one", "")
         root = roots[0]
         if f"{root}constants.pkl" in entries:
             raise CheckpointError(
@@ -137,7 +140,7 @@ class TorchFile:
         data = self._content(entries, f"{root}data.pkl", LARGEST_PICKLE)
         value, end = read_pickle(data, 0, len(data), str(self.path))
         if end != len(data):
-            raise _damaged(self.path, f"{len(data) - end:,} bytes follow its pickle")
+            raise self._damaged(f"{len(data) - end:,} bytes follow its pickle")
         prefix = f"{root}data/"
         storages = {name[len(prefix) :]: info for name, info in entries.items() if name.startswith(prefix)}
         self._places = {key: self._place(info) for key, info in storages.items()}
@@ -148,32 +151,32 @@ class TorchFile:
             with zipfile.ZipFile(self.path) as archive:
                 infos = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error, OverflowError) as error:
-            raise _damaged(self.path, f"its zip directory cannot be read, as in a truncated file ({error})") from None
+            raise self._damaged(f"its zip directory cannot be read, as in a truncated file ({error})") from None
         entries: dict[str, zipfile.ZipInfo] = {}
         for info in infos:
             name = info.filename
             if not _ENTRY_NAME.fullmatch(name) or {".", ".."} & set(name.split("/")) or name in entries:
-                raise _damaged(self.path, f"its entry {name!r:.80} leads out of the archive or is there twice", "")
+                raise self._damaged(f"its entry {name!r:.80} leads out of the archive or is there twice", "")
             entries[name] = info
         if sum(info.compress_size for info in infos) > len(self._map):
-            raise _damaged(self.path, "its entries overlap", "")
+            raise self._damaged("its entries overlap", "")
         return entries
 
     def _place(self, info: zipfile.ZipInfo) -> _Place:
         name = info.filename
         start = info.header_offset
         if not 0 <= start <= len(self._map) - _LOCAL_HEADER.size - 4:
-            raise _damaged(self.path, f"entry {name!r:.80} lies outside the file")
+            raise self._damaged(f"entry {name!r:.80} lies outside the file")
         signature, name_length, extra_length = _LOCAL_HEADER.unpack_from(self._map, start)
         offset = start + _LOCAL_HEADER.size + name_length + extra_length
         if signature != _ZIP_START or offset + info.compress_size > len(self._map):
-            raise _damaged(self.path, f"entry {name!r:.80} lies outside the file")
+            raise self._damaged(f"entry {name!r:.80} lies outside the file")
         if info.flag_bits & 1:
-            raise _damaged(self.path, f"entry {name!r:.80} is encrypted", "Take the file unencrypted")
+            raise self._damaged(f"entry {name!r:.80} is encrypted", "Take the file unencrypted")
         if info.compress_type == zipfile.ZIP_STORED and info.file_size == info.compress_size:
             return _Place(offset, info.file_size, info.file_size)
         if info.compress_type != zipfile.ZIP_DEFLATED:
-            raise _damaged(self.path, f"entry {name!r:.80} is compressed by method {info.compress_type}", "Repack it")
+            raise self._damaged(f"entry {name!r:.80} is compressed by method {info.compress_type}", "Repack it")
         if info.file_size > LARGEST_INFLATED:
             raise CheckpointError(
                 f"{self.path}: entry {name!r:.80} is compressed and said to inflate to {info.file_size:,} bytes, more "
@@ -184,7 +187,7 @@ class TorchFile:
     def _content(self, entries: dict[str, zipfile.ZipInfo], name: str, limit: int) -> bytes:
         info = entries[name]
         if info.file_size > limit:
-            raise _damaged(self.path, f"{name} has {info.file_size:,} bytes, at most {limit:,} are read", "")
+            raise self._damaged(f"{name} has {info.file_size:,} bytes, at most {limit:,} are read", "")
         place = self._place(info)
         if place.is_deflated:
             return self._inflate(place, info.file_size, name)
@@ -193,7 +196,7 @@ class TorchFile:
     def _read_legacy(self) -> Any:
         size, described = len(self._map), str(self.path)
         if self._map[:2] not in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"):
-            raise _damaged(self.path, "it begins neither as a zip archive nor as a pickle")
+            raise self._damaged("it begins neither as a zip archive nor as a pickle")
         magic, position = read_pickle(self._map, 0, size, described)
         if magic != _MAGIC_NUMBER:
             raise CheckpointError(f"{self.path} is a pickle, but not one that torch.save wrote. Take another file")
@@ -208,20 +211,20 @@ class TorchFile:
         value, position = read_pickle(self._map, position, size, described)
         keys, position = read_pickle(self._map, position, size, described)
         if type(keys) is not list or not all(type(key) is str for key in keys) or len(set(keys)) < len(keys):
-            raise _damaged(self.path, "the list of its storages is not a list of different names")
+            raise self._damaged("the list of its storages is not a list of different names")
         storages = {view.storage.key: view.storage for view in _walk(value)}
         for key in keys:
             if key not in storages:
-                raise _damaged(self.path, f"storage {key!r:.40} belongs to no tensor, so that its size is unknown", "")
+                raise self._damaged(f"storage {key!r:.40} belongs to no tensor, so that its size is unknown", "")
             if position + 8 > size or (count := struct.unpack_from("<q", self._map, position)[0]) < 0:
-                raise _damaged(self.path, f"it is truncated before storage {key!r:.40}")
+                raise self._damaged(f"it is truncated before storage {key!r:.40}")
             nbytes, position = count * storages[key].item_size, position + 8
             if nbytes > size - position:
-                raise _damaged(self.path, f"it is truncated: storage {key!r:.40} takes {nbytes:,} bytes")
+                raise self._damaged(f"it is truncated: storage {key!r:.40} takes {nbytes:,} bytes")
             self._places[key] = _Place(position, nbytes, nbytes)
             position += nbytes
         if position != size:
-            raise _damaged(self.path, f"{size - position:,} bytes follow its last storage")
+            raise self._damaged(f"{size - position:,} bytes follow its last storage")
         return value
 
     def _check_storages(self) -> None:
@@ -229,10 +232,10 @@ class TorchFile:
         for name, view in self.tensors.items():
             storage, place = view.storage, self._places.get(view.storage.key)
             if place is None:
-                raise _damaged(self.path, f"storage {storage.key!r:.40} of tensor {name!r:.80} is missing")
+                raise self._damaged(f"storage {storage.key!r:.40} of tensor {name!r:.80} is missing")
             if place.nbytes != storage.nbytes:
                 elements = f"{storage.count:,} elements of {storage.dtype} take {storage.nbytes:,}"
-                raise _damaged(self.path, f"storage {storage.key!r:.40} has {place.nbytes:,} bytes, {elements}")
+                raise self._damaged(f"storage {storage.key!r:.40} has {place.nbytes:,} bytes, {elements}")
             total += view.nbytes
         stored = sum(self._places[key].size for key in {view.storage.key for view in self.tensors.values()})
         if total > LARGEST_EXPANSION * (stored + 4096):
@@ -241,10 +244,6 @@ class TorchFile:
                 f"not: less than a {LARGEST_EXPANSION}th. Save it anew, uncompressed, and tensors that repeat the same "
                 "values stored once"
             )
-
-
-def _damaged(path: Path, cause: str, advice: str = COPY_AGAIN) -> CheckpointError:
-    return CheckpointError(f"{path} is not a valid file of PyTorch weights: {cause}. {advice}".rstrip())
 
 
 #: Entries that begin so hold an optimizer's tensors, which are not weights.

@@ -12,7 +12,8 @@ import pickletools
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import LARGEST_COUNT, are_counts, brief, is_count
@@ -21,7 +22,6 @@ from edgellm.engines.formats.safetensors_file import LARGEST_COUNT, are_counts, 
 LARGEST_PICKLE = 64 << 20
 #: An instruction makes at most one value, so that this bounds the memory too; a tensor takes about 30.
 MOST_INSTRUCTIONS = 5_000_000
-_INSTRUCTION_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LARGEST_LONG = 16
 _MARK = object()
 
@@ -31,16 +31,11 @@ _PARAMETER = ("torch._utils", "_rebuild_parameter")
 _STORAGE_MODULES = ("torch", "torch.storage")
 
 
-@dataclass(frozen=True)
-class _Global:
+class _Global(NamedTuple):
     """A name that a pickle refers to; it is never looked up."""
 
     module: str
     name: str
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.module, self.name
 
 
 def read_pickle(data: Any, start: int, size: int, described: str) -> tuple[Any, int]:
@@ -66,17 +61,16 @@ class _Machine:
             code = self._take(1)
             if code == b".":
                 return self._pop()
-            instruction = _INSTRUCTIONS.get(code)
-            if instruction is None:
+            if code not in _INSTRUCTIONS:
                 raise self._refused_instruction(code)
-            instruction(self)
+            _INSTRUCTIONS[code](self)
         raise self._error(f"its pickle has more than {MOST_INSTRUCTIONS:,} instructions, more than weights need")
 
     def _error(self, cause: str) -> CheckpointError:
         return CheckpointError(f"{self._described}: {cause}. Nothing of it was run or converted")
 
     def _refused_instruction(self, code: bytes) -> CheckpointError:
-        name = _INSTRUCTION_NAMES.get(code.decode("latin-1"))
+        name = next((opcode.name for opcode in pickletools.opcodes if opcode.code == code.decode("latin-1")), None)
         if name is None:
             return self._error(f"byte {code[0]} at {self.position - 1:,} is no instruction of a pickle: it is damaged")
         return self._error(
@@ -128,8 +122,8 @@ class _Machine:
                 return values
         raise self._error("its pickle closes what it did not open: it is damaged")
 
-    def tuple_of(self, count: int) -> None:
-        self._push(tuple(reversed([self._pop() for _ in range(count)])))
+    def _pops(self, count: int) -> list[Any]:
+        return [self._pop() for _ in range(count)][::-1]
 
     def put(self, index: int) -> None:
         self._memo[index] = self._top()
@@ -138,6 +132,12 @@ class _Machine:
         if index not in self._memo:
             raise self._error(f"its pickle refers to value {index}, which it did not store: it is damaged")
         self._push(self._memo[index])
+
+    def tuple_of(self, count: int) -> None:
+        self._push(tuple(self._pops(count)))
+
+    def number(self, layout: str) -> None:
+        self._push(self._number(layout))
 
     def text(self, layout: str) -> None:
         self._push(self._decoded(self._take(self._number(layout))))
@@ -165,10 +165,6 @@ class _Machine:
                 raise self._error(f"its pickle sets {key!r:.80} twice; which one is meant is unknown")
             target[key] = value
 
-    def set_item(self) -> None:
-        value, key = self._pop(), self._pop()
-        self.set_items([key, value])
-
     def name(self, module: Any, name: Any) -> None:
         if type(module) is not str or type(name) is not str:
             raise self._error("its pickle names a global by what is not text")
@@ -181,19 +177,15 @@ class _Machine:
             )
         self._push(_Global(module, name))
 
-    def stack_name(self) -> None:
-        name, module = self._pop(), self._pop()
-        self.name(module, name)
-
     def reduce(self) -> None:
-        arguments, called = self._pop(), self._pop()
+        called, arguments = self._pops(2)
         if type(arguments) is not tuple or type(called) is not _Global:
             raise self._error("its pickle calls what is not a function. A pickle can run code: this one was refused")
-        if called.key == _DICTIONARY and arguments == ():
+        if called == _DICTIONARY and arguments == ():
             self._push({})
-        elif called.key == _TENSOR:
+        elif called == _TENSOR:
             self._push(self._tensor(arguments))
-        elif called.key == _PARAMETER and arguments and type(arguments[0]) is TensorView:
+        elif called == _PARAMETER and arguments and type(arguments[0]) is TensorView:
             self._push(arguments[0])
         else:
             raise self._error(f"its pickle calls {called.module}.{called.name} with arguments that PyTorch never saves")
@@ -244,33 +236,25 @@ class _Machine:
         return TensorView(storage, offset, shape, strides)
 
 
+_CONSTANTS = {b"(": _MARK, b")": (), b"N": None, b"\x88": True, b"\x89": False}
+_NUMBERS = {b"J": "<i", b"K": "<B", b"M": "<H", b"G": ">d"}
+#: By the layout of their lengths; U and T are text of Python 2.
+_TEXTS = {b"U": "<B", b"T": "<I", b"X": "<I", b"\x8c": "<B", b"\x8d": "<Q"}
+_TUPLES = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 _INSTRUCTIONS: dict[bytes, Callable[[_Machine], Any]] = {
+    **{code: partial(_Machine._push, value=value) for code, value in _CONSTANTS.items()},
+    **{code: partial(_Machine.number, layout=layout) for code, layout in _NUMBERS.items()},
+    **{code: partial(_Machine.text, layout=layout) for code, layout in _TEXTS.items()},
+    **{code: partial(_Machine.tuple_of, count=count) for code, count in _TUPLES.items()},
     b"\x80": lambda machine: machine._take(1),  # PROTO
     b"\x95": lambda machine: machine._take(8),  # FRAME
-    b"(": lambda machine: machine._push(_MARK),
     b"}": lambda machine: machine._push({}),
     b"]": lambda machine: machine._push([]),
-    b")": lambda machine: machine._push(()),
-    b"N": lambda machine: machine._push(None),
-    b"\x88": lambda machine: machine._push(True),
-    b"\x89": lambda machine: machine._push(False),
-    b"J": lambda machine: machine._push(machine._number("<i")),
-    b"K": lambda machine: machine._push(machine._number("<B")),
-    b"M": lambda machine: machine._push(machine._number("<H")),
-    b"G": lambda machine: machine._push(machine._number(">d")),
     b"\x8a": _Machine.long,
-    b"U": lambda machine: machine.text("<B"),  # SHORT_BINSTRING and BINSTRING: text of Python 2
-    b"T": lambda machine: machine.text("<I"),
-    b"X": lambda machine: machine.text("<I"),
-    b"\x8c": lambda machine: machine.text("<B"),
-    b"\x8d": lambda machine: machine.text("<Q"),
     b"t": lambda machine: machine._push(tuple(machine._pop_to_mark())),
-    b"\x85": lambda machine: machine.tuple_of(1),
-    b"\x86": lambda machine: machine.tuple_of(2),
-    b"\x87": lambda machine: machine.tuple_of(3),
     b"a": lambda machine: machine.append([machine._pop()]),
     b"e": lambda machine: machine.append(machine._pop_to_mark()),
-    b"s": _Machine.set_item,
+    b"s": lambda machine: machine.set_items(machine._pops(2)),
     b"u": lambda machine: machine.set_items(machine._pop_to_mark()),
     b"q": lambda machine: machine.put(machine._number("<B")),
     b"r": lambda machine: machine.put(machine._number("<I")),
@@ -278,7 +262,7 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], Any]] = {
     b"h": lambda machine: machine.get(machine._number("<B")),
     b"j": lambda machine: machine.get(machine._number("<I")),
     b"c": lambda machine: machine.name(machine._line(), machine._line()),
-    b"\x93": _Machine.stack_name,
+    b"\x93": lambda machine: machine.name(*machine._pops(2)),
     b"R": _Machine.reduce,
     b"b": _Machine.build,
     b"Q": _Machine.persistent,
@@ -329,13 +313,3 @@ class TensorView:
     def nbytes(self) -> int:
         """The size in bytes, written out."""
         return math.prod(self.shape) * self.storage.item_size
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie one behind the other in C order."""
-        expected = 1
-        for extent, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if extent > 1 and stride != expected:
-                return False
-            expected *= extent
-        return True

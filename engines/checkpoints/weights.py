@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,7 +17,6 @@ from edgellm.engines.formats.digests import is_known_finite, remember_finite
 from edgellm.engines.formats.tensors import STORAGE, float32_into
 from edgellm.engines.model.config import DraftConfig, WeightSpec
 from edgellm.engines.model.draft_decoder import MAPPING
-from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.sampling.twin import first_not_finite
 
 #: Elements converted at a time: large tensors must not be in memory twice.
@@ -24,6 +25,8 @@ _PIECE = 1 << 22
 _ALIGNMENT = 64
 #: More than a few threads wait for memory.
 _THREADS = 4
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 
 
 class FiniteCheck:
@@ -84,7 +87,12 @@ def load_numpy_weights(
     def convert_part(name: str, target: np.ndarray) -> tuple[str, int]:
         packed = checkpoint.packed(name, target.shape)
         if packed is not None:
-            dequantize_into(packed, target)
+            rows = max(1, _PIECE // target.shape[1])
+            for start in range(0, len(target), rows):
+                piece = target[start : start + rows]
+                piece[...] = packed.rows(start, start + rows).values()
+                if packed.input_scales is not None:
+                    piece *= packed.input_scales
             return name, -1
         values = _part(checkpoint, name, target.shape)
         found = first_not_finite(values.reshape(-1)) if check.is_due(name) else -1
@@ -104,14 +112,20 @@ def load_numpy_weights(
     return weights
 
 
-def dequantize_into(packed: PackedWeight, target: np.ndarray) -> None:
-    """Write the values of a packed weight, times what its inputs are scaled by, to `target` float32 [N, K]."""
-    step = max(1, _PIECE // target.shape[1])
-    for start in range(0, len(target), step):
-        piece = target[start : start + step]
-        piece[...] = packed.rows(start, start + step).values()
-        if packed.input_scales is not None:
-            piece *= packed.input_scales
+def computed_ahead(
+    function: Callable[[_Item], _Found], items: Iterable[_Item], threads: int = _THREADS
+) -> Iterator[tuple[_Item, _Found]]:
+    """Each item with what a function gives for it, in their order. Threads compute a few that are to come, and no more,
+    so that few results are in memory."""
+    waiting: deque[tuple[_Item, Future[_Found]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            waiting.append((item, pool.submit(function, item)))
+            if len(waiting) > threads:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for first, future in waiting:
+            yield first, future.result()
 
 
 def described_parts(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, tuple[int, int]]:

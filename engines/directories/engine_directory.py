@@ -219,18 +219,17 @@ class EngineDirectory:
         file with no remembered digest is checked by its size alone.
         """
         found = _differences(self.path, self.files, "", verify, hash_weights)
-        if self.draft is not None:
-            found += _differences(self.draft.path, self.draft.files, f"{DRAFT_FOLDER}/", verify, hash_weights)
-        elif (self.path / DRAFT_FOLDER).exists():
-            found.append(f"{DRAFT_FOLDER}/: not described")
-        if self.vision is not None and self.vision.files is not None:
-            found += _differences(self.vision.path, self.vision.files, f"{VISION_FOLDER}/", verify, hash_weights)
-        elif (self.path / VISION_FOLDER).exists():
-            found.append(f"{VISION_FOLDER}/: not described")
-        for name, adapter in self.adapters.items():
-            found += _differences(adapter.path, adapter.files, f"{LORA_FOLDER}/{name}/", verify, hash_weights)
-        foreign = [name for name in adapter_names(self.path) if name not in self.adapters]
-        return found + [f"{LORA_FOLDER}/{printable(name)}/: not described" for name in foreign]
+        vision = self.vision if self.vision is not None and self.vision.files is not None else None
+        names = [*self.adapters, *adapter_names(self.path)]
+        parts: dict[str, EngineDraft | EngineVision | EngineAdapter | None]
+        parts = {DRAFT_FOLDER: self.draft, VISION_FOLDER: vision}
+        parts |= {f"{LORA_FOLDER}/{name}": self.adapters.get(name) for name in names}
+        for folder, part in parts.items():
+            if part is not None and part.files is not None:
+                found += _differences(part.path, part.files, f"{folder}/", verify, hash_weights)
+            elif (self.path / folder).exists():
+                found.append(f"{printable(folder)}/: not described")
+        return found
 
 
 def _differences(

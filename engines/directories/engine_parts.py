@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -195,131 +196,103 @@ def check_agreement(
             if draft.config != mtp_draft(config, reduced, draft.config.head):
                 raise own.error("it is not the head for multi-token prediction of this model")
         for key in ("vocab_size", "hidden_size"):
-            if getattr(decoder, key) != getattr(config, key):
-                raise own.error(
-                    f"{key!r} of its decoder is {getattr(decoder, key)}, that of the model {getattr(config, key)}"
-                )
+            found, expected = getattr(decoder, key), getattr(config, key)
+            if found != expected:
+                raise own.error(f"{key!r} of its decoder is {found}, that of the model {expected}")
+        require = partial(_require, own, draft.config)
         for key, name in (("base_embedding", embedding_name(config)), ("base_head", head_weight_name(config))):
-            if getattr(draft.config, key) != name:
-                raise own.error(f"{key!r} is {getattr(draft.config, key)!r:.80}, expected {name!r}")
-        if draft.config.draft_vocab_size > config.vocab_size:
-            raise own.error(
-                f"'draft_vocab_size' is {draft.config.draft_vocab_size}, the model has {config.vocab_size} tokens"
-            )
+            require(getattr(draft.config, key) == name, key, f"expected {name!r}")
+        within = draft.config.draft_vocab_size <= config.vocab_size
+        require(within, "draft_vocab_size", f"the model has {config.vocab_size} tokens")
     if vision is not None:
         _check_vision(values.object("vision").object("config"), vision, config)
 
 
+def _require(values: JSONObject, config: object, holds: bool, key: str, expected: str) -> None:
+    """Raise the error of `values` that says what the `config` has under `key` and what is `expected`, unless that
+    `holds`."""
+    if not holds:
+        found = getattr(config, key)
+        shown = as_json(list(found)) if isinstance(found, tuple) else repr(found)
+        raise values.error(f"{key!r} is {shown:.200}, {expected}")
+
+
 def _check_vision(values: JSONObject, vision: VisionConfig, config: DecoderConfig) -> None:
-    if vision.hidden_size % vision.num_heads:
-        raise values.error(
-            f"'hidden_size' is {vision.hidden_size}, expected a multiple of 'num_heads', {vision.num_heads}"
-        )
-    if vision.out_hidden_size != config.hidden_size:
-        raise values.error(
-            f"'out_hidden_size' is {vision.out_hidden_size}, the model's hidden size {config.hidden_size}"
-        )
-    if vision.image_token_id >= config.vocab_size:
-        raise values.error(f"'image_token_id' is {vision.image_token_id}, the model has {config.vocab_size} tokens")
+    require = partial(_require, values, vision)
+    heads, hidden = vision.num_heads, config.hidden_size
+    require(vision.hidden_size % heads == 0, "hidden_size", f"expected a multiple of 'num_heads', {heads}")
+    require(vision.out_hidden_size == hidden, "out_hidden_size", f"the model's hidden size {hidden}")
+    has_token = vision.image_token_id < config.vocab_size
+    require(has_token, "image_token_id", f"the model has {config.vocab_size} tokens")
     for key in _FAMILY_FIELDS.get(vision.family, ()):
-        if not getattr(vision, key):
-            raise values.error(f"{key!r} is {getattr(vision, key)!r}, but a vision encoder of {vision.family} has one")
-    token_side = vision.patch_size * vision.spatial_merge_size
-    if vision.window_size is not None and (not vision.window_size or vision.window_size % token_side):
-        raise values.error(
-            f"'window_size' is {vision.window_size}, expected a multiple of a token's side, {token_side}"
-        )
-    if vision.image_size is not None and not 1 <= vision.image_side <= LARGEST_IMAGE_SIDE:
-        raise values.error(
-            f"'image_size' is {vision.image_size}, expected 1 to {LARGEST_IMAGE_SIDE} patches of {vision.patch_size}"
-        )
-    if vision.image_side % vision.spatial_merge_size:
-        raise values.error(
-            f"'spatial_merge_size' is {vision.spatial_merge_size}, expected a divisor of the image's side, "
-            f"{vision.image_side} patches"
-        )
-    if config.image_tokens not in (0, vision.token_count((1, vision.image_side, vision.image_side))):
-        raise values.error(
-            f"an image has {vision.token_count((1, vision.image_side, vision.image_side))} tokens, but 'image_tokens' "
-            f"of the model is {config.image_tokens}"
-        )
-    if vision.position_side**2 != (vision.num_position_embeddings or 0):
-        raise values.error(f"'num_position_embeddings' is {vision.num_position_embeddings}, expected a square")
+        require(bool(getattr(vision, key)), key, f"but a vision encoder of {vision.family} has one")
+    merge, window = vision.spatial_merge_size, vision.window_size
+    token_side = vision.patch_size * merge
+    is_whole = window is None or (window > 0 and window % token_side == 0)
+    require(is_whole, "window_size", f"expected a multiple of a token's side, {token_side}")
+    side, patch = vision.image_side, vision.patch_size
+    fits = vision.image_size is None or 1 <= side <= LARGEST_IMAGE_SIDE
+    require(fits, "image_size", f"expected 1 to {LARGEST_IMAGE_SIDE} patches of {patch}")
+    divides = side % merge == 0
+    require(divides, "spatial_merge_size", f"expected a divisor of the image's side, {side} patches")
+    tokens = vision.token_count((1, side, side))
+    if config.image_tokens not in (0, tokens):
+        raise values.error(f"an image has {tokens} tokens, but 'image_tokens' of the model is {config.image_tokens}")
+    is_square = vision.position_side**2 == (vision.num_position_embeddings or 0)
+    require(is_square, "num_position_embeddings", "expected a square")
     for key in ("full_attention_layers", "deepstack_layers", "feature_layers"):
-        _check_layers(values, key, getattr(vision, key), vision.num_layers)
+        _check_layers(values, vision, key, vision.num_layers)
 
 
 def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
-    if config.num_heads % config.num_kv_heads:
-        raise values.error(
-            f"'num_heads' is {config.num_heads}, expected a multiple of 'num_kv_heads', {config.num_kv_heads}"
-        )
-    if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
-        raise values.error(
-            f"'rotary_dim' is {config.rotary_dim}, expected an even number up to 'head_dim', {config.head_dim}"
-        )
-    if config.mrope_section and (len(config.mrope_section) != 3 or sum(config.mrope_section) != config.rotary_dim // 2):
-        raise values.error(
-            f"'mrope_section' is {list(config.mrope_section)}, expected three numbers with a sum of "
-            f"{config.rotary_dim // 2}"
-        )
-    if not 0 < config.rms_norm_eps <= 1:
-        raise values.error(f"'rms_norm_eps' is {config.rms_norm_eps}, expected a number above 0 and up to 1")
-    if config.hidden_act not in GATE_ACTIVATIONS:
-        expected = ", ".join(GATE_ACTIVATIONS)
-        raise values.error(f"'hidden_act' is {config.hidden_act!r:.80}, expected one of {expected}")
-    _check_mixers(values, config)
-    _check_layers(values, "feature_layers", config.feature_layers, config.num_layers)
-    _check_layers(values, "nope_layers", config.nope_layers, config.num_layers - 1)
-    kinds = config.layer_kinds
-    if kinds and (len(kinds) != config.num_layers or not set(kinds) <= set(LAYER_KINDS)):
-        raise values.error(
-            f"'layer_kinds' is {as_json(list(kinds)):.200}, expected for each of {config.num_layers} layers one of "
-            f"{', '.join(LAYER_KINDS)}"
-        )
-    if "window" in kinds and not config.sliding_window:
-        raise values.error(f"'sliding_window' is {config.sliding_window}, expected the window of those 'layer_kinds'")
-    if config.deepstack_layers > config.num_layers:
-        raise values.error(f"'deepstack_layers' is {config.deepstack_layers}, the model has {config.num_layers} layers")
+    require = partial(_require, values, config)
+    divides = config.num_heads % config.num_kv_heads == 0
+    require(divides, "num_heads", f"expected a multiple of 'num_kv_heads', {config.num_kv_heads}")
+    fits = config.rotary_dim % 2 == 0 and config.rotary_dim <= config.head_dim
+    require(fits, "rotary_dim", f"expected an even number up to 'head_dim', {config.head_dim}")
+    section, half = config.mrope_section, config.rotary_dim // 2
+    fits = not section or (len(section) == 3 and sum(section) == half)
+    require(fits, "mrope_section", f"expected three numbers with a sum of {half}")
+    require(0 < config.rms_norm_eps <= 1, "rms_norm_eps", "expected a number above 0 and up to 1")
+    is_known = config.hidden_act in GATE_ACTIVATIONS
+    require(is_known, "hidden_act", f"expected one of {', '.join(GATE_ACTIVATIONS)}")
+    kinds, layers = config.layer_kinds, config.num_layers
+    fits = not kinds or (len(kinds) == layers and set(kinds) <= set(LAYER_KINDS))
+    require(fits, "layer_kinds", f"expected for each of {layers} layers one of {', '.join(LAYER_KINDS)}")
+    require(config.naming in NAMINGS, "naming", f"expected one of {', '.join(NAMINGS)}")
+    least, most = CONV_WIDTHS
+    fits = not config.is_recurrent or least <= config.conv_width <= most
+    require(fits, "conv_width", f"expected {least} to {most}")
+    _check_delta(values, config)
+    _check_layers(values, config, "feature_layers", layers)
+    _check_layers(values, config, "nope_layers", layers - 1)
+    has_window = "window" not in kinds or bool(config.sliding_window)
+    require(has_window, "sliding_window", "expected the window of those 'layer_kinds'")
+    require(config.deepstack_layers <= layers, "deepstack_layers", f"the model has {layers} layers")
     beyond = [token for token in config.eos_token_ids if token >= config.vocab_size]
     if beyond:
         raise values.error(f"'eos_token_ids' has {beyond[0]}, the model has {config.vocab_size} tokens")
 
 
-def _check_mixers(values: JSONObject, config: DecoderConfig) -> None:
-    """What mixes the tokens of the layers, and what the checkpoint calls their parts."""
-    kinds = config.layer_kinds
-    if kinds and (len(kinds) != config.num_layers or not set(kinds) <= set(LAYER_KINDS)):
-        found, expected = ", ".join(kinds), ", ".join(LAYER_KINDS)
-        raise values.error(
-            f"'layer_kinds' is {found:.80}, expected for each of {config.num_layers} layers one of {expected}"
-        )
-    if config.naming not in NAMINGS:
-        raise values.error(f"'naming' is {config.naming!r:.80}, expected one of {', '.join(NAMINGS)}")
-    least, most = CONV_WIDTHS
-    if config.is_recurrent and not least <= config.conv_width <= most:
-        raise values.error(f"'conv_width' is {config.conv_width}, expected {least} to {most}")
-    heads = config.delta_heads
-    if "delta" in kinds and (len(heads) != 4 or min(heads) < 1 or heads[1] % heads[0]):
-        raise values.error(
-            f"'delta_heads' is {list(heads)}, expected the numbers of key heads, of value heads, a multiple of that, "
-            "and their sizes"
-        )
-    products = config.delta_products
+def _check_delta(values: JSONObject, config: DecoderConfig) -> None:
+    """What layers with a delta rule multiply by, and what the checkpoint calls their parts."""
+    require = partial(_require, values, config)
+    has_delta, heads, products = "delta" in config.layer_kinds, config.delta_heads, config.delta_products
+    fits = not has_delta or (len(heads) == 4 and min(heads) >= 1 and heads[1] % heads[0] == 0)
+    expected = "expected the numbers of key heads, of value heads, a multiple of that, and their sizes"
+    require(fits, "delta_heads", expected)
     counted = tuple(list(dict.fromkeys(products)).index(number) for number in products)
-    if products and ("delta" not in kinds or len(products) != len(DELTA_PROJECTIONS) or counted != products):
-        expected = ", ".join(DELTA_PROJECTIONS)
-        raise values.error(
-            f"'delta_products' is {list(products)}, expected the number of the linear layer of each of {expected}, "
-            "counted as they come up"
-        )
-    if products and products[2] != products[3]:
-        raise values.error(f"'delta_products' is {list(products)}, expected one number for the last two")
+    fits = not products or (has_delta and len(products) == len(DELTA_PROJECTIONS) and counted == products)
+    parts = ", ".join(DELTA_PROJECTIONS)
+    expected = f"expected the number of the linear layer of each of {parts}, counted as they come up"
+    require(fits, "delta_products", expected)
+    require(not products or products[2] == products[3], "delta_products", "expected one number for the last two")
 
 
-def _check_layers(values: JSONObject, key: str, layers: tuple[int, ...], count: int) -> None:
-    if len(set(layers)) < len(layers) or max(layers, default=0) > count:
-        raise values.error(f"{key!r} is {list(layers)}, expected different layers from 0 to {count}")
+def _check_layers(values: JSONObject, config: object, key: str, count: int) -> None:
+    layers = getattr(config, key)
+    fits = len(set(layers)) == len(layers) and max(layers, default=0) <= count
+    _require(values, config, fits, key, f"expected different layers from 0 to {count}")
 
 
 def choice(values: JSONObject, key: str, choices: Iterable[str]) -> str:

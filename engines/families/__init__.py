@@ -7,13 +7,11 @@ from typing import Any
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families.decoders import Family, filled
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.gemma import GEMMA, GEMMA3, GEMMA3_WITH_IMAGES
-from edgellm.engines.families.lfm2 import LFM2
-from edgellm.engines.families.llama import CWM, GRANITE, LLAMA, PHI3, SEED_OSS, SMOLLM3
-from edgellm.engines.families.llava import LLAVA
-from edgellm.engines.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
+from edgellm.engines.families.gemma import GEMMA, GEMMA3
+from edgellm.engines.families.hybrid import LFM2, QWEN3_5, QWEN3_5_TEXT
+from edgellm.engines.families.llama import CWM, GRANITE, LLAMA, MINISTRAL3, MISTRAL, PHI3, SEED_OSS, SMOLLM3
 from edgellm.engines.families.qwen import QWEN2, QWEN2_5_VL, QWEN3, QWEN3_VL
-from edgellm.engines.families.qwen3_5 import QWEN3_5, QWEN3_5_TEXT
+from edgellm.engines.families.vision_language import GEMMA3_WITH_IMAGES, LLAVA, MISTRAL3
 from edgellm.engines.formats.strict_formats import as_json
 from edgellm.engines.model.config import DecoderConfig
 
@@ -42,8 +40,8 @@ def decoder_config(
     of a wrong type or inconsistent; either lists all problems.
     """
     family = _family(config_json)
-    fields = ConfigFields(filled(config_json, family.defaults), generation_config, family.name)
-    config = family.read(fields, dtype)
+    fields = ConfigFields(filled(config_json, family.defaults), generation_config, family.name, dtype)
+    config = family.read(fields)
     fields.raise_problems()
     return config
 

@@ -1,12 +1,18 @@
-"""What the families share: how one is described, and the fields of `config.json` that all of them have."""
+"""What the families share: how one is described, the fields of `config.json` that all of them have, and those of the
+language model inside a multimodal checkpoint.
+
+The latter stand in `text_config`, in Qwen2.5-VL's first releases at the top level. A file leaves out what equals the
+defaults of the class that wrote it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from edgellm.engines.families.fields import ConfigFields, read_mrope, read_rope
+from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
 
 
@@ -14,14 +20,14 @@ from edgellm.engines.model.config import LARGEST_DEPTH, DecoderConfig
 class Family:
     """A family of models: its names in `config.json`, and how that becomes a `DecoderConfig`.
 
-    `name` is its `model_type`, `architecture` the class in `architectures`. `read` takes the fields and the dtype that
-    the tensors have; it notes problems in the fields, and what it gives is of use where there are none. `defaults` are
-    what its class takes for fields that a file leaves out.
+    `name` is its `model_type`, `architecture` the class in `architectures`. `read` notes problems in the fields that it
+    takes, and what it gives is of use where there are none. `defaults` are what its class takes for fields that a file
+    leaves out.
     """
 
     name: str
     architecture: str
-    read: Callable[[ConfigFields, str | None], DecoderConfig]
+    read: Callable[[ConfigFields], DecoderConfig]
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -74,7 +80,6 @@ SILU: Mapping[str | None, str] = {None: "silu", "silu": "silu", "swish": "silu"}
 
 def read_decoder(
     fields: ConfigFields,
-    dtype: str | None,
     *,
     mrope: tuple[tuple[int, ...], bool] = ((), False),
     rotary_share: float = 1.0,
@@ -85,11 +90,10 @@ def read_decoder(
     """Read and check the fields that all families have; `own` are those of `DecoderConfig` that the family adds.
 
     A `num_key_value_heads` of null means as many as query heads, a `head_dim` of null hidden_size /
-    num_attention_heads. `dtype` is used where the file names none. A family with M-RoPE has `mrope`: its usual sections
-    and whether they are interleaved; others may not have M-RoPE. `rotary_share` is the part of a head that is rotated;
-    `activations` say what the words of `hidden_act` stand for, `windowed` which layers look back on a window
-    where there is one (see `ConfigFields.windows`). Problems are noted in `fields`; the result is of use
-    where there are none.
+    num_attention_heads. A family with M-RoPE has `mrope`: its usual sections and whether they are interleaved; others
+    may not have M-RoPE. `rotary_share` is the part of a head that is rotated; `activations` say what the words of
+    `hidden_act` stand for, `windowed` which layers look back on a window where there is one (see
+    `ConfigFields.windows`). Problems are noted in `fields`; the result is of use where there are none.
     """
     vocab_size, hidden = fields.size("vocab_size"), fields.size("hidden_size")
     heads = fields.size("num_attention_heads")
@@ -123,7 +127,7 @@ def read_decoder(
         rms_norm_eps=fields.positive("rms_norm_eps"),
         rope_theta=rope_theta,
         rotary_dim=rotary_dim,
-        dtype=fields.dtype(dtype),
+        dtype=fields.dtype(),
         tie_word_embeddings=fields.switch("tie_word_embeddings"),
         rope_scaling=rope_scaling,
         eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
@@ -147,3 +151,52 @@ def _head_dim(fields: ConfigFields, hidden: int, heads: int) -> int:
         )
         return 0
     return hidden // heads if heads else 0
+
+
+#: Fields of the whole checkpoint, which count more than those of its part.
+_OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+
+
+def text_fields(fields: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFields:
+    """The language model's fields; what is wrong with them is noted in `fields`."""
+    top = {key: value for key, value in fields.values.items() if value is not None}
+    nested = top.get("text_config", {})
+    if not isinstance(nested, dict):
+        fields.expect("text_config", nested, "an object")
+        nested = {}
+    given = nested | {key: top[key] for key in _OF_THE_WHOLE if key in top} if nested else top
+    text = ConfigFields(
+        filled(given, defaults, is_part=True), fields.generation_values, fields.family, fields.tensors_dtype
+    )
+    text.wrong, text.unsupported = fields.wrong, fields.unsupported
+    return text
+
+
+def inner_family(fields: ConfigFields, *families: Family) -> Family:
+    """Which of the families the language model is of; the first where the file does not say, or names another."""
+    nested, known = fields.values.get("text_config"), {family.name: family for family in families}
+    kind = nested.get("model_type", families[0].name) if isinstance(nested, dict) else families[0].name
+    if isinstance(kind, str) and kind in known:
+        return known[kind]
+    fields.refuse("text_config: model_type", kind, f"supported are {', '.join(known)}")
+    return families[0]
+
+
+def vision_fields(fields: ConfigFields) -> dict[str, Any]:
+    """The vision encoder's fields, as they are."""
+    values = fields.values.get("vision_config")
+    return values if isinstance(values, dict) else {}
+
+
+def with_image_tokens(
+    config: DecoderConfig, fields: ConfigFields, key: str, default: int, merge_size: int | None = None
+) -> DecoderConfig:
+    """With the id of image tokens, and how many patches become one (`merge_size` where the file does not say)."""
+    token = fields.token_id(key, default, largest=max(0, config.vocab_size - 1))
+    if merge_size is not None:
+        found = vision_fields(fields).get("spatial_merge_size")
+        if found is not None and (not is_integer(found) or found < 1):
+            fields.expect("vision_config: spatial_merge_size", found, "a whole number above 0")
+        elif found is not None:
+            merge_size = found
+    return replace(config, image_token_id=token, spatial_merge_size=merge_size or 1)

@@ -76,7 +76,7 @@ class DraftReader:
         self.problems: list[str] = []
         layer, eagle = self.top.get("transformer_layer_config"), self.top.get("eagle_config")
         self.is_speculators = "speculators_model_type" in self.top or layer is not None
-        self.fields = ConfigFields(layer if isinstance(layer, dict) else self.top, None, "draft")
+        self.fields = ConfigFields(layer if isinstance(layer, dict) else self.top, None, "draft", draft.dtype)
         self.eagle: dict[str, Any] = eagle if isinstance(eagle, dict) else {}
         for key, value in (("transformer_layer_config", layer), ("eagle_config", eagle)):
             if value is not None and not isinstance(value, dict):
@@ -140,11 +140,12 @@ class DraftReader:
         declared = self._declared("qkv_bias")
         if declared is None:
             declared = self._declared("attention_bias")
-        base = self.base_config
+        base, scalings = self.base_config, [fields.values.get(key) for key in ("rope_scaling", "rope_parameters")]
+        # Whether the head was trained with positions in time, height and width; else rows are its positions.
+        has_mrope = any(isinstance(scaling, dict) and "mrope_section" in scaling for scaling in scalings)
         decoder = read_decoder(
             fields,
-            self.draft.dtype,
-            mrope=(base.mrope_section, base.mrope_interleaved) if _has_mrope(fields) else ((), False),
+            mrope=(base.mrope_section, base.mrope_interleaved) if has_mrope else ((), False),
             attention_bias=self._has("q_proj.bias", declared, attention),
             attention_output_bias=self._has("o_proj.bias", None, attention),
             mlp_bias=self._has("gate_proj.bias", self._declared("mlp_bias"), f"{self.layer_prefix}mlp."),
@@ -181,19 +182,15 @@ class DraftReader:
         named = [(key, self.top[key]) for key in _VOCABULARY_KEYS if self.top.get(key) is not None]
         key, value = named[0] if named else ("", None)
         if not named or (key != _VOCABULARY_KEYS[0] and value == vocab_size):
-            key, value = self._vocabulary_of_tensors(vocab_size)
+            key, value = "vocab_size", vocab_size  # of a head that has neither mapping nor head
+            for name, dimensions in ((DRAFT_HEAD, 2), (MAPPING, 1)):
+                info = self.draft.tensors.get(name)
+                if info is not None and len(info.shape) == dimensions:
+                    key, value = f"the length of {name}", info.shape[0]
         if not is_integer(value) or not 1 <= value <= vocab_size:
             self.problems.append(f"{key} is {as_json(value)}, expected a whole number from 1 to {vocab_size}")
             return vocab_size
         return value
-
-    def _vocabulary_of_tensors(self, vocab_size: int) -> tuple[str, int]:
-        """Which tensor says how many logits the head has, and how many; all where it has neither mapping nor head."""
-        for name, dimensions in ((MAPPING, 1), (DRAFT_HEAD, 2)):
-            info = self.draft.tensors.get(name)
-            if info is not None and len(info.shape) == dimensions:
-                return f"the length of {name}", info.shape[0]
-        return "vocab_size", vocab_size
 
     def _checked(self, config: DraftConfig) -> DraftConfig:
         """Compare with the tensors, then leave out the tables that equal the base's."""
@@ -239,12 +236,10 @@ class DraftReader:
         if ids.size < targets.size:
             twice = ids[counts > 1]
             return [f"{MAPPING} maps several draft ids to {_listed(twice)}; each id of the base may be there once"]
-        if _INVERSE_MAPPING not in self.draft.tensors:
-            return []
-        inverse = np.flatnonzero(self.draft.integers(_INVERSE_MAPPING))
-        differing = np.setxor1d(ids, inverse)
-        if differing.size:
-            return [f"{_INVERSE_MAPPING} disagrees with {MAPPING} on {differing.size} ids, as {_listed(differing)}"]
+        if _INVERSE_MAPPING in self.draft.tensors:
+            differing = np.setxor1d(ids, np.flatnonzero(self.draft.integers(_INVERSE_MAPPING)))
+            if differing.size:
+                return [f"{_INVERSE_MAPPING} disagrees with {MAPPING} on {differing.size} ids, as {_listed(differing)}"]
         return []
 
     def feature_layers(self) -> tuple[int, ...]:
@@ -304,14 +299,6 @@ class DraftReader:
     def _has(self, tensor: str, declared: bool | None, prefix: str) -> bool:
         """Whether a tensor belongs to the head: as `config.json` says, else where it is there."""
         return f"{prefix}{tensor}" in self.draft.tensors if declared is None else declared
-
-
-def _has_mrope(fields: ConfigFields) -> bool:
-    """Whether the head was trained with positions in time, height and width; else rows are its positions."""
-    return any(
-        isinstance(scaling := fields.values.get(key), dict) and "mrope_section" in scaling
-        for key in ("rope_scaling", "rope_parameters")
-    )
 
 
 def _listed(ids: np.ndarray) -> str:

@@ -7,42 +7,24 @@ from typing import Any
 
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.formats.strict_formats import LARGEST_SIZE, as_json, is_integer, is_number
-from edgellm.engines.model.config import CONV_WIDTHS, LARGEST_DEPTH, LAYER_KINDS
+from edgellm.engines.model.config import LARGEST_DEPTH
 from edgellm.engines.model.rotary import FAR_SCALING, LARGEST_THETA, SCALINGS, scaling_problems
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 #: Fields that change what the model computes, with the values that change nothing; null and absence change nothing.
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
-    "pretraining_tp": (1,),
-    "use_bidirectional_attention": (False,),
-    "lm_head_bias": (False,),
-    "attention_out_bias": (False,),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    "clip_qkv": (),
-    "use_qk_norm": (False,),
-    "qk_layernorm": (False,),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct", "pretraining_tp"), (1,)),
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale"), (1,)),
+    **dict.fromkeys(("use_bidirectional_attention", "lm_head_bias", "attention_out_bias"), (False,)),
+    **dict.fromkeys(("use_qk_norm", "qk_layernorm"), (False,)),
+    **dict.fromkeys(_EXPERTS, (0,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("attention_multiplier", "attention_chunk_size", "clip_qkv"), ()),
     "no_rope_layers": ([],),
-    "attn_logit_softcapping": (),
-    "final_logit_softcapping": (),
-    "query_pre_attn_scalar": (),
-    "attention_multiplier": (),
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "attention_chunk_size": (),
 }
-_FEATURES = {
-    "num_experts": "mixture of experts",
-    "num_local_experts": "mixture of experts",
-    "n_routed_experts": "mixture of experts",
-    "attention_chunk_size": "chunked attention",
-}
+_FEATURES = dict.fromkeys(_EXPERTS, "mixture of experts") | {"attention_chunk_size": "chunked attention"}
 _DTYPES = ("float16", "bfloat16", "float32")
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = {"full_attention": "attention", "sliding_attention": "window"}
 
 
 def every_layer(layer: int) -> bool:
@@ -57,8 +39,11 @@ class ConfigFields:
     both at once. A field that a family has read or ignores is not among those that `refuse_unsupported` refuses.
     """
 
-    def __init__(self, config: dict[str, Any], generation_config: dict[str, Any] | None, family: str) -> None:
+    def __init__(
+        self, config: dict[str, Any], generation_config: dict[str, Any] | None, family: str, dtype: str | None = None
+    ) -> None:
         self.values = config
+        self.tensors_dtype = dtype
         self.generation_values = generation_config or {}
         self.family = family
         self.wrong: list[str] = []
@@ -71,42 +56,39 @@ class ConfigFields:
 
     def size(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
         """A whole number from 1 to `largest`; `default` stands for absence and null, else the field is required."""
-        value = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if is_integer(value) and 1 <= value <= largest:
-            return value
-        self._note(key, f"a whole number from 1 to {largest}")
-        return 0
+        return self._whole_number(key, default, "a whole number", 1, largest) or 0
 
     def token_id(self, key: str, default: int | None = None, smallest: int = 0, largest: int = LARGEST_SIZE) -> int:
         """The id of one token; `default` stands for absence and null, else the field is required."""
-        value = self.values.get(key)
-        value = default if value is None else value
-        if is_integer(value) and smallest <= value <= largest:
-            return value
-        self._note(key, f"a token id from {smallest} to {largest}")
-        return smallest
+        return self._whole_number(key, default, "a token id", smallest, largest) or smallest
+
+    def _whole_number(self, key: str, default: int | None, words: str, smallest: int, largest: int) -> int | None:
+        expected = f"{words} from {smallest} to {largest}"
+        return self._checked(key, default, lambda value: is_integer(value) and smallest <= value <= largest, expected)
 
     def positive(self, key: str, default: float | None = None, largest: float = 1) -> float:
         """A number above 0 and up to `largest`; `default` stands for absence and null, else the field is required."""
-        self._known.add(key)
-        value = self.values.get(key)
-        if value is None and default is not None:
-            return default
-        if is_number(value) and 0 < value <= largest:
-            return float(value)
-        self._note(key, f"a number above 0 and up to {largest:g}")
-        return 1.0
+        expected = f"a number above 0 and up to {largest:g}"
+        return float(
+            self._checked(key, default, lambda value: is_number(value) and 0 < value <= largest, expected) or 1
+        )
 
     def switch(self, key: str) -> bool:
         """true or false; absence and null mean false."""
+        return bool(self._checked(key, False, lambda value: isinstance(value, bool), "true or false"))
+
+    def _checked(self, key: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
+        """The field's value; None stands for one that is not valid, which is noted."""
         self._known.add(key)
         value = self.values.get(key)
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        self._note(key, "true or false")
-        return False
+        value = default if value is None else value
+        if is_valid(value):
+            return value
+        if key in self.values:
+            self.expect(key, self.values[key], expected)
+        else:
+            self.wrong.append(f"{key} is missing, expected {expected}")
+        return None
 
     def word(self, key: str, words: Mapping[str | None, str]) -> str:
         """What the field's word stands for, by `words`; None is absence and null. Other words are not supported."""
@@ -128,24 +110,17 @@ class ConfigFields:
         window = None
         if self.values.get("sliding_window") is not None and (switch is None or self.switch("use_sliding_window")):
             window = self.size("sliding_window")
-        types = self.values.get("layer_types")
-        if types is None:
-            types = [_LAYER_TYPES[window is not None and usual is not None and usual(layer)] for layer in range(layers)]
-        elif not isinstance(types, list) or not all(kind in _LAYER_TYPES for kind in types):
-            self.refuse("layer_types", types, f"supported are {' and '.join(_LAYER_TYPES)}")
-            return window, ()
-        elif layers and len(types) != layers:
-            self.wrong.append(f"layer_types has {len(types)} entries, expected one for each of {layers} layers")
-        in_window = [kind == _LAYER_TYPES[1] for kind in types]
-        if any(in_window) and window is None:
-            self.wrong.append(f"layer_types has {_LAYER_TYPES[1]}, but there is no sliding_window in use")
+        types, (full, windowed) = self.values.get("layer_types"), _LAYER_TYPES
+        looks_back = window is not None and usual is not None and usual
+        default = [windowed if looks_back and looks_back(layer) else full for layer in range(layers)]
+        kinds = self.layer_kinds(_LAYER_TYPES, default)
+        if "window" in kinds and window is None:
+            self.wrong.append(f"layer_types has {windowed}, but there is no sliding_window in use")
         if usual is None:
             return window, ()
-        if usual is every_layer and window is not None and not all(in_window):
-            self.refuse("layer_types", types, f"supported is {_LAYER_TYPES[1]} in every layer")
-        if window is None or not any(in_window):
-            return None, ()
-        return window, tuple(LAYER_KINDS[is_window] for is_window in in_window)
+        if usual is every_layer and window is not None and "attention" in kinds:
+            self.refuse("layer_types", types, f"supported is {windowed} in every layer")
+        return (window, kinds) if window is not None and "window" in kinds else (None, ())
 
     def layer_kinds(self, kinds: Mapping[str, str], default: Sequence[str]) -> tuple[str, ...]:
         """What `layer_types` says of each layer, in the words that `kinds` has for its own; `default` are those of a
@@ -159,25 +134,16 @@ class ConfigFields:
         unknown = ", ".join(sorted(set(types) - set(kinds)))
         if unknown:
             self.unsupported.append(f"layer_types has {unknown}, supported are {' and '.join(kinds)}")
-        elif len(types) != count:
+        elif count and len(types) != count:
             self.wrong.append(f"layer_types has {len(types)} layers, but num_hidden_layers is {count}")
         return tuple(kinds.get(each, "") for each in types)
 
-    def layers(self, key: str, count: int, default: tuple[int, ...]) -> tuple[int, ...]:
-        """A list of some of the layers, which are numbered from 0; `default` stands for absence and null."""
-        value = self.values.get(key)
-        if value is None:
-            return default
-        if isinstance(value, list) and all(is_integer(each) and 0 <= each < count for each in value):
-            return tuple(value)
-        self._note(key, f"a list of layers from 0 to {count - 1}")
-        return ()
-
-    def dtype(self, fallback: str | None) -> str:
-        """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `fallback`."""
+    def dtype(self, usual: str | None = None) -> str:
+        """The checkpoint's dtype, from `dtype` or its older name `torch_dtype`, else `usual` or that of the tensors."""
         key = "dtype" if self.values.get("dtype") is not None else "torch_dtype"
         value = self.values.get(key)
         if value is None:
+            fallback = usual or self.tensors_dtype
             if fallback in _DTYPES:
                 return fallback
             self.wrong.append(f"dtype (torch_dtype) is missing, expected one of {', '.join(_DTYPES)}")
@@ -236,12 +202,6 @@ class ConfigFields:
         """Note a value that asks for what is not implemented; `supported` says what is."""
         self.unsupported.append(f"{key} is {as_json(value)}, {supported}")
 
-    def _note(self, key: str, expected: str) -> None:
-        if key in self.values:
-            self.expect(key, self.values[key], expected)
-        else:
-            self.wrong.append(f"{key} is missing, expected {expected}")
-
 
 def counted(problems: Sequence[str]) -> str:
     """How many problems there are, and a line for each."""
@@ -258,14 +218,6 @@ def layer_count(fields: ConfigFields) -> int:
     """`num_hidden_layers`, or 0 where that is wrong, which is noted where it is read."""
     layers = fields.values.get("num_hidden_layers")
     return layers if is_integer(layers) and 0 <= layers <= LARGEST_DEPTH else 0
-
-
-def read_conv_width(fields: ConfigFields, key: str) -> int:
-    """How many tokens a short convolution reaches over; problems are noted in `fields`."""
-    width, (least, most) = fields.size(key), CONV_WIDTHS
-    if width and not least <= width <= most:
-        fields.refuse(key, width, f"supported are short convolutions of {least} to {most} tokens")
-    return width
 
 
 #: The base of the original rotary embedding; Llama's first releases do not write it down.

@@ -1,6 +1,5 @@
 """Gemma 1: norms by 1 + weight, a gate with the tanh-GELU, scaled embeddings, heads of 256. Gemma 3's language model:
-windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too; with
-images, whose tokens see each other."""
+windows in five of six layers, which have a rotary base of their own, and norms behind attention and MLP, too."""
 
 from __future__ import annotations
 
@@ -9,26 +8,24 @@ from typing import Any
 
 from edgellm.engines.families.decoders import Family, biases, read_decoder
 from edgellm.engines.families.fields import DEFAULT_THETA, ConfigFields, read_theta
-from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
-from edgellm.engines.families.vision_language import inner_family, text_fields, with_image_tokens
 from edgellm.engines.model.config import DecoderConfig
 
 _TANH_GELU = "gelu_pytorch_tanh"
 
 
-def _read(fields: ConfigFields, dtype: str | None, word: str | None, **own: Any) -> DecoderConfig:
+def _read(fields: ConfigFields, word: str | None, **own: Any) -> DecoderConfig:
     """What both have in common; `word` is what files write for the tanh-GELU beside its name (None: nothing)."""
     activation = fields.values.get("hidden_activation")
     if activation not in (None, _TANH_GELU):
         fields.refuse("hidden_activation", activation, f"supported is {_TANH_GELU}")
     activations: dict[str | None, str] = {_TANH_GELU: "gelu_tanh", word: "gelu_tanh"}
-    config = read_decoder(fields, dtype, activations=activations, norm_offset=1.0, **biases(fields), **own)
+    config = read_decoder(fields, activations=activations, norm_offset=1.0, **biases(fields), **own)
     return replace(config, embedding_scale=config.hidden_size**0.5)
 
 
-def read_gemma(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_gemma(fields: ConfigFields) -> DecoderConfig:
     """The first files write "gelu" and mean its tanh form; `hidden_activation` of later ones says so."""
-    return _read(fields, dtype, "gelu")
+    return _read(fields, "gelu")
 
 
 GEMMA = Family(
@@ -39,7 +36,7 @@ GEMMA = Family(
 )
 
 
-def read_gemma3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def read_gemma3(fields: ConfigFields) -> DecoderConfig:
     """Every `sliding_window_pattern`-th layer attends to all, unless `layer_types` says otherwise.
 
     The first files write the bases of the rotary embedding as `rope_theta` and, of layers with a window, as
@@ -51,7 +48,6 @@ def read_gemma3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
     pattern = max(1, fields.size("sliding_window_pattern", 6))
     config = _read(
         fields,
-        dtype,
         None,
         windowed=lambda layer: (layer + 1) % pattern > 0,
         qk_norm=True,
@@ -59,13 +55,6 @@ def read_gemma3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
         post_norms=True,
     )
     return replace(config, local_rope_theta=local_theta if config.layer_kinds else None)
-
-
-def read_gemma3_with_images(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
-    """Each image has `mm_tokens_per_image` tokens, each of which sees all of them."""
-    config = inner_family(fields, GEMMA3).read(text_fields(fields, GEMMA3.defaults), dtype)
-    config = with_image_tokens(config, fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
-    return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
 
 
 def _take_local_theta(fields: ConfigFields) -> float:
@@ -104,5 +93,3 @@ GEMMA3 = Family(
         "bos_token_id": 2,
     },
 )
-
-GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", read_gemma3_with_images)

@@ -1,4 +1,5 @@
-"""Llama, and the families that vary it by switches: Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3, SmolLM3."""
+"""Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3,
+SmolLM3."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from edgellm.engines.model.config import DecoderConfig
 _LARGEST_SCALE = 1e6
 
 
-def read_llama(fields: ConfigFields, dtype: str | None, **own: Any) -> DecoderConfig:
+def read_llama(fields: ConfigFields, **own: Any) -> DecoderConfig:
     """`attention_bias` gives all four projections of the attention a bias, `mlp_bias` all three of the MLP. The first
     conversions of LLaMA call the positions `max_sequence_length`.
 
@@ -19,7 +20,7 @@ def read_llama(fields: ConfigFields, dtype: str | None, **own: Any) -> DecoderCo
     """
     if "max_sequence_length" in fields.values:
         fields.values = {"max_position_embeddings": fields.values["max_sequence_length"], **fields.values}
-    return read_decoder(fields, dtype, **biases(fields), mlp_bias=fields.switch("mlp_bias"), **own)
+    return read_decoder(fields, **biases(fields), mlp_bias=fields.switch("mlp_bias"), **own)
 
 
 LLAMA = Family(
@@ -41,23 +42,69 @@ LLAMA = Family(
 )
 
 
-def _read_seed_oss(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_mistral(fields: ConfigFields) -> DecoderConfig:
+    """No biases; a `sliding_window`, where there is one, as in the first releases, is that of every layer."""
+    return read_decoder(fields, windowed=every_layer)
+
+
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    _read_mistral,
+    {
+        **LLAMA.defaults,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+)
+#: With YaRN, and queries that are scaled at positions beyond the trained context.
+MINISTRAL3 = Family(
+    "ministral3",
+    "Ministral3ForCausalLM",
+    _read_mistral,
+    {
+        **LLAMA.defaults,
+        "vocab_size": 131072,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 34,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+)
+
+
+def _read_seed_oss(fields: ConfigFields) -> DecoderConfig:
     """`attention_bias` is of query, key and value, `attention_out_bias` of the output."""
     switches: dict[str, Any] = {
         "attention_bias": fields.switch("attention_bias"),
         "attention_output_bias": fields.switch("attention_out_bias"),
         "mlp_bias": fields.switch("mlp_bias"),
     }
-    return read_decoder(fields, dtype, **switches)
+    return read_decoder(fields, **switches)
 
 
 SEED_OSS = Family("seed_oss", "SeedOssForCausalLM", _read_seed_oss, {"attention_bias": True, "head_dim": 128})
 
 
-def _read_cwm(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_cwm(fields: ConfigFields) -> DecoderConfig:
     """Llama 3 with attention over a window in three of four layers: every fourth, from the first on, attends to all,
     unless `layer_types` says otherwise. Attention has no biases."""
-    return read_decoder(fields, dtype, windowed=lambda layer: layer % 4 > 0, mlp_bias=fields.switch("mlp_bias"))
+    return read_decoder(fields, windowed=lambda layer: layer % 4 > 0, mlp_bias=fields.switch("mlp_bias"))
 
 
 CWM = Family(
@@ -81,13 +128,13 @@ CWM = Family(
 )
 
 
-def _read_phi3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_phi3(fields: ConfigFields) -> DecoderConfig:
     """Fused projections, and a rotary embedding of a part of each head."""
     share = rotary_share(fields, 1.0)
     for key in ("attention_bias", "mlp_bias"):
         if fields.switch(key):
             fields.refuse(key, True, "which is not supported")
-    config = read_decoder(fields, dtype, rotary_share=share, windowed=every_layer, fused_projections=True)
+    config = read_decoder(fields, rotary_share=share, windowed=every_layer, fused_projections=True)
     if config.rope_scaling is not None:  # the class also reads "su" and "yarn" as longrope
         kind = config.rope_scaling["rope_type"]
         fields.refuse("rope_type", kind, "supported is the rotary embedding without scaling")
@@ -97,22 +144,22 @@ def _read_phi3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
 PHI3 = Family("phi3", "Phi3ForCausalLM", _read_phi3, {"num_key_value_heads": None})
 
 
-def _read_granite(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_granite(fields: ConfigFields) -> DecoderConfig:
     """A scale each for embeddings, attention, residual stream and logits; those that are left out are 1, that of the
     attention too. Logits are divided by theirs."""
     keys = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     embedding, residual, attention, logits = (fields.positive(key, 1.0, _LARGEST_SCALE) for key in keys)
     scales: dict[str, Any] = {"embedding_scale": embedding, "residual_scale": residual, "attention_scale": attention}
-    return read_llama(fields, dtype, **scales, logits_scale=1 / logits)
+    return read_llama(fields, **scales, logits_scale=1 / logits)
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", _read_granite, {"num_key_value_heads": None})
 
 
-def _read_smollm3(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_smollm3(fields: ConfigFields) -> DecoderConfig:
     """Some layers have no rotary embedding: `no_rope_layers` holds 0 for each of them, else 1."""
     fields.ignore("no_rope_layers", "pretraining_tp")
-    return read_llama(fields, dtype, nope_layers=_nope_layers(fields))
+    return read_llama(fields, nope_layers=_nope_layers(fields))
 
 
 def _nope_layers(fields: ConfigFields) -> tuple[int, ...]:

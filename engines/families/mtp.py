@@ -44,17 +44,15 @@ def read_mtp(checkpoint: Checkpoint, base: DecoderConfig, vocabulary: int | None
     if not has_mtp(checkpoint, base):
         raise CheckpointError(f"{missing_mtp(checkpoint, base)}. Take the checkpoint as its makers published it")
     fields = _fields(checkpoint)
-    depth, own_embedding = fields.get(_DEPTH), fields.get(_OWN_EMBEDDING)
-    if depth not in (None, 1) or isinstance(depth, bool):
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: {_DEPTH} is {as_json(depth)}, supported is a head of one layer. Take another release, "
-            f"{_LEAVE_OUT}"
-        )
-    if own_embedding not in (None, False):
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: {_OWN_EMBEDDING} is {as_json(own_embedding)}, supported are heads that take the "
-            f"model's embedding. Take another release, {_LEAVE_OUT}"
-        )
+    for key, usual, supported in (
+        (_DEPTH, 1, "supported is a head of one layer"),
+        (_OWN_EMBEDDING, False, "supported are heads that take the model's embedding"),
+    ):
+        value = fields.get(key)
+        if value is not None and (value != usual or isinstance(value, bool) != isinstance(usual, bool)):
+            raise UnsupportedModelError(
+                f"{checkpoint.path}: {key} is {as_json(value)}, {supported}. Take another release, {_LEAVE_OUT}"
+            )
     specs = [spec for spec in draft_weights(mtp_draft(base)) if spec.parts]
     problems = checkpoint.problems(specs, within=_PREFIX)
     if problems:

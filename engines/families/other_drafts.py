@@ -7,7 +7,7 @@ EAGLE-3's names and a learned feature `mask_hidden` for tokens that are not ther
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,24 +32,21 @@ class OtherDraft:
     keys: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
 
-    def sign(self, config: dict[str, Any], tensors: Collection[str]) -> str | None:
-        """What shows that a draft is of this kind, in words; None where nothing does."""
+    def signs(self, config: dict[str, Any], tensors: Collection[str]) -> Iterator[str]:
+        """What shows that a draft is of this kind, in words."""
         architectures = config.get("architectures")
-        names = architectures if isinstance(architectures, list) else []
-        for name in names:
+        for name in architectures if isinstance(architectures, list) else []:
             if isinstance(name, str) and self.word in name.lower():
-                return f"architectures has {as_json(name)}"
-        for path in _METHOD_KEYS:
-            value = _field(config, path)
+                yield f"architectures has {as_json(name)}"
+        for *folder, key in _METHOD_KEYS:
+            values = config.get(folder[0]) if folder else config
+            value = values.get(key) if isinstance(values, dict) else None
             if isinstance(value, str) and value.lower() == self.word:
-                return f"{'.'.join(path)} is {as_json(value)}"
-        for key in self.keys:
-            if config.get(key) is not None:
-                return f"config.json has {key}"
+                yield f"{'.'.join((*folder, key))} is {as_json(value)}"
+        yield from (f"config.json has {key}" for key in self.keys if config.get(key) is not None)
         for name in tensors:
             if name.removeprefix("model.").removeprefix("logit_head.").startswith(self.tensors):
-                return f"the weights have {name:.120}"
-        return None
+                yield f"the weights have {name:.120}"
 
 
 #: The more particular ones first: DSpark and Domino have all signs of DFlash.
@@ -90,14 +87,6 @@ def other_draft(config: dict[str, Any], tensors: Collection[str]) -> str | None:
     `config` is its `config.json`, `tensors` the names of its tensors.
     """
     for kind in _OTHER_DRAFTS:
-        sign = kind.sign(config, tensors)
-        if sign is not None:
+        for sign in kind.signs(config, tensors):
             return f"it is a {kind.name} draft ({sign}), which {kind.does}"
     return None
-
-
-def _field(config: dict[str, Any], path: tuple[str, ...]) -> Any:
-    value: Any = config
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value

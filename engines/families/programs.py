@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from edgellm.engines.families.vision_encoders import vision_program, vision_weights
 from edgellm.engines.model.config import DecoderConfig, DraftConfig, WeightSpec
@@ -16,22 +18,24 @@ from edgellm.engines.model.vision import VisionConfig
 #: What an engine of `EngineShape.model` "base", "draft" or "vision" is a program of.
 ModelConfig = DecoderConfig | DraftConfig | VisionConfig
 
-_MODELS: dict[type, str] = {DecoderConfig: "base", DraftConfig: "draft", VisionConfig: "vision"}
+#: By the type of their configuration: the model's name, its program and its weights.
+_MODELS: dict[type, tuple[str, Callable[[Any, EngineShape], Program], Callable[[Any], list[WeightSpec]]]] = {
+    DecoderConfig: ("base", decoder_program, decoder_weights),
+    DraftConfig: ("draft", draft_program, draft_weights),
+    VisionConfig: ("vision", vision_program, vision_weights),
+}
 
 
 def model_program(config: ModelConfig, shape: EngineShape) -> Program:
     """The program of one engine; ValueError where `config` is not of the model that `shape` names."""
     if shape.segment is not None:
         return segments_of(model_program(config, replace(shape, segment=None)))[shape.segment].program
-    if _MODELS.get(type(config)) != shape.model:
+    name, program, _ = _MODELS[type(config)]
+    if name != shape.model:
         raise ValueError(f"{shape.name} is no engine of a {type(config).__name__}")
-    if isinstance(config, DraftConfig):
-        return draft_program(config, shape)
-    return decoder_program(config, shape) if isinstance(config, DecoderConfig) else vision_program(config, shape)
+    return program(config, shape)
 
 
 def model_weights(config: ModelConfig) -> list[WeightSpec]:
     """The weights that a model's checkpoint fills."""
-    if isinstance(config, DraftConfig):
-        return draft_weights(config)
-    return decoder_weights(config) if isinstance(config, DecoderConfig) else vision_weights(config)
+    return _MODELS[type(config)][2](config)

@@ -6,9 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from edgellm.engines.families.decoders import Family, biases, read_decoder
+from edgellm.engines.families.decoders import (
+    Family,
+    biases,
+    read_decoder,
+    text_fields,
+    vision_fields,
+    with_image_tokens,
+)
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.families.vision_language import text_fields, vision_fields, with_image_tokens
 from edgellm.engines.formats.strict_formats import is_integer
 from edgellm.engines.model.config import DecoderConfig
 
@@ -16,9 +22,9 @@ from edgellm.engines.model.config import DecoderConfig
 _IMAGE_TOKEN, QWEN_MERGE_SIZE, _DEEPSTACK_LAYERS = 151655, 2, 3
 
 
-def _read_qwen2(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_qwen2(fields: ConfigFields) -> DecoderConfig:
     """`sliding_window` has no effect unless `use_sliding_window` is true."""
-    return read_decoder(fields, dtype, windowed=_behind_full_layers(fields), attention_bias=True)
+    return read_decoder(fields, windowed=_behind_full_layers(fields), attention_bias=True)
 
 
 def _behind_full_layers(fields: ConfigFields) -> Callable[[int], bool]:
@@ -49,12 +55,10 @@ QWEN2 = Family(
 )
 
 
-def read_qwen3(
-    fields: ConfigFields, dtype: str | None, mrope: tuple[tuple[int, ...], bool] = ((), False)
-) -> DecoderConfig:
+def read_qwen3(fields: ConfigFields, mrope: tuple[tuple[int, ...], bool] = ((), False)) -> DecoderConfig:
     """`attention_bias` gives all four projections of the attention a bias; `mrope` is for `read_decoder`."""
     windowed = _behind_full_layers(fields)
-    return read_decoder(fields, dtype, mrope=mrope, windowed=windowed, **biases(fields), qk_norm=True)
+    return read_decoder(fields, mrope=mrope, windowed=windowed, **biases(fields), qk_norm=True)
 
 
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", read_qwen3, {**QWEN2.defaults, "head_dim": 128})
@@ -73,18 +77,18 @@ _QWEN2_5_VL_TEXT = {
 _QWEN3_VL_TEXT = {**QWEN3.defaults, "max_position_embeddings": 128000, "rope_theta": 500000.0}
 
 
-def _read_qwen2_5_vl(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_qwen2_5_vl(fields: ConfigFields) -> DecoderConfig:
     text = text_fields(fields, _QWEN2_5_VL_TEXT)
-    config = read_decoder(text, dtype, mrope=((16, 24, 24), False), attention_bias=True)
+    config = read_decoder(text, mrope=((16, 24, 24), False), attention_bias=True)
     return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
 
 
 QWEN2_5_VL = Family("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", _read_qwen2_5_vl)
 
 
-def _read_qwen3_vl(fields: ConfigFields, dtype: str | None) -> DecoderConfig:
+def _read_qwen3_vl(fields: ConfigFields) -> DecoderConfig:
     """Positions are interleaved; features of the images are added to the first layers' outputs."""
-    config = read_qwen3(text_fields(fields, _QWEN3_VL_TEXT), dtype, mrope=((24, 20, 20), True))
+    config = read_qwen3(text_fields(fields, _QWEN3_VL_TEXT), mrope=((24, 20, 20), True))
     taps = vision_fields(fields).get("deepstack_visual_indexes")
     if taps is not None and not isinstance(taps, list):
         fields.expect("vision_config: deepstack_visual_indexes", taps, "a list of layers")

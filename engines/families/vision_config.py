@@ -12,7 +12,7 @@ import numpy as np
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import load_numpy_weights
 from edgellm.engines.errors import CheckpointError
-from edgellm.engines.families.decoders import filled
+from edgellm.engines.families.decoders import SILU, filled
 from edgellm.engines.families.fields import ConfigFields, first_prefix
 from edgellm.engines.families.vision_encoders import host_weights, unused_tensors, vision_weights
 from edgellm.engines.formats.strict_formats import is_integer, is_number
@@ -61,8 +61,10 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-6,
     },
 }
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "quick_gelu": "quick_gelu"}
-_ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new"), "gelu_tanh")
+_ACTIVATIONS: dict[str | None, str] = {
+    **SILU,
+    **{"gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "quick_gelu": "quick_gelu"},
+}
 #: What `model_type` Qwen3.5's encoder has as published, and as transformers writes it.
 _QWEN3_5_KINDS = (None, "qwen3_5", "qwen3_5_vision")
 #: The norms of Qwen's encoders have it fixed in their code.
@@ -85,8 +87,8 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
     family = config.get("model_type")
     if not isinstance(config.get("vision_config"), dict) or family not in _READERS:
         return None
-    top = ConfigFields(dict(config), None, str(family))
-    fields, values = _READERS[family](top, dtype)
+    top = ConfigFields(dict(config), None, str(family), dtype)
+    fields, values = _READERS[family](top)
     top.wrong += [f"vision_config: {problem}" for problem in fields.wrong]
     top.unsupported += [f"vision_config: {problem}" for problem in fields.unsupported]
     top.raise_problems()
@@ -97,8 +99,8 @@ def read_vision_config(config: Mapping[str, Any], dtype: str | None = None) -> V
 _Read = tuple[ConfigFields, dict[str, Any]]
 
 
-def _read_qwen2_5(top: ConfigFields, dtype: str | None) -> _Read:
-    fields, values = _read_qwen(top, dtype, _QWEN2_5_DEFAULTS, ("silu",))
+def _read_qwen2_5(top: ConfigFields) -> _Read:
+    fields, values = _read_qwen(top, _QWEN2_5_DEFAULTS, SILU)
     merge, patch, window = values["spatial_merge_size"], values["patch_size"], fields.size("window_size")
     if merge and patch and (window % patch or window // patch % merge or not window):
         expected = f"a multiple of patch_size {patch} times spatial_merge_size {merge}"
@@ -107,8 +109,8 @@ def _read_qwen2_5(top: ConfigFields, dtype: str | None) -> _Read:
     return fields, values | {"window_size": window, "full_attention_layers": layers}
 
 
-def _read_qwen3(top: ConfigFields, dtype: str | None) -> _Read:
-    fields, values = _read_qwen(top, dtype, _QWEN3_DEFAULTS, ("silu", "gelu", "gelu_tanh", "quick_gelu"))
+def _read_qwen3(top: ConfigFields) -> _Read:
+    fields, values = _read_qwen(top, _QWEN3_DEFAULTS, _ACTIVATIONS)
     positions = fields.size("num_position_embeddings")
     if round(positions**0.5) ** 2 != positions:
         fields.expect("num_position_embeddings", positions, "the square of a whole number")
@@ -116,7 +118,7 @@ def _read_qwen3(top: ConfigFields, dtype: str | None) -> _Read:
     return fields, values | {"num_position_embeddings": positions, "deepstack_layers": layers}
 
 
-def _read_qwen3_5(top: ConfigFields, dtype: str | None) -> _Read:
+def _read_qwen3_5(top: ConfigFields) -> _Read:
     """Qwen3-VL's encoder, of which the language model takes the last layer's features alone."""
     given = top.values["vision_config"]
     kind, taps = given.get("model_type"), given.get("deepstack_visual_indexes")
@@ -125,12 +127,10 @@ def _read_qwen3_5(top: ConfigFields, dtype: str | None) -> _Read:
     if taps not in (None, []):
         top.refuse("vision_config: deepstack_visual_indexes", taps, "supported are no layers")
     top.values = top.values | {"vision_config": given | {"deepstack_visual_indexes": []}}
-    return _read_qwen3(top, dtype)
+    return _read_qwen3(top)
 
 
-def _read_qwen(
-    top: ConfigFields, dtype: str | None, defaults: Mapping[str, Any], activations: tuple[str, ...]
-) -> _Read:
+def _read_qwen(top: ConfigFields, defaults: Mapping[str, Any], activations: Mapping[str | None, str]) -> _Read:
     """What Qwen's encoders have in common."""
     raw = dict(top.values["vision_config"])
     raw["in_channels"] = raw.get("in_channels", raw.get("in_chans"))  # the published files use the older name
@@ -144,11 +144,11 @@ def _read_qwen(
     out_hidden_size = fields.size("out_hidden_size", text or None)
     if text and out_hidden_size and out_hidden_size != text:
         fields.wrong.append(f"out_hidden_size is {out_hidden_size}, but the language model's hidden_size is {text}")
-    values = _dimensions(top, dtype, fields, depth="depth", heads="num_heads", channels="in_channels") | {
+    values = _dimensions(top, fields, depth="depth", heads="num_heads", channels="in_channels") | {
         "temporal_patch_size": fields.size("temporal_patch_size", largest=LARGEST_MERGE),
         "spatial_merge_size": fields.size("spatial_merge_size", largest=LARGEST_MERGE),
         "out_hidden_size": out_hidden_size,
-        "activation": _activation(fields, "hidden_act", activations),
+        "activation": fields.word("hidden_act", activations),
         "norm_eps": _QWEN_EPSILON,
         "image_token_id": top.token_id("image_token_id", smallest=1),
         "vision_start_token_id": top.token_id("vision_start_token_id"),
@@ -163,8 +163,8 @@ def _read_qwen(
     return fields, values
 
 
-def _read_llava(top: ConfigFields, dtype: str | None) -> _Read:
-    fields, values = _read_tower(top, dtype, "clip_vision_model", tuple(_TOWERS))
+def _read_llava(top: ConfigFields) -> _Read:
+    fields, values = _read_tower(top, "clip_vision_model", tuple(_TOWERS))
     strategy = top.values.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
         top.expect("vision_feature_select_strategy", strategy, "default or full")
@@ -178,14 +178,14 @@ def _read_llava(top: ConfigFields, dtype: str | None) -> _Read:
         "class_token": top.values["vision_config"].get("model_type") != "siglip_vision_model",
         "feature_layers": _feature_layers(top, values["num_layers"]),
         "drops_first_row": strategy == "default",
-        "projector_activation": _activation(top, "projector_hidden_act", default="gelu"),
+        "projector_activation": top.word("projector_hidden_act", {**_ACTIVATIONS, None: "gelu"}),
         "projector_bias": bool(bias),
     }
 
 
-def _read_gemma3(top: ConfigFields, dtype: str | None) -> _Read:
+def _read_gemma3(top: ConfigFields) -> _Read:
     """A token is the mean of a square of patches: `mm_tokens_per_image` of them divide the image's square."""
-    fields, values = _read_tower(top, dtype, "siglip_vision_model", ("siglip_vision_model",))
+    fields, values = _read_tower(top, "siglip_vision_model", ("siglip_vision_model",))
     tokens = top.size("mm_tokens_per_image", GEMMA3_TOKENS)
     patches, side = values["image_size"] // max(1, values["patch_size"]), math.isqrt(tokens)
     if side**2 != tokens or not side or patches % side:
@@ -200,7 +200,7 @@ def _read_gemma3(top: ConfigFields, dtype: str | None) -> _Read:
     }
 
 
-def _read_tower(top: ConfigFields, dtype: str | None, usual: str, supported: tuple[str, ...]) -> _Read:
+def _read_tower(top: ConfigFields, usual: str, supported: tuple[str, ...]) -> _Read:
     """What CLIP and SigLIP have in common."""
     raw = top.values["vision_config"]
     tower = raw.get("model_type", usual)
@@ -209,7 +209,7 @@ def _read_tower(top: ConfigFields, dtype: str | None, usual: str, supported: tup
         tower = usual
     fields = ConfigFields(filled(raw, _TOWERS[tower], is_part=True), None, top.family)
     names = {"depth": "num_hidden_layers", "heads": "num_attention_heads", "channels": "num_channels"}
-    dimensions, image_size = _dimensions(top, dtype, fields, **names), fields.size("image_size")
+    dimensions, image_size = _dimensions(top, fields, **names), fields.size("image_size")
     patch = dimensions["patch_size"]
     if patch and image_size < patch:
         fields.wrong.append(f"image_size is {image_size}, smaller than patch_size {patch}")
@@ -218,7 +218,7 @@ def _read_tower(top: ConfigFields, dtype: str | None, usual: str, supported: tup
     values = dimensions | {
         "temporal_patch_size": 1,
         "out_hidden_size": _text_hidden_size(top),
-        "activation": _activation(fields, "hidden_act"),
+        "activation": fields.word("hidden_act", _ACTIVATIONS),
         "norm_eps": fields.positive("layer_norm_eps"),
         "tensor_prefix": "model.vision_tower.",
         "projector_prefix": "model.multi_modal_projector.",
@@ -238,13 +238,11 @@ _READERS = {
 }
 
 
-def _dimensions(
-    top: ConfigFields, dtype: str | None, fields: ConfigFields, depth: str, heads: str, channels: str
-) -> dict[str, Any]:
+def _dimensions(top: ConfigFields, fields: ConfigFields, depth: str, heads: str, channels: str) -> dict[str, Any]:
     """What every encoder has, under the family's names."""
     sizes: dict[str, Any] = {
         "family": top.family,
-        "dtype": _dtype(top, dtype),
+        "dtype": _dtype(top),
         "hidden_size": fields.size("hidden_size"),
         "intermediate_size": fields.size("intermediate_size"),
         "num_layers": fields.size(depth, largest=LARGEST_DEPTH),
@@ -257,18 +255,6 @@ def _dimensions(
     if sizes["in_channels"] not in (0, 3):
         fields.refuse(channels, sizes["in_channels"], "supported are images of 3 channels")
     return sizes
-
-
-def _activation(
-    fields: ConfigFields, key: str, supported: tuple[str, ...] | None = None, default: str | None = None
-) -> str:
-    value = fields.values.get(key, default)
-    name = _ACTIVATIONS.get(value) if isinstance(value, str) else None
-    if name is None or name not in (supported or _ACTIVATIONS.values()):
-        known = ", ".join(published for published, one in _ACTIVATIONS.items() if one in (supported or (one,)))
-        fields.refuse(key, value, f"supported are {known}")
-        return "gelu"
-    return name
 
 
 def _layers(fields: ConfigFields, key: str, depth: int) -> tuple[int, ...]:
@@ -307,12 +293,10 @@ def _text_hidden_size(top: ConfigFields) -> int:
     return value if is_integer(value) and value > 0 else 0
 
 
-def _dtype(top: ConfigFields, fallback: str | None) -> str:
+def _dtype(top: ConfigFields) -> str:
     text = top.values.get("text_config")
-    if top.values.get("dtype") is None and top.values.get("torch_dtype") is None and isinstance(text, dict):
-        declared = text.get("dtype") or text.get("torch_dtype")
-        fallback = declared if isinstance(declared, str) else fallback
-    return top.dtype(fallback)
+    declared = (text.get("dtype") or text.get("torch_dtype")) if isinstance(text, dict) else None
+    return top.dtype(declared if isinstance(declared, str) else None)
 
 
 #: What may begin the names of tensors, the newest layout first; longer beginnings before those that they begin with.

@@ -148,9 +148,7 @@ def _qwen2_5_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         first, second = (weights.rms_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
         gate_up = weights.linear(f"{layer}mlp.gate_up_proj", {"gate_proj": inner, "up_proj": inner}, hidden)
         steps += [
-            NormLinear("qkv", (Input("hidden", (first,)),), weights.linear(f"{layer}attn.qkv", 3 * hidden, hidden)),
-            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, sizes, mask, "rotary_cos_sin"),
-            LinearResidual("hidden", "context", weights.linear(f"{layer}attn.proj", hidden, hidden), "hidden"),
+            *_attention(config, weights, f"{layer}attn", first, sizes, mask),
             NormLinear("activation", (Input("hidden", (second,)),), gate_up, "silu", gated=True),
             LinearResidual("hidden", "activation", weights.linear(f"{layer}mlp.down_proj", hidden, inner), "hidden"),
         ]
@@ -189,11 +187,8 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
     for index in range(config.num_layers):
         layer = f"blocks.{index}."
         first, second = (weights.layer_norm(f"{layer}norm{number}", hidden) for number in (1, 2))
-        attention = ("attention_mask", "rotary_cos_sin")
         steps += [
-            NormLinear("qkv", (Input("hidden", (first,)),), weights.linear(f"{layer}attn.qkv", 3 * hidden, hidden)),
-            EncoderAttention("context", "qkv", config.num_heads, config.head_dim, (1, rows), *attention),
-            LinearResidual("hidden", "context", weights.linear(f"{layer}attn.proj", hidden, hidden), "hidden"),
+            *_attention(config, weights, f"{layer}attn", first, (1, rows), "attention_mask"),
             *_mlp(config, "hidden", second, weights, (f"{layer}mlp.linear_fc1", f"{layer}mlp.linear_fc2")),
         ]
         if index in config.deepstack_layers:
@@ -209,6 +204,19 @@ def _qwen3_vl_steps(config: VisionConfig, shape: EngineShape) -> list[Step]:
         Normed("hidden", "hidden", weights.layer_norm("merger.norm", hidden)),
         Reshape("merged", "hidden", merging),
         *projection("image_embeddings", "merger"),
+    ]
+
+
+def _attention(
+    config: VisionConfig, weights: NamedWeights, name: str, norm: Norm, windows: tuple[int, int], mask: str
+) -> list[Step]:
+    """Attention of Qwen's encoders on the residual stream "hidden"."""
+    hidden = config.hidden_size
+    qkv, output = weights.linear(f"{name}.qkv", 3 * hidden, hidden), weights.linear(f"{name}.proj", hidden, hidden)
+    return [
+        NormLinear("qkv", (Input("hidden", (norm,)),), qkv),
+        EncoderAttention("context", "qkv", config.num_heads, config.head_dim, windows, mask, "rotary_cos_sin"),
+        LinearResidual("hidden", "context", output, "hidden"),
     ]
 
 

@@ -1,62 +1,53 @@
-"""The language model inside a multimodal checkpoint: its fields, and what they say of images.
-
-They stand in `text_config`, in Qwen2.5-VL's first releases at the top level. A file leaves out what equals the defaults
-of the class that wrote it.
-"""
+"""Models with images whose language model is one of another family: LLaVA, Gemma 3 with images, Mistral 3."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from edgellm.engines.families.decoders import Family, filled
+from edgellm.engines.families.decoders import Family, inner_family, text_fields, with_image_tokens
 from edgellm.engines.families.fields import ConfigFields
-from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.engines.families.gemma import GEMMA3
+from edgellm.engines.families.llama import LLAMA, MINISTRAL3, MISTRAL
+from edgellm.engines.families.qwen import QWEN2, QWEN3
+from edgellm.engines.families.vision_config import GEMMA3_IMAGE_TOKEN, GEMMA3_TOKENS
 from edgellm.engines.model.config import DecoderConfig
 
-#: Fields of the whole checkpoint, which count more than those of its part.
-_OF_THE_WHOLE = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id")
+_LLAVA_IMAGE_TOKEN = 32000
+#: Mistral inside has the sizes of Mistral Small 3.1, with no window, where the file does not say.
+_SMALL = {
+    **MISTRAL.defaults,
+    "vocab_size": 131072,
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000000.0,
+    "sliding_window": None,
+}
 
 
-def text_fields(fields: ConfigFields, defaults: Mapping[str, Any]) -> ConfigFields:
-    """The language model's fields; what is wrong with them is noted in `fields`."""
-    top = {key: value for key, value in fields.values.items() if value is not None}
-    nested = top.get("text_config", {})
-    if not isinstance(nested, dict):
-        fields.expect("text_config", nested, "an object")
-        nested = {}
-    given = nested | {key: top[key] for key in _OF_THE_WHOLE if key in top} if nested else top
-    text = ConfigFields(filled(given, defaults, is_part=True), fields.generation_values, fields.family)
-    text.wrong, text.unsupported = fields.wrong, fields.unsupported
-    return text
+def _read_mistral3(fields: ConfigFields) -> DecoderConfig:
+    """The vision encoder is not supported: the model is served without images, the image token one like any other."""
+    family = inner_family(fields, MISTRAL, MINISTRAL3)
+    return family.read(text_fields(fields, _SMALL if family is MISTRAL else family.defaults))
 
 
-def inner_family(fields: ConfigFields, *families: Family) -> Family:
-    """Which of the families the language model is of; the first where the file does not say, or names another."""
-    nested, known = fields.values.get("text_config"), {family.name: family for family in families}
-    kind = nested.get("model_type", families[0].name) if isinstance(nested, dict) else families[0].name
-    if isinstance(kind, str) and kind in known:
-        return known[kind]
-    fields.refuse("text_config: model_type", kind, f"supported are {', '.join(known)}")
-    return families[0]
+def _read_llava(fields: ConfigFields) -> DecoderConfig:
+    """An image's tokens stand at consecutive positions."""
+    family = inner_family(fields, LLAMA, QWEN2, QWEN3, MISTRAL)
+    key = "image_token_index" if fields.values.get("image_token_index") is not None else "image_token_id"
+    config = family.read(text_fields(fields, family.defaults))
+    return with_image_tokens(config, fields, key, _LLAVA_IMAGE_TOKEN)
 
 
-def vision_fields(fields: ConfigFields) -> dict[str, Any]:
-    """The vision encoder's fields, as they are."""
-    values = fields.values.get("vision_config")
-    return values if isinstance(values, dict) else {}
+def _read_gemma3_with_images(fields: ConfigFields) -> DecoderConfig:
+    """Each image has `mm_tokens_per_image` tokens, each of which sees all of them."""
+    config = inner_family(fields, GEMMA3).read(text_fields(fields, GEMMA3.defaults))
+    config = with_image_tokens(config, fields, "image_token_index", GEMMA3_IMAGE_TOKEN)
+    return replace(config, image_tokens=fields.size("mm_tokens_per_image", GEMMA3_TOKENS))
 
 
-def with_image_tokens(
-    config: DecoderConfig, fields: ConfigFields, key: str, default: int, merge_size: int | None = None
-) -> DecoderConfig:
-    """With the id of image tokens, and how many patches become one (`merge_size` where the file does not say)."""
-    token = fields.token_id(key, default, largest=max(0, config.vocab_size - 1))
-    if merge_size is not None:
-        found = vision_fields(fields).get("spatial_merge_size")
-        if found is not None and (not is_integer(found) or found < 1):
-            fields.expect("vision_config: spatial_merge_size", found, "a whole number above 0")
-        elif found is not None:
-            merge_size = found
-    return replace(config, image_token_id=token, spatial_merge_size=merge_size or 1)
+LLAVA = Family("llava", "LlavaForConditionalGeneration", _read_llava)
+GEMMA3_WITH_IMAGES = Family("gemma3", "Gemma3ForConditionalGeneration", _read_gemma3_with_images)
+MISTRAL3 = Family("mistral3", "Mistral3ForConditionalGeneration", _read_mistral3)

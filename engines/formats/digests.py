@@ -10,9 +10,11 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from edgellm.engines.formats.small_files import open_ordinary, ordinary_bytes, too_large
 from edgellm.kernels.atomic_write import write_atomically
@@ -45,13 +47,18 @@ def hash_bytes(data: bytes) -> str:
 def hash_file(path: Path) -> FileDigest:
     """Read a whole ordinary file in blocks; raises OSError."""
     digest, size = hashlib.sha256(), 0
-    buffer = bytearray(BLOCK_BYTES)
-    view = memoryview(buffer)
-    with open_ordinary(path) as file:
-        while count := file.readinto(buffer):
-            digest.update(view[:count])
-            size += count
+    for block in _blocks(path):
+        digest.update(block)
+        size += len(block)
     return FileDigest(digest.hexdigest(), size)
+
+
+def _blocks(path: Path) -> Iterator[memoryview]:
+    """The content of an ordinary file, a block in memory at a time."""
+    view = memoryview(bytearray(BLOCK_BYTES))
+    with open_ordinary(path) as file:
+        while count := file.readinto(view):
+            yield view[:count]
 
 
 @dataclass(frozen=True)
@@ -64,21 +71,28 @@ class _Record:
 
     @classmethod
     def read(cls, real: Path) -> _Record | None:
-        try:
-            stored = json.loads(ordinary_bytes(_record_path(real), _RECORD_BYTES))
-            identity, sha256, finite = stored["file"], stored["sha256"], stored.get("finite", [])
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            return None
+        stored = _stored(_record_path(real))
+        values = stored if isinstance(stored, dict) else {}
+        identity, sha256, finite = values.get("file"), values.get("sha256"), values.get("finite", [])
         if not isinstance(identity, dict) or not isinstance(sha256, str) or not isinstance(finite, list):
             return None
         return cls(identity, sha256, tuple(each for each in finite if isinstance(each, str)))
 
     def write(self, real: Path) -> None:
         """Raises OSError."""
-        record = _record_path(real)
-        content = {"file": self.identity, "sha256": self.sha256, "finite": self.finite}
-        record.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(record, json.dumps(content, indent=1).encode())
+        _store(_record_path(real), {"file": self.identity, "sha256": self.sha256, "finite": self.finite})
+
+
+def _store(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(value, indent=1).encode())
+
+
+def _stored(path: Path) -> Any:
+    """The value, or None."""
+    with suppress(OSError, ValueError, RecursionError):
+        return json.loads(ordinary_bytes(path, _RECORD_BYTES))
+    return None
 
 
 def recall_digest(path: Path) -> FileDigest | None:
@@ -139,8 +153,7 @@ def remember_finite_content(sha256: str) -> None:
     """Note that a content with this digest has finite values alone; the latest few hundred of them are known."""
     others = [each for each in _finite_contents() if each != sha256]
     try:
-        _contents_path().parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(_contents_path(), json.dumps([*others, sha256][-_MOST_CONTENTS:], indent=1).encode())
+        _store(_contents_path(), [*others, sha256][-_MOST_CONTENTS:])
     except OSError as error:
         logger.debug("it is not remembered that the values of a content are finite: %s", error)
 
@@ -173,10 +186,7 @@ def _contents_path() -> Path:
 
 
 def _finite_contents() -> list[str]:
-    try:
-        stored = json.loads(ordinary_bytes(_contents_path(), _RECORD_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return []
+    stored = _stored(_contents_path())
     return [each for each in stored if isinstance(each, str)] if isinstance(stored, list) else []
 
 
@@ -206,21 +216,18 @@ def copy_hashed(
     file, or Cancelled once `stop` is set.
     """
     digest, size = hashlib.sha256(), 0
-    buffer = bytearray(BLOCK_BYTES)
-    view = memoryview(buffer)
-    with open_ordinary(source) as reader, destination.open("xb", buffering=0) as writer:
-        while count := reader.readinto(buffer):
+    with destination.open("xb", buffering=0) as writer:
+        for block in _blocks(source):
             if stop.is_set():
                 raise Cancelled
-            block = view[:count]
             digest.update(block)
             written = 0
-            while written < count:
+            while written < len(block):
                 written += writer.write(block[written:])
-            size += count
+            size += written
             if limit is not None and size > limit:
                 raise too_large(source, None, limit)
             if advance is not None:
-                advance(count)
+                advance(written)
         os.fsync(writer.fileno())
     return FileDigest(digest.hexdigest(), size)

@@ -67,14 +67,15 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """One file, memory-mapped: `tensors` by name and their bytes; `status` as it was when it was opened."""
+    """One file, memory-mapped: `tensors` by name and their bytes; `status` as it was when it was opened; `metadata` is
+    what the header has under `__metadata__`, unchecked, None for nothing."""
 
     def __init__(self, path: Path) -> None:
         """Map the file and check its whole header; raises CheckpointError that names file and cause."""
         self.path = path
         mapped, self.status = mapped_file(path, "safetensors file")
         try:
-            self.tensors = _parse_header(path, mapped, len(mapped))
+            self.metadata, self.tensors = _parse_header(path, mapped, len(mapped))
         except BaseException:
             mapped.close()
             raise
@@ -124,7 +125,7 @@ def _damaged(path: Path, cause: str) -> CheckpointError:
     return CheckpointError(f"{path} is not a valid safetensors file: {cause}. {COPY_AGAIN}")
 
 
-def _parse_header(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorInfo]:
+def _parse_header(path: Path, data: mmap.mmap, size: int) -> tuple[Any, dict[str, TensorInfo]]:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > LARGEST_HEADER:
         raise _damaged(path, f"its header is said to be {length:,} bytes long, at most {LARGEST_HEADER:,} are allowed")
@@ -136,11 +137,11 @@ def _parse_header(path: Path, data: mmap.mmap, size: int) -> dict[str, TensorInf
         raise _damaged(path, f"its header is not valid JSON ({error})") from error
     if not isinstance(header, dict):
         raise _damaged(path, f"its header is a JSON {type(header).__name__}, expected an object")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     start = _LENGTH_BYTES + length
     tensors = {name: _parse_tensor(path, name, entry, start) for name, entry in header.items()}
     _check_places(path, list(tensors.values()), start, size)
-    return tensors
+    return metadata, tensors
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

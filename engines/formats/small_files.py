@@ -14,7 +14,7 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,8 +88,13 @@ def read_text(
     path: Path, limit: int, error_class: type[EdgeLLMError], what: str = "", advice: str = "", takes_pipes: bool = False
 ) -> str:
     """As `read_file`, but UTF-8 text, with or without a byte order mark."""
+    return decoded(read_file(path, limit, error_class, what, advice, takes_pipes), path, error_class, what)
+
+
+def decoded(data: bytes, path: Path | str, error_class: type[EdgeLLMError], what: str = "") -> str:
+    """The text of a file's content; `error_class` names the first byte that is not UTF-8."""
     try:
-        return read_file(path, limit, error_class, what, advice, takes_pipes).decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise error_class(
             f"{f'{what} {printable(path)}'.lstrip()} is not UTF-8 text: invalid byte "
@@ -155,46 +160,33 @@ def _piped_bytes(path: Path, limit: int) -> bytes:
     if not (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)):
         return ordinary_bytes(path, limit)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    was_written, until = False, time.monotonic() + WRITER_SECONDS
+
+    def read(count: int) -> bytes:
+        """The next bytes, b"" at the end; waits for the writer for a while."""
+        nonlocal was_written, until
+        while True:
+            block = None
+            with suppress(BlockingIOError):  # somebody has opened it for writing
+                block = os.read(descriptor, count)
+            # No byte may mean that nobody has opened the pipe for writing yet, rather than that nothing more can come.
+            is_there = block is not None and (block != b"" or was_written or bool(poll.poll(0)))
+            if is_there or (block is None and not was_written):
+                was_written, until = True, time.monotonic() + SILENT_SECONDS
+            if block is not None and is_there:
+                return block
+            left = until - time.monotonic()
+            if left <= 0:
+                seconds = SILENT_SECONDS if was_written else WRITER_SECONDS
+                raise OSError(errno.ETIMEDOUT, f"nothing was written into it for {seconds:.0f} s", str(path))
+            poll.poll(left * 1000)
+
     try:
-        return _joined(_PatientReader(path, descriptor).read, path, limit)
+        return _joined(read, path, limit)
     finally:
         os.close(descriptor)
-
-
-class _PatientReader:
-    """Reads a descriptor that does not block, and waits for its writer for a while."""
-
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLIN)
-        self._until = time.monotonic() + WRITER_SECONDS
-        self._was_written = False
-
-    def read(self, count: int) -> bytes:
-        """The next bytes, b"" at the end."""
-        while True:
-            try:
-                block = os.read(self._descriptor, count)
-            except BlockingIOError:  # somebody has opened it for writing
-                if not self._was_written:
-                    self._was_written, self._until = True, time.monotonic() + SILENT_SECONDS
-            else:
-                if block or self._was_written or self._ended():
-                    self._was_written, self._until = True, time.monotonic() + SILENT_SECONDS
-                    return block
-            self._wait()
-
-    def _ended(self) -> bool:
-        """Whether nothing more can come, rather than that nobody has opened the pipe for writing yet."""
-        return bool(self._poll.poll(0))
-
-    def _wait(self) -> None:
-        left = self._until - time.monotonic()
-        if left <= 0:
-            seconds = SILENT_SECONDS if self._was_written else WRITER_SECONDS
-            raise OSError(errno.ETIMEDOUT, f"nothing was written into it for {seconds:.0f} s", str(self._path))
-        self._poll.poll(left * 1000)
 
 
 #: A text of so many characters is encoded within some milliseconds.

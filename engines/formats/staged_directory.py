@@ -10,8 +10,8 @@ import os
 import secrets
 import shutil
 from pathlib import Path
-from types import TracebackType
 
+from edgellm.engines.errors import EdgeLLMError
 from edgellm.kernels.atomic_write import sync_directory
 
 _AT_CURRENT_DIRECTORY = -100  # AT_FDCWD of fcntl.h
@@ -38,9 +38,7 @@ class StagedDirectory:
         self._lock = _locked(self.path)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         # After a commit that replaced a directory, this name holds the replaced one.
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
@@ -83,15 +81,15 @@ def holds(target: Path, source: Path) -> bool:
     return target.resolve() in (source.resolve(), *source.resolve().parents)
 
 
-def lack_of_space(folder: Path, needed: int) -> str | None:
-    """What is wrong where `needed` bytes and a little more are not free in the nearest existing parent, else None."""
+def check_space(folder: Path, needed: int, error_class: type[EdgeLLMError], purpose: str) -> None:
+    """Raise an error where `needed` bytes and a little more are not free in the nearest existing parent; its message
+    ends with the `purpose`, and what to do."""
     folder, needed = folder.absolute(), needed + _SPARE_DISK_BYTES
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    if free >= needed:
-        return None
-    return f"{folder} has {free >> 20:,} MiB free, {needed >> 20:,} MiB are needed"
+    if free < needed:
+        raise error_class(f"{folder} has {free >> 20:,} MiB free, {needed >> 20:,} MiB are needed {purpose}")
 
 
 def _locked(path: Path) -> int:

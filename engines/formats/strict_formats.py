@@ -186,9 +186,10 @@ def check_values(value: Any, any_number: bool = False) -> None:
     level = [value]
     for _ in range(DEEPEST_NESTING + 1):
         for item in level:
-            if isinstance(item, int) and not any_number:
-                _check_integer(item)
-            elif isinstance(item, str) and not item.isascii():
+            if isinstance(item, int) and not any_number and not SMALLEST_INTEGER <= item <= LARGEST_INTEGER:
+                found = f"{item:.3e}" if item.bit_length() < 1000 else f"of {item.bit_length()} bits"
+                raise _out_of_range(found)
+            if isinstance(item, str) and not item.isascii():
                 _check_text(item)
         containers = [item for item in level if isinstance(item, (dict, list))]
         level = [inner for each in containers for inner in each]
@@ -199,11 +200,6 @@ def check_values(value: Any, any_number: bool = False) -> None:
 
 
 _TOO_DEEP = f"its lists and objects are nested more than {DEEPEST_NESTING} deep"
-
-
-def _check_integer(value: int) -> None:
-    if not SMALLEST_INTEGER <= value <= LARGEST_INTEGER:
-        raise _out_of_range(f"{value:.3e}" if value.bit_length() < 1000 else f"of {value.bit_length()} bits")
 
 
 def _check_text(text: str) -> None:
@@ -219,9 +215,7 @@ def _check_text(text: str) -> None:
 def _whole_number(text: str) -> int:
     if len(text) > _MOST_DIGITS:
         raise _out_of_range(f"of {len(text.lstrip('-'))} digits ({text[:12]}...)")
-    value = int(text)
-    _check_integer(value)
-    return value
+    return int(text)
 
 
 def _out_of_range(found: str) -> ValueError:
@@ -278,6 +272,7 @@ MOST_EVENTS = 30_000
 _LONGEST_NUMBER = 64
 #: What YAML may take for a whole number, also to the base 60 (1:59:59), a float, a date or a time.
 _NUMBER = re.compile(r"[-+.]?[0-9][0-9a-fA-FxobTtZ_:.+-]*")
+_TOO_DEEP_YAML = f"its lists and dictionaries are nested more than {DEEPEST_NESTING} deep"
 _TEXT_TAG = "tag:yaml.org,2002:str"
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -295,11 +290,11 @@ def parse_yaml(text: str, place: str, error_class: type[EdgeLLMError]) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise error_class(f"{place} is not valid YAML: {error.problem or error.context}{where}") from error
-    except yaml.YAMLError as error:
+        problem = str(error.problem or error.context)
+        problem = _TOO_DEEP_YAML if "nesting depth" in problem else problem  # PyYAML's own bound, from 6.0.4 on
+        raise error_class(f"{place} is not valid YAML: {problem}{where}") from error
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:  # a date that there is none of
         raise error_class(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
-    except (ValueError, OverflowError, RecursionError) as error:  # a date that there is none of
-        raise error_class(f"{place} is not valid YAML: {error}") from error
     return value
 
 
@@ -315,7 +310,7 @@ def _check_events(text: str) -> None:
         if isinstance(event, (yaml.SequenceStartEvent, yaml.MappingStartEvent)):
             depth += 1
             if depth > DEEPEST_NESTING:
-                raise ValueError(f"its lists and dictionaries are nested more than {DEEPEST_NESTING} deep {where}")
+                raise ValueError(f"{_TOO_DEEP_YAML} {where}")
         elif isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
             depth -= 1
         tag = getattr(event, "tag", None)

@@ -13,13 +13,7 @@ import numpy as np
 from edgellm.engines.errors import AdapterError, CheckpointError
 from edgellm.engines.formats.digests import current_digest
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
-from edgellm.engines.formats.tensors import (
-    STORAGE,
-    float32_into,
-    language_model_name,
-    value_and_place,
-    vision_prefix,
-)
+from edgellm.engines.formats.tensors import STORAGE, float32_into, language_model_name, value_and_place, vision_prefix
 from edgellm.engines.lora.config import CONFIG_NAME, LoraConfig
 from edgellm.engines.model.adapted_projections import adapted_projections
 from edgellm.engines.model.config import DecoderConfig

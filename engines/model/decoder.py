@@ -102,7 +102,6 @@ class LayerWeights(NamedWeights):
         self,
         index: int,
         inputs: tuple[Input, ...],
-        rotary: int,
         masks_all: bool = False,
         keep: Keep | None = None,
         windows: bool = False,
@@ -123,7 +122,7 @@ class LayerWeights(NamedWeights):
             index,
             (config.num_heads, config.num_kv_heads, size),
             size**-0.5 if scale is None else scale,
-            rotary,
+            0 if index in config.nope_layers else config.rotary_dim,
             self.norm("self_attn.q_norm", size) if config.qk_norm else None,
             self.norm("self_attn.k_norm", size) if config.qk_norm else None,
             masks_all,
@@ -133,11 +132,6 @@ class LayerWeights(NamedWeights):
             ahead,
         )
         return [NormLinear("qkv", inputs, qkv, keep=keep), attention]
-
-    def attention_output(self) -> Linear:
-        """What "context" goes through on its way to the residual stream."""
-        config = self._config
-        return self.linear("self_attn.o_proj", config.hidden_size, config.query_size, config.attention_output_bias)
 
     def convolution(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
         """LFM2's gated short convolution, to "convolved", and what that goes through."""
@@ -206,7 +200,8 @@ class LayerWeights(NamedWeights):
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {"gate_up_proj": 2 * inner} if config.fused_projections else {"gate_proj": inner, "up_proj": inner}
-        output = output or self.attention_output()
+        if output is None:
+            output = self.linear("self_attn.o_proj", hidden, config.query_size, config.attention_output_bias)
         result, activation = ("selected", "selected_activation") if selects else ("hidden", "activation")
         before, of_attention, of_mlp = "post_attention_layernorm", None, None
         if config.post_norms:
@@ -286,10 +281,9 @@ def decoder_layer(
     if kind in RECURRENT_KINDS:
         steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
         return steps + layer.residual(value, selects, keep, steps[-1].output, output)
-    rotary = 0 if index in config.nope_layers else config.rotary_dim
     # What attention gives is added by a launch of its own where it is normed: features are then taken before it.
     early, late = (keep, None) if config.post_norms else (None, keep)
-    steps = layer.attention(index, (normed,), rotary, keep=early, windows=windows, ahead=ahead)
+    steps = layer.attention(index, (normed,), keep=early, windows=windows, ahead=ahead)
     return steps + layer.residual(value, selects, late)
 
 

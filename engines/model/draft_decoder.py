@@ -10,17 +10,7 @@ from typing import Any, TypeVar
 from edgellm.engines.model.config import DRAFT_EMBEDDING, HEADS, MTP, DecoderConfig, DraftConfig, WeightSpec
 from edgellm.engines.model.decoder import LayerWeights, NamedWeights, as_published, embedding_name, head_weight_name
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import (
-    Input,
-    Keep,
-    Linear,
-    Norm,
-    NormLinear,
-    Program,
-    Step,
-    single_weight,
-    token_inputs,
-)
+from edgellm.engines.model.program import Input, Keep, Linear, NormLinear, Program, Step, single_weight, token_inputs
 from edgellm.engines.model.states import Edge
 
 Buffer = TypeVar("Buffer")
@@ -86,12 +76,16 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
     else:  # fc on the base's features only, and an attention that takes [normed embedding | normed feature]
         if shape.phase != "propose":
             linear = own.linear("fc", hidden, config.feature_size, config.fc_bias)
-            steps.append(NormLinear("feature", (Input(feature, _feature_norms(config, own)),), linear))
+            count = len(config.feature_layers) if config.feature_norm == "each" else 0
+            norms = tuple(own.norm(f"fc_norm.{index}") for index in range(count))
+            if config.feature_norm == "whole":
+                norms = (own.norm("input_norm", config.feature_size),)
+            steps.append(NormLinear("feature", (Input(feature, norms),), linear))
             feature = "feature"
         residual, keep = (feature, None) if not config.norm_before_residual else ("normed", Keep("normed"))
-        norms = (layer.norm("input_layernorm"), layer.norm("hidden_norm"))
-        attended = (Input("inputs_embeds", norms[:1]), Input(feature, norms[1:]))
-    steps += layer.attention(0, attended, decoder.rotary_dim, masks_all=True, keep=keep)
+        of_embedding, of_feature = layer.norm("input_layernorm"), layer.norm("hidden_norm")
+        attended = (Input("inputs_embeds", (of_embedding,)), Input(feature, (of_feature,)))
+    steps += layer.attention(0, attended, masks_all=True, keep=keep)
     steps += layer.residual(residual, shape.selected < shape.tokens)
     normed = Input(steps[-1].output, () if config.generation == "1" else (own.norm("norm"),))
     name, rows = config.head_name, config.draft_vocab_size
@@ -103,13 +97,6 @@ def draft_program(config: DraftConfig, shape: EngineShape) -> Program:
         "hidden_states": ((shape.batch, shape.selected, hidden), "compute"),
     }
     return Program(shape, inputs, tuple(steps), outputs)
-
-
-def _feature_norms(config: DraftConfig, own: LayerWeights) -> tuple[Norm, ...]:
-    if config.feature_norm == "whole":
-        return (own.norm("input_norm", config.feature_size),)
-    count = len(config.feature_layers) if config.feature_norm == "each" else 0
-    return tuple(own.norm(f"fc_norm.{index}") for index in range(count))
 
 
 def draft_weights(config: DraftConfig) -> list[WeightSpec]:

@@ -261,15 +261,10 @@ class EngineLimits:
         """The engine of the base that does what `shape` does and applies LoRA adapters."""
         return replace(shape, lora_slots=self.lora_slots, lora_rank=self.lora_rank)
 
-    def adapter_engine_shapes(self) -> list[EngineShape]:
-        """The base's engines with LoRA adapters: one for each without. The draft model has none."""
-        if not self.has_lora:
-            return []
-        return [self.with_adapters(shape) for shape in self.engine_shapes() if shape.model == "base"]
-
     def all_engine_shapes(self) -> list[EngineShape]:
-        """Every engine of a directory, those with LoRA adapters included."""
-        return self.engine_shapes() + self.adapter_engine_shapes()
+        """Every engine of a directory: behind those without adapters, one with LoRA adapters for each of the base."""
+        shapes = self.engine_shapes()
+        return shapes + [self.with_adapters(shape) for shape in shapes if shape.model == "base" and self.has_lora]
 
     def engine_shapes(self) -> list[EngineShape]:
         """The engines that run without adapters: of the base decode, prefill (one sequence at a time), verify; of the

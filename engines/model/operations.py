@@ -91,14 +91,7 @@ class Operations(Protocol[Tensor]):
         """
 
     def attention(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        scale: float,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
+        self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, *scales: Tensor
     ) -> Tensor:
         """Grouped-query attention of [B, nq, T, D] over the first L rows of keys and values [B, nkv, C, D].
 
@@ -151,8 +144,7 @@ class Operations(Protocol[Tensor]):
         start_index: Tensor,
         window: int,
         scale: float,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
+        *scales: Tensor,
     ) -> Tensor:
         """The same within a window, of rows that are a ring: position p in row p modulo C.
 
@@ -169,8 +161,7 @@ class Operations(Protocol[Tensor]):
         last_seen: Tensor,
         window: int | None,
         scale: float,
-        key_scales: Tensor | None = None,
-        value_scales: Tensor | None = None,
+        *scales: Tensor,
     ) -> Tensor:
         """The same where the token at position p = start_index[b] + t sees the positions up to last_seen[b, t], which
         is p or that of a later token of the step; with a `window`, where rows are a ring, those behind p - window."""

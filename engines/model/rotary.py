@@ -104,45 +104,37 @@ def inverse_frequencies(config: DecoderConfig, context: int) -> tuple[np.ndarray
 
 def scaling_problems(scaling: dict[str, Any], rotary_dim: int) -> list[str]:
     """What is missing from, or wrong with, the parameters of a known scaling (its kind under `rope_type`)."""
-    kind = scaling.get("rope_type") or scaling.get("type")
-    problems = []
-
-    def need(key: str, optional: bool = False, minimum: float = 0.0, inclusive: bool = False) -> None:
+    kind, problems = scaling.get("rope_type") or scaling.get("type"), []
+    for key, (bound, minimum, is_needed) in _PARAMETERS.get(kind, {}).items():
         value = scaling.get(key)
         if value is None:
-            if not optional:
+            if is_needed:
                 problems.append(f"{key} is missing")
-        elif not is_number(value) or not minimum <= value <= _LARGEST or (value == minimum and not inclusive):
-            problems.append(
-                f"{key} is {value!r}, expected a number {'from' if inclusive else 'above'} {minimum:g} up to "
-                f"{_LARGEST:g}"
-            )
-
-    if kind in ("linear", "dynamic", "llama3"):
-        need("factor", minimum=1, inclusive=True)
+        elif not is_number(value) or not minimum <= value <= _LARGEST or (value == minimum and bound == "above"):
+            problems.append(f"{key} is {value!r}, expected a number {bound} {minimum} up to {_LARGEST:g}")
     if kind == "dynamic" and rotary_dim <= 2:
         problems.append(f"dynamic scaling needs more than 2 rotated elements, there are {rotary_dim}")
-    if kind in ("yarn", "longrope"):
-        need("factor", optional=True)
-        need("attention_factor", optional=True, inclusive=True)
-    if kind in ("yarn", "longrope", "llama3"):
-        need(_LENGTH, minimum=1)
-    if kind == "yarn":
-        for key in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", FAR_SCALING):
-            need(key, optional=True, inclusive=True)
-        if not isinstance(scaling.get("truncate", True), bool):
-            problems.append(f"truncate is {scaling['truncate']!r}, expected true or false")
-    if kind == "llama3":
-        need("low_freq_factor")
-        need("high_freq_factor")
-        if not problems and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-            problems.append(
-                f"high_freq_factor {scaling['high_freq_factor']} is not above "
-                f"low_freq_factor {scaling['low_freq_factor']}"
-            )
+    if kind == "yarn" and not isinstance(scaling.get("truncate", True), bool):
+        problems.append(f"truncate is {scaling['truncate']!r}, expected true or false")
+    if kind == "llama3" and not problems and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        problems.append(f"high_freq_factor {high} is not above low_freq_factor {low}")
     if kind == "longrope":
         problems += [text for key in ("short_factor", "long_factor") if (text := _factors(scaling, key, rotary_dim))]
     return problems
+
+
+_FACTOR, _TRAINED = {"factor": ("from", 1, True)}, {_LENGTH: ("above", 1, True)}
+_STRETCHED = {"factor": ("above", 0, False), "attention_factor": ("from", 0, False), **_TRAINED}
+_OF_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", FAR_SCALING)
+#: The parameters of each kind that are numbers: what these are at least, and whether they must be there.
+_PARAMETERS: dict[Any, dict[str, tuple[str, int, bool]]] = {
+    "linear": _FACTOR,
+    "dynamic": _FACTOR,
+    "yarn": _STRETCHED | dict.fromkeys(_OF_YARN, ("from", 0, False)),
+    "longrope": _STRETCHED,
+    "llama3": _FACTOR | _TRAINED | dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("above", 0, True)),
+}
 
 
 def _factors(scaling: dict[str, Any], key: str, rotary_dim: int) -> str:

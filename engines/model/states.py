@@ -1,8 +1,6 @@
 """What layers keep of the tokens before: the state of each, as engines take it, memory holds it and snapshots save it.
 
-A kind of state (`LayerState`) says which tensors it has (`tensors`), what of them a snapshot holds (`saved`), which
-inputs of a step a later commit asks for (`kept`) and to which earlier place it can be cut (`cut`); `ModelStates` of the
-runners does the same with each kind. Nobody else builds the names of these tensors.
+`ModelStates` of the runners does the same with each kind. Nobody else builds the names of these tensors.
 
 KV rows are written by the step itself, behind those that count; those of a window in a ring, over the oldest. Columns
 of a convolution and recurrent matrices are not: a step reads them, keeps its inputs, and a commit then takes those of

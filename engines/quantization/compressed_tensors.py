@@ -5,13 +5,12 @@ https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from edgellm.engines.quantization.fp8 import Fp8Layout
+from edgellm.engines.quantization.floats import Fp8Layout, Nvfp4Layout
 from edgellm.engines.quantization.layout import (
     FLOATS,
     WORDS,
@@ -21,11 +20,9 @@ from edgellm.engines.quantization.layout import (
     Settings,
     Stored,
     column_order,
-    group_problem,
 )
-from edgellm.engines.quantization.nvfp4 import Nvfp4Layout
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpacked
-from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
 #: What quantized modules are called; subclasses of it that models have count as it.
 _CLASS = "Linear"
@@ -57,7 +54,6 @@ class PackQuantized(Layout):
     name: str = "pack-quantized"
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        """Codes, scales, the shape, and what else there is."""
         groups = 1 if self.group is None else -(-columns // self.group)
         shapes: tuple[tuple[int, ...], ...] = ((rows, groups),) if not self.whole else ((1,), ())
         if not self.whole and self.group is None:
@@ -78,17 +74,10 @@ class PackQuantized(Layout):
         return wanted
 
     def format(self, scale_dtype: str) -> WeightFormat:
-        """As the packages compute it: in the dtype of the scales."""
-        return WeightFormat(
-            "int4" if self.bits == 4 else "int8", self.group, self.zeros, scale_dtype, permuted=self.ordered
-        )
-
-    def problem(self, rows: int, columns: int) -> str | None:
-        """Rows are whole groups."""
-        return group_problem(self.group, columns)
+        codes: Codes = "int4" if self.bits == 4 else "int8"
+        return WeightFormat(codes, self.group, self.zeros, scale_dtype, permuted=self.ordered)
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
-        """The weight, its columns to be put in the order of their groups."""
         rows, columns = tensors.shape
         shape = tensors.integers("weight_shape").tolist()
         if shape != [rows, columns]:
@@ -219,12 +208,6 @@ def _layout(group: Settings, top: Any, dtype: str) -> Layout | None:
         # The package multiplies in float32 and rounds to bfloat16, whatever the model's dtype is.
         return Nvfp4Layout("NVFP4", "weight_packed", "weight_global_scale", divides=True, dtype="bfloat16")
     if bits == 8 and strategy in ("tensor", "channel", "block") and kind in ("float-quantized", "naive-quantized"):
-        block = weights.values.get("block_structure")
-        if isinstance(block, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", block):
-            block = [int(size) for size in block.split("x")]
-        if strategy != "block":
-            return Fp8Layout("float-quantized", strategy)
-        if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(s) is int and s > 0 for s in block):
-            raise weights.refused("block_structure", "two whole numbers")
-        return Fp8Layout("float-quantized", strategy, (block[0], block[1]))
+        block = weights.block("block_structure") if strategy == "block" else (1, 1)
+        return Fp8Layout("float-quantized", strategy, block)
     raise weights.refused("num_bits", f"8-bit or NVFP4 floats; found {strategy!r} in {kind!r}", _ADVICE)

@@ -8,24 +8,17 @@ from typing import Any
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.engines.quantization.awq import Awq
 from edgellm.engines.quantization.compressed_tensors import CompressedTensors
-from edgellm.engines.quantization.fp8 import FineGrainedFp8
-from edgellm.engines.quantization.gptq import AutoRound, GptqModel
+from edgellm.engines.quantization.floats import FineGrainedFp8
+from edgellm.engines.quantization.gptq_awq import AutoRound, Awq, GptqModel
 from edgellm.engines.quantization.layout import Quantization, Settings
 from edgellm.engines.quantization.modelopt import ModelOpt
 
 #: ModelOpt's own file; newer releases of it write the same into `config.json`.
 MODELOPT_FILE = "hf_quant_config.json"
 _KEYS = ("quantization_config", "compression_config")
-_METHODS: dict[str, Callable[[Settings, str], Quantization]] = {
-    "compressed-tensors": CompressedTensors,
-    "awq": Awq,
-    "gptq": GptqModel,
-    "auto-round": AutoRound,
-    "fp8": FineGrainedFp8,
-    "modelopt": ModelOpt,
-}
+_CLASSES = (CompressedTensors, Awq, GptqModel, AutoRound, FineGrainedFp8, ModelOpt)
+_METHODS: dict[str, Callable[[Settings, str], Quantization]] = {each.method: each for each in _CLASSES}
 #: Spellings of the same.
 _OTHER_NAMES = {"auto_round": "auto-round", "autoround": "auto-round", "intel/auto-round": "auto-round"}
 _OTHER_NAMES |= {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "compressed_tensors": "compressed-tensors"}
@@ -39,13 +32,9 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
 
     Raises CheckpointError for a method or a setting that is not read, by its name.
     """
-    place, values = path / "config.json", next(filter(None, map(config.get, _KEYS)), None)
-    text = config.get("text_config")
-    if values is None and isinstance(text, dict):
-        values = next(filter(None, map(text.get, _KEYS)), None)
+    place, (_, values) = path / "config.json", quantization_settings(config)
     if values is None and (path / MODELOPT_FILE).exists():
-        place = path / MODELOPT_FILE
-        values = {"quant_method": "modelopt"}
+        place, values = path / MODELOPT_FILE, {"quant_method": "modelopt"}
     if values is None:
         values = config.get("quantization")
         if not (isinstance(values, dict) and "bits" in values):
@@ -75,16 +64,24 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
     return made(Settings(values, f"{place}{key}"), _dtype(config))
 
 
+def quantization_settings(config: dict[str, Any]) -> tuple[str, Any]:
+    """Under which key a `config.json` says how weights are quantized, and what; "" and None where it does not."""
+    found = ((key, values[key]) for values in _objects(config) for key in _KEYS if values.get(key))
+    return next(found, ("", None))
+
+
 def folder_quantization(path: Path) -> Quantization | None:
     """`read_quantization` of the folder's own `config.json`."""
     return read_quantization(path, JSONObject.read(path / "config.json", CheckpointError).values)
 
 
+def _objects(config: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """A configuration, and that of its language model where it is inside."""
+    text = config.get("text_config")
+    return (config, text) if isinstance(text, dict) else (config,)
+
+
 def _dtype(config: dict[str, Any]) -> str:
     """The model's own, in which some packages round weights."""
-    inner = config.get("text_config")
-    for values in (config, inner if isinstance(inner, dict) else {}):
-        for key in ("dtype", "torch_dtype"):
-            if values.get(key) in _DTYPES:
-                return str(values[key])
-    return "bfloat16"
+    named = (values.get(key) for values in _objects(config) for key in ("dtype", "torch_dtype"))
+    return next((str(name) for name in named if name in _DTYPES), "bfloat16")

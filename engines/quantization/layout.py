@@ -58,7 +58,7 @@ class Stored:
         """Which shapes are expected, in words, where `shape` is none of them."""
         if any(shape == expected for expected, _ in self.forms):
             return None
-        return " or ".join(dict.fromkeys(_written(expected) for expected, _ in self.forms))
+        return " or ".join(dict.fromkeys(str(list(expected)) for expected, _ in self.forms))
 
     def dtype_problem(self, shape: tuple[int, ...], dtype: str) -> str | None:
         """Which dtypes are expected of a tensor of `shape`, in words, where `dtype` is none of them."""
@@ -115,6 +115,10 @@ class LinearTensors:
         self.check(ending, ~wrong, values, "numbers other than 0")
         return values
 
+    def input_scales(self) -> np.ndarray | None:
+        """What activations are multiplied by, float32 [K], where that was not folded."""
+        return self.scales("pre_quant_scale") if self.has("pre_quant_scale") else None
+
     def check(self, ending: str, good: np.ndarray, values: np.ndarray, expected: str) -> None:
         """CheckpointError for the first value that is not `good`, of as many."""
         wrong = np.flatnonzero(~np.broadcast_to(good, values.shape))
@@ -142,9 +146,11 @@ class LinearTensors:
 
 
 class Layout(ABC):
-    """How one linear layer is stored. `name` is the layout's, in words; `bits` of a code."""
+    """How one linear layer is stored. `name` is the layout's, in words; `group` how many columns of a row share a scale
+    and must divide it, if such groups must."""
 
     name: str
+    group: int | None
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
@@ -152,7 +158,8 @@ class Layout(ABC):
 
     @abstractmethod
     def format(self, scale_dtype: str) -> WeightFormat:
-        """The format of its weight, where `scale_tensor` has that dtype; columns may be permuted beyond that."""
+        """The format of its weight, where `scale_tensor` has that dtype, in which integers are multiplied, as the
+        packages do; columns may be permuted beyond that."""
 
     @abstractmethod
     def read(self, tensors: LinearTensors) -> StoredWeight:
@@ -163,7 +170,9 @@ class Layout(ABC):
 
     def problem(self, rows: int, columns: int) -> str | None:
         """Why no weight [rows, columns] can have this layout; None where it can."""
-        return None
+        if self.group is None or columns % self.group == 0:
+            return None
+        return f"groups of {self.group} columns do not divide its {columns}"
 
 
 class Quantization(ABC):
@@ -215,6 +224,15 @@ class Settings:
             raise self.refused(key, "a whole number from 1 on, or -1 for a whole row")
         return value
 
+    def block(self, key: str) -> tuple[int, int]:
+        """Rows and columns that share a scale, as a list or as in "128x128"."""
+        value = self.values.get(key)
+        if isinstance(value, str) and re.fullmatch(r"\d{1,6}x\d{1,6}", value):
+            value = [int(size) for size in value.split("x")]
+        if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(s) is int and s > 0 for s in value):
+            raise self.refused(key, "two whole numbers")
+        return value[0], value[1]
+
     def names(self, key: str) -> tuple[str, ...]:
         """A list of names or patterns; absence and null are an empty one."""
         value = self.values.get(key)
@@ -226,9 +244,7 @@ class Settings:
 
     def inner(self, key: str) -> Settings:
         """The object under `key`; absence and null are an empty one."""
-        value = self.values.get(key)
-        if value is None:
-            value = {}
+        value = {} if self.values.get(key) is None else self.values[key]
         if not isinstance(value, dict):
             raise self.refused(key, "an object")
         return Settings(value, f"{self.place}: {key}")
@@ -265,14 +281,3 @@ def column_order(tensors: LinearTensors, ending: str, group: int | None) -> np.n
     if np.array_equal(of_column, np.arange(columns) // size):
         return None
     return np.argsort(of_column, kind="stable").astype(np.int32)
-
-
-def group_problem(group: int | None, columns: int) -> str | None:
-    """What is wrong with groups that do not divide a row."""
-    if group is None or columns % group == 0:
-        return None
-    return f"groups of {group} columns do not divide its {columns}"
-
-
-def _written(shape: tuple[int, ...]) -> str:
-    return "[" + ", ".join(map(str, shape)) + "]"

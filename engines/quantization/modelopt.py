@@ -6,21 +6,12 @@ https://github.com/NVIDIA/Model-Optimizer
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from edgellm.engines.quantization.compressed_tensors import used_notes
-from edgellm.engines.quantization.fp8 import Fp8Layout
-from edgellm.engines.quantization.layout import (
-    FLOATS,
-    Layout,
-    LinearTensors,
-    Quantization,
-    Settings,
-    Stored,
-    group_problem,
-)
-from edgellm.engines.quantization.nvfp4 import Nvfp4Layout
+from edgellm.engines.quantization.floats import Fp8Layout, Nvfp4Layout
+from edgellm.engines.quantization.layout import FLOATS, Layout, LinearTensors, Quantization, Settings, Stored
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
 from edgellm.kernels.quantization.packed_weight import WeightFormat
 
@@ -36,7 +27,6 @@ class Int4Awq(Layout):
     name: str = "ModelOpt INT4 AWQ"
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        """Codes and two kinds of scales."""
         return {
             "weight": Stored.of((rows // 2, columns), "uint8"),
             "weight_scale": Stored.of((rows, columns // self.group), *FLOATS),
@@ -44,19 +34,14 @@ class Int4Awq(Layout):
         }
 
     def format(self, scale_dtype: str) -> WeightFormat:
-        """Symmetric integers."""
         return WeightFormat("int4", self.group, False, scale_dtype, scaled=True)
 
     def problem(self, rows: int, columns: int) -> str | None:
-        """Rows are whole groups, and come in pairs."""
-        return group_problem(self.group, columns) or (f"its {rows} rows are no pairs" if rows % 2 else None)
+        return super().problem(rows, columns) or (f"its {rows} rows are no pairs" if rows % 2 else None)
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
-        """The weight."""
-        codes = StoredCodes(tensors.integers("weight"), "pairs", 4, tensors.shape)
-        scaled = tensors.has("pre_quant_scale")
-        inputs = tensors.scales("pre_quant_scale") if scaled else None
-        format = WeightFormat("int4", self.group, False, tensors.dtype("weight_scale"), scaled=scaled)
+        codes, inputs = StoredCodes(tensors.integers("weight"), "pairs", 4, tensors.shape), tensors.input_scales()
+        format = replace(self.format(tensors.dtype("weight_scale")), scaled=inputs is not None)
         return StoredWeight(format, (codes,), tensors.scales("weight_scale"), input_scales=inputs)
 
 

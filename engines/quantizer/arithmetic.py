@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
-from edgellm.engines.backends.numpy_backend import one_blas_thread
-from edgellm.engines.quantizer.rounding import CLIPPING, Clipping, quantize_rows
-from edgellm.engines.quantizer.statistics import Observation
+from edgellm.engines.backends.cuda_device import CudaDevice
+from edgellm.engines.quantizer.rounding import CLIPPING, Clipping, quantize_rows, side_by_side
+from edgellm.engines.quantizer.statistics import InputStatistics, Observation
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
+from edgellm.kernels.quantization.quantizing import Quantized, add_moments, linear_rows, search
 
 #: What computes; "auto": a GPU where there is one.
 ARITHMETICS = ("auto", "numpy", "cuda")
@@ -51,8 +51,7 @@ class Arithmetic:
 
     def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
         """What the function gives for each item, side by side where that can be."""
-        with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
-            return list(pool.map(function, items))
+        return side_by_side(function, items)
 
 
 NUMPY = Arithmetic()
@@ -64,9 +63,6 @@ class CudaArithmetic(Arithmetic):
 
     def __init__(self) -> None:
         """Raises MissingDependencyError without a GPU or what drives it."""
-        from edgellm.engines.backends.cuda_device import CudaDevice
-        from edgellm.kernels.launch import KernelModule
-
         self._device = CudaDevice()
         self._module = KernelModule(self._device.gpu, self._device.stream)
         self._resident: dict[int, tuple[np.ndarray, DeviceArray]] = {}
@@ -83,8 +79,6 @@ class CudaArithmetic(Arithmetic):
         factors: np.ndarray | None = None,
         clipping: Clipping = CLIPPING,
     ) -> PackedWeight:
-        from edgellm.kernels.quantization.quantizing import Quantized, search
-
         device, (rows, columns) = self._device, weights.shape
         groups = format.groups(columns)
         target = Quantized(
@@ -100,10 +94,10 @@ class CudaArithmetic(Arithmetic):
         return PackedWeight(format, codes, scales, zeros)
 
     def linear(self, inputs: np.ndarray, weight: np.ndarray) -> np.ndarray:
-        from edgellm.kernels.quantization.quantizing import linear_rows
-
         own, outputs = self._copy(inputs), self._device.empty((len(inputs), len(weight)), "float32")
-        linear_rows(self._module, own, self.kept(weight), outputs)()
+        if id(weight) not in self._resident:
+            self._resident[id(weight)] = weight, self._copy(weight)
+        linear_rows(self._module, own, self._resident[id(weight)][1], outputs)()
         return self._device.download(outputs)
 
     def forget(self) -> None:
@@ -113,32 +107,10 @@ class CudaArithmetic(Arithmetic):
     def observation(self, columns: int, group: int | None, wants_moments: bool = False) -> Observation:
         if group is None or wants_moments:
             return Observation(columns, group, wants_moments)
-        return _DeviceObservation(columns, group, self)
+        return _DeviceObservation(columns, group, self._device, self._module)
 
     def each(self, function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
         return list(map(function, items))
-
-    def kept(self, values: np.ndarray) -> DeviceArray:
-        """The values in the device's memory until `forget`."""
-        if id(values) not in self._resident:
-            self._resident[id(values)] = values, self._copy(values)
-        return self._resident[id(values)][1]
-
-    def zeros(self, shape: tuple[int, ...]) -> DeviceArray:
-        """float32, in the device's memory."""
-        return self._device.zeros(shape, "float32")
-
-    def download(self, array: DeviceArray) -> np.ndarray:
-        """Its values."""
-        return self._device.download(array)
-
-    def add_moments(self, inputs: np.ndarray, products: DeviceArray, magnitudes: DeviceArray) -> None:
-        """See `quantizing.add_moments`."""
-        from edgellm.kernels.quantization.quantizing import add_moments
-
-        own = self._copy(inputs)
-        add_moments(self._module, own, products, magnitudes)()
-        self._device.synchronize()
 
     def _copy(self, values: np.ndarray) -> DeviceArray:
         array = self._device.empty(values.shape, "float32")
@@ -149,18 +121,21 @@ class CudaArithmetic(Arithmetic):
 class _DeviceObservation(Observation):
     """Whose sums are in a GPU's memory."""
 
-    def __init__(self, columns: int, group: int, arithmetic: CudaArithmetic) -> None:
+    def __init__(self, columns: int, group: int, device: CudaDevice, module: KernelModule) -> None:
         super().__init__(columns, group)
-        self._arithmetic = arithmetic
-        self._device_products = arithmetic.zeros((columns // group, group, group))
-        self._device_magnitude = arithmetic.zeros((columns,))
+        self._device, self._module = device, module
+        self._device_products = device.zeros((columns // group, group, group), "float32")
+        self._device_magnitude = device.zeros((columns,), "float32")
 
     def _add_products(self, inputs: np.ndarray) -> None:
-        self._arithmetic.add_moments(inputs, self._device_products, self._device_magnitude)
+        own = self._device.empty(inputs.shape, "float32")
+        self._device.upload(own, inputs)
+        add_moments(self._module, own, self._device_products, self._device_magnitude)()
+        self._device.synchronize()
 
-    def statistics(self) -> Any:
-        self._products = self._arithmetic.download(self._device_products).astype(np.float64)
-        self._magnitude = self._arithmetic.download(self._device_magnitude).astype(np.float64)
+    def statistics(self) -> InputStatistics:
+        self._products = self._device.download(self._device_products).astype(np.float64)
+        self._magnitude = self._device.download(self._device_magnitude).astype(np.float64)
         return super().statistics()
 
 

@@ -62,24 +62,27 @@ class CalibrationRows:
         observed: dict[str, Observation] = {}
         names = {id(array): name.removesuffix(".weight") for name, array in weights.items()}
         chosen = np.linspace(0, self.count - 1, min(_SAMPLED, self.count)).astype(np.int64)
-        start = 0
 
         def observe(weight: np.ndarray, inputs: np.ndarray) -> None:
-            own, name = chosen[(chosen >= start) & (chosen < start + len(inputs))], names[id(weight)]
+            name = names[id(weight)]
             if name not in observed:
                 observed[name] = self._arithmetic.observation(weight.shape[1], *self._observed)
-            observed[name].add(inputs, own - start)
+            own = chosen - observed[name].count
+            observed[name].add(inputs, own[(own >= 0) & (own < len(inputs))])
 
-        for number, rows in enumerate(self.texts):
-            self.texts[number] = self._run(index, weights, rows, observe)
-            start += len(rows)
-        self._arithmetic.forget()
+        self.pass_layer(index, weights, observe)
         return {name: each.statistics() for name, each in observed.items()}
 
-    def pass_layer(self, index: int, weights: Mapping[str, np.ndarray]) -> None:
-        """Go through layer `index`, whose weights are float32 arrays by the names that its program has."""
+    def pass_layer(
+        self,
+        index: int,
+        weights: Mapping[str, np.ndarray],
+        observe: Callable[[np.ndarray, np.ndarray], None] = lambda weight, inputs: None,
+    ) -> None:
+        """Go through layer `index`, whose weights are float32 arrays by the names that its program has; `observe` gets
+        the weight of each linear layer and what it takes."""
         for number, rows in enumerate(self.texts):
-            self.texts[number] = self._run(index, weights, rows, lambda weight, inputs: None)
+            self.texts[number] = self._run(index, weights, rows, observe)
         self._arithmetic.forget()
 
     def _run(

@@ -7,15 +7,13 @@ k alone. In turn, each column takes the value that brings its element nearest to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
+from edgellm.engines.quantizer.rounding import side_by_side
 from edgellm.engines.quantizer.scaling import sampled_rows
 from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
@@ -90,9 +88,7 @@ def round_in_turn(weights: np.ndarray, packed: PackedWeight, given: Sequence[Spa
             own = slice(start, start + _ROWS), span.columns
             codes[own] = _codes(weights[own], packed.rows(start, start + _ROWS), span)
 
-    with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(round_rows, range(0, len(weights), _ROWS)):
-            pass
+    side_by_side(round_rows, range(0, len(weights), _ROWS))
     return replace(packed, codes=codes)
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted, not_finite_error
+from edgellm.engines.checkpoints.weights import computed_ahead
 from edgellm.engines.formats.tensors import STORAGE, convert
 from edgellm.engines.model.decoder import HEAD
 from edgellm.engines.quantizer.rounding import Clipping, quantize_rows
@@ -56,15 +55,10 @@ def write_head(
 
     def codes() -> Iterator[np.ndarray]:
         step = max(1, _PIECE // columns)
-        waiting: deque[tuple[slice, Future[np.ndarray]]] = deque()
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for start in range(0, rows, step):
-                own = slice(start, min(rows, start + step))
-                waiting.append((own, pool.submit(piece, own)))
-                while waiting and (len(waiting) > _THREADS or own.stop == rows):
-                    done, packed = waiting.popleft()
-                    yield packed.result()
-                    advance(done.stop - done.start)
+        parts = (slice(start, min(rows, start + step)) for start in range(0, rows, step))
+        for own, packed in computed_ahead(piece, parts, _THREADS):
+            yield packed
+            advance(own.stop - own.start)
 
     module = HEAD.removesuffix("weight")
     tensors: dict[str, StoredTensor | StreamedTensor] = {

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
-from edgellm.engines.checkpoints.weights import load_numpy_weights, part_places
-from edgellm.engines.errors import CheckpointError
+from edgellm.engines.checkpoints.weights import part_places
 from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program, single_weight
+from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.scaling import foldings, scale_norm, search_scales
 from edgellm.engines.quantizer.statistics import InputStatistics
@@ -96,32 +95,6 @@ def head_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
         for name, info in checkpoint.tensors.items()
         if name.endswith(".weight") and len(info.shape) == 2 and not name.endswith(_TABLES)
     }
-
-
-def head_tensors(
-    checkpoint: Checkpoint, format: WeightFormat, arithmetic: Arithmetic, progress: Callable[[str, int, int], None]
-) -> dict[str, dict[str, StoredTensor]]:
-    """Of an EAGLE head what each linear layer is stored as, by the names of their weights. Raises CheckpointError for
-    groups that do not divide a row."""
-    shapes = head_shapes(checkpoint)
-    wrong = [
-        f"{name.removesuffix('.weight')} ({columns})"
-        for name, (_, columns) in shapes.items()
-        if columns % (format.group or 1)
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"Groups of {format.group} do not divide the columns of {', '.join(wrong)}. Take a smaller --group-size, "
-            "or --bits 8, which has no groups"
-        )
-    tensors: dict[str, dict[str, StoredTensor]] = {}
-    for name, shape in shapes.items():
-        progress("layers", len(tensors), len(shapes))
-        weight = load_numpy_weights(checkpoint, [single_weight(name, *shape)])[name]
-        module = checkpoint.info(name).name.removesuffix(".weight")
-        tensors[name] = packed_tensors(module, arithmetic.quantize_rows(weight, format))
-    progress("layers", len(shapes), len(shapes))
-    return tensors
 
 
 def _parts(spec: WeightSpec) -> list[tuple[str, slice]]:

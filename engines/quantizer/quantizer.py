@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,12 +24,13 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.digests import copy_hashed
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import size_limit
-from edgellm.engines.formats.staged_directory import StagedDirectory, lack_of_space
+from edgellm.engines.formats.staged_directory import StagedDirectory, check_space
 from edgellm.engines.formats.strict_formats import JSONObject
 from edgellm.engines.formats.tensors import STORAGE, VISION_PREFIXES
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.decoder import decoder_weights, unread_tensors
-from edgellm.engines.model.program import Linear, Program
+from edgellm.engines.model.program import Program, single_weight
+from edgellm.engines.quantization.config import quantization_settings
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.calibration import CalibrationRows, layer_program
 from edgellm.engines.quantizer.feedback import quantize_in_turn
@@ -38,13 +38,22 @@ from edgellm.engines.quantizer.layers import (
     DENSE_PARTS,
     DENSE_PATTERN,
     head_shapes,
-    head_tensors,
     layer_tensors,
     linears,
     scale_layer,
 )
+from edgellm.engines.quantizer.statistics import InputStatistics
 from edgellm.engines.quantizer.work_folder import WorkFolder, job_of
-from edgellm.engines.quantizer.written_layout import StoredTensor, quantization_config, write_tensors
+from edgellm.engines.quantizer.written_layout import (
+    FOR_SPACE,
+    StoredTensor,
+    packed_tensors,
+    quantization_config,
+    shard_names,
+    write_index,
+    write_json,
+    write_tensors,
+)
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
 #: `progress(stage, done, total)`; stages are "layers" and "files".
@@ -111,35 +120,23 @@ def quantize_checkpoint(
     `restart` thrown away. With `force` an existing checkpoint is replaced. `arithmetic` computes. Raises
     CheckpointError and UnsupportedModelError.
     """
-    started, progress = time.perf_counter(), progress or _no_progress
+    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
     source, target = Path(source), Path(target)
     refuse_quantized(source)
     check_checkpoint_places(source, target, force)
     with Checkpoint.open(source) as checkpoint:
-        if is_eagle_head(checkpoint):
-            report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
-            return replace(report, seconds=time.perf_counter() - started)
-        _check_options(options, texts)
-        config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
-        checkpoint.check(decoder_weights(config), unread_tensors(config))
-        _check_groups(config, options)
-        longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
-        texts = [text[:longest] for text in texts if len(text) > 0]
-        lack = lack_of_space(target.parent, _total_bytes(checkpoint))
-        if lack is not None:
-            raise CheckpointError(f"{lack} for the checkpoint. Free some space or choose another disk")
+        is_head = is_eagle_head(checkpoint)
         try:
-            with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
-                layers = _Layers(checkpoint, config, options, arithmetic)
-                resumed = layers.quantize(texts, work, progress)
-                report = _assemble(checkpoint, config, options, target, work, force)
+            if is_head:
+                report = _quantize_head(checkpoint, target, options, force, progress, arithmetic)
+            else:
+                report = _quantize_model(checkpoint, target, options, texts, force, restart, progress, arithmetic)
         except OSError as error:
             raise CheckpointError(
                 f"{target} was not written: {error.strerror or error}"
                 + (f" ({error.filename})" if error.filename else "")
-                + ". The layers that were done are kept: give the command again to go on"
+                + ("" if is_head else ". The layers that were done are kept: give the command again to go on")
             ) from error
-    report.resumed, report.tokens = resumed, sum(map(len, texts))
     report.seconds = time.perf_counter() - started
     return report
 
@@ -154,18 +151,15 @@ def refuse_quantized(source: Path) -> None:
     path = source / "config.json"
     if not path.is_file():
         return  # opening it says what is wrong
-    values = JSONObject.read(path, CheckpointError, _COPY_AGAIN).values
-    text = values.get("text_config")
-    for place in (values, text if isinstance(text, dict) else {}):
-        for key in ("quantization_config", "compression_config"):
-            if settings := place.get(key):
-                method = settings.get("quant_method") if isinstance(settings, dict) else None
-                raise CheckpointError(
-                    f"{path}: by {key!r} the weights are quantized already"
-                    + (f" with the method {method!r:.60}" if isinstance(method, str) else "")
-                    + "; expected float16, bfloat16 or float32. Build from it as it is (edgellm build), or quantize "
-                    "the model's unquantized checkpoint"
-                )
+    key, settings = quantization_settings(JSONObject.read(path, CheckpointError, _COPY_AGAIN).values)
+    if settings is not None:
+        method = settings.get("quant_method") if isinstance(settings, dict) else None
+        raise CheckpointError(
+            f"{path}: by {key!r} the weights are quantized already"
+            + (f" with the method {method!r:.60}" if isinstance(method, str) else "")
+            + "; expected float16, bfloat16 or float32. Build from it as it is (edgellm build), or quantize the "
+            "model's unquantized checkpoint"
+        )
 
 
 def _quantize_head(
@@ -184,114 +178,133 @@ def _quantize_head(
         )
     _check_options(options, ())
     format = options.format(checkpoint.dtype or "float16")
-    packed = head_tensors(checkpoint, format, arithmetic, progress)
-    others = {
-        info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
-        for name, info in checkpoint.tensors.items()
-        if name not in packed
-    }
-    tensors = others | {name: tensor for stored in packed.values() for name, tensor in stored.items()}
-    try:
-        with StagedDirectory(target) as staged:
-            copied = _copy_others(checkpoint.path, staged.path)
-            write_tensors(staged.path / SINGLE_FILE, tensors)
-            values = checkpoint.config | {"quantization_config": quantization_config(format, ["lm_head"])}
-            (staged.path / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            staged.commit(force)
-    except OSError as error:
-        raise CheckpointError(f"{target} was not written: {error.strerror or error}") from error
-    size = sum(tensor.elements.nbytes for tensor in tensors.values())
-    return QuantizationReport(target, options, len(packed), 0, _total_bytes(checkpoint), size, 0, copied)
+    shapes = head_shapes(checkpoint)
+    _check_groups({name: columns for name, (_, columns) in shapes.items()}, options)
+    tensors: dict[str, StoredTensor] = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        progress("layers", number, len(shapes))
+        weight = load_numpy_weights(checkpoint, [single_weight(name, *shape)])[name]
+        module = checkpoint.info(name).name.removesuffix(".weight")
+        tensors |= packed_tensors(module, arithmetic.quantize_rows(weight, format))
+    progress("layers", len(shapes), len(shapes))
+    return _assemble(checkpoint, target, options, force, shapes.keys(), ["lm_head"], tensors)
 
 
-@dataclass(frozen=True)
-class _Layers:
-    """Those of a checkpoint, one after the other."""
+def _quantize_model(
+    checkpoint: Checkpoint,
+    target: Path,
+    options: QuantizationOptions,
+    texts: Sequence[Sequence[int]],
+    force: bool,
+    restart: bool,
+    progress: Progress,
+    arithmetic: Arithmetic,
+) -> QuantizationReport:
+    """A language model, layer by layer."""
+    _check_options(options, texts)
+    config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
+    checkpoint.check(decoder_weights(config), unread_tensors(config))
+    _check_groups(_columns(config), options)
+    longest = min(LONGEST_TEXT, config.max_position_embeddings, config.sliding_window or LONGEST_TEXT)
+    texts = [text[:longest] for text in texts if len(text) > 0]
+    check_space(target.parent, _total_bytes(checkpoint), CheckpointError, FOR_SPACE)
+    programs = [layer_program(config, index, 1) for index in range(config.num_layers)]
+    done = {name for program in programs for spec in program.weights.values() for name, _ in spec.parts}
+    with WorkFolder(target, job_of(checkpoint, asdict(options), texts), restart) as work:
+        resumed = _quantize_layers(checkpoint, config, options, arithmetic, texts, work, progress)
+        layers = [work.layer(index) for index in range(config.num_layers)]
+        report = _assemble(checkpoint, target, options, force, done, _ignored(checkpoint, config), {}, layers)
+        work.remove()
+    return replace(report, layers=len(layers), resumed=resumed, tokens=sum(map(len, texts)))
 
-    checkpoint: Checkpoint
-    config: DecoderConfig
-    options: QuantizationOptions
-    arithmetic: Arithmetic
 
-    def quantize(self, texts: Sequence[Sequence[int]], work: WorkFolder, progress: Progress) -> int:
-        """Write every layer that is not done; how many were."""
-        count = self.config.num_layers
-        due = [index for index in range(count) if not work.has(index)]
-        done, rows = count - len(due), None
-        progress("layers", done, count)
-        if texts and due:
-            group = self.options.group_size
-            in_turn = self.options.method == "gptq"
-            rows = CalibrationRows(self.config, self.checkpoint, texts, group, self.arithmetic, in_turn)
-        for index in range(due[-1] + 1) if due else ():
-            if index in due:
-                work.write(index, self._tensors(index, rows))
-                done += 1
-                progress("layers", done, count)
-            elif rows is not None:
-                rows.pass_layer(index, _weights(self.checkpoint, layer_program(self.config, index, 1)))
-        return count - len(due)
-
-    def _tensors(self, index: int, rows: CalibrationRows | None) -> dict[str, StoredTensor]:
-        """The tensors of a layer, quantized; the `rows` pass it."""
-        checkpoint, program = self.checkpoint, layer_program(self.config, index, 1)
-        weights = _weights(checkpoint, program)
+def _quantize_layers(
+    checkpoint: Checkpoint,
+    config: DecoderConfig,
+    options: QuantizationOptions,
+    arithmetic: Arithmetic,
+    texts: Sequence[Sequence[int]],
+    work: WorkFolder,
+    progress: Progress,
+) -> int:
+    """Write every layer that is not done; how many were."""
+    count = config.num_layers
+    due = [index for index in range(count) if not work.has(index)]
+    done, rows = count - len(due), None
+    progress("layers", done, count)
+    if texts and due:
+        rows = CalibrationRows(config, checkpoint, texts, options.group_size, arithmetic, options.method == "gptq")
+    for index in due if rows is None else range(due[-1] + 1):
+        program = layer_program(config, index, 1)
+        weights = load_numpy_weights(checkpoint, list(program.weights.values()))
+        if rows is not None and index not in due:
+            rows.pass_layer(index, weights)
+            continue
         seen = {} if rows is None else rows.observe_layer(index, weights)
-        dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
-        format = self.options.format(checkpoint.dtype or self.config.dtype)
-        if self.options.method != "rtn":
-            seen = scale_layer(program, weights, seen, format, dtypes, self.arithmetic)
-
-        def quantize(name: str, weight: np.ndarray) -> PackedWeight:
-            if self.options.method == "gptq":
-                return quantize_in_turn(weight, format, seen.pop(name), self.arithmetic)
-            return self.arithmetic.quantize_rows(weight, format, seen[name].factors if seen else None)
-
-        return layer_tensors(checkpoint, program, weights, quantize)
+        work.write(index, _quantized(checkpoint, program, weights, seen, options, arithmetic))
+        done += 1
+        progress("layers", done, count)
+    return count - len(due)
 
 
-def _weights(checkpoint: Checkpoint, program: Program) -> dict[str, np.ndarray]:
-    return load_numpy_weights(checkpoint, list(program.weights.values()))
+def _quantized(
+    checkpoint: Checkpoint,
+    program: Program,
+    weights: dict[str, np.ndarray],
+    seen: dict[str, InputStatistics],
+    options: QuantizationOptions,
+    arithmetic: Arithmetic,
+) -> dict[str, StoredTensor]:
+    """The tensors of a layer, quantized; the `weights` are changed, and what was `seen` is let go of."""
+    dtypes = {spec.name: checkpoint.info(spec.parts[0][0]).dtype for spec in program.weights.values()}
+    format = options.format(checkpoint.dtype or "float16")
+    if options.method != "rtn":
+        seen = scale_layer(program, weights, seen, format, dtypes, arithmetic)
+
+    def quantize(name: str, weight: np.ndarray) -> PackedWeight:
+        if options.method == "gptq":
+            return quantize_in_turn(weight, format, seen.pop(name), arithmetic)
+        return arithmetic.quantize_rows(weight, format, seen[name].factors if seen else None)
+
+    return layer_tensors(checkpoint, program, weights, quantize)
 
 
 def _assemble(
     checkpoint: Checkpoint,
-    config: DecoderConfig,
-    options: QuantizationOptions,
     target: Path,
-    work: WorkFolder,
+    options: QuantizationOptions,
     force: bool,
+    done: Collection[str],
+    ignored: list[str],
+    tensors: dict[str, StoredTensor],
+    layers: Sequence[Path] = (),
 ) -> QuantizationReport:
-    """The directory: a file of weights for each layer, one for all else, the index, and the source's other files."""
-    count = config.num_layers
-    layers = [spec for index in range(count) for spec in layer_program(config, index, 1).weights.values()]
-    done = {name for spec in layers for name, _ in spec.parts}
+    """The directory: a file of `tensors` and of those of the checkpoint that are not `done`, one for each of the files
+    `layers`, with an index of all, and the source's other files."""
     others = {
         info.name: StoredTensor(info.dtype, _elements(checkpoint, name))
         for name, info in checkpoint.tensors.items()
         if name not in done
     }
-    names = [f"model-{number:05}-of-{count + 1:05}.safetensors" for number in range(1, count + 2)]
+    names = shard_names(len(layers) + 1) if layers else [SINGLE_FILE]
     weight_map: dict[str, str] = {}
     size = 0
     with StagedDirectory(target) as staged:
         copied = _copy_others(checkpoint.path, staged.path)
-        write_tensors(staged.path / names[0], others)
-        for index in range(count):
-            _link(work.layer(index), staged.path / names[index + 1])
+        write_tensors(staged.path / names[0], others | tensors)
+        for layer, name in zip(layers, names[1:], strict=True):
+            _link(layer, staged.path / name)
         for name in names:
             file = SafetensorsFile(staged.path / name)
             weight_map |= dict.fromkeys(file.tensors, name)
             size += sum(info.nbytes for info in file.tensors.values())
             file.close()
-        contents = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-        settings = quantization_config(options.format(checkpoint.dtype or config.dtype), _ignored(checkpoint, config))
-        values = checkpoint.config | {"quantization_config": settings}
-        for name, content in ((INDEX_FILE, contents), ("config.json", values)):
-            (staged.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if layers:
+            write_index(staged.path, weight_map, size)
+        settings = quantization_config(options.format(checkpoint.dtype or "float16"), ignored)
+        write_json(staged.path / "config.json", checkpoint.config | {"quantization_config": settings})
         staged.commit(force)
-    work.remove()
-    return QuantizationReport(target, options, count, 0, _total_bytes(checkpoint), size, 0, copied)
+    return QuantizationReport(target, options, len(done), 0, _total_bytes(checkpoint), size, 0, copied)
 
 
 def _elements(checkpoint: Checkpoint, name: str) -> np.ndarray:
@@ -365,7 +378,7 @@ def largest_group(source: Path) -> int | None:
             fitting = _fitting(shape[1] for shape in head_shapes(checkpoint).values())
         else:
             config = decoder_config(checkpoint.config, checkpoint.generation_config, dtype=checkpoint.dtype)
-            fitting = _fitting(linear.weight.shape[1] for linear in _linears(config))
+            fitting = _fitting(_columns(config).values())
     return next(iter(fitting), None)
 
 
@@ -375,33 +388,25 @@ def _fitting(columns: Iterable[int]) -> list[int]:
     return [size for size in GROUP_SIZES if divisor % size == 0]
 
 
-def _linears(config: DecoderConfig) -> list[Linear]:
-    """The linear layers of one decoder layer of each kind."""
+def _columns(config: DecoderConfig) -> dict[str, int]:
+    """The columns of the linear layers of one decoder layer of each kind, by the names of their weights."""
     kinds = {config.layer_kind(index): index for index in reversed(range(config.num_layers))}
-    return [linear for index in sorted(kinds.values()) for linear in linears(layer_program(config, index, 1))]
+    layers = [linear for index in sorted(kinds.values()) for linear in linears(layer_program(config, index, 1))]
+    return {name: linear.weight.shape[1] for linear in layers for name, _ in linear.weight.parts}
 
 
-def _check_groups(config: DecoderConfig, options: QuantizationOptions) -> None:
-    """CheckpointError that names the layers whose columns are no whole groups, and what would divide."""
-    layers = _linears(config)
-    wrong = [linear for linear in layers if linear.weight.shape[1] % (options.group_size or 1)]
+def _check_groups(columns: Mapping[str, int], options: QuantizationOptions) -> None:
+    """CheckpointError that names the layers whose `columns` are no whole groups, and what would divide."""
+    wrong = {name: count for name, count in columns.items() if count % (options.group_size or 1)}
     if not wrong:
         return
-    listed = ", ".join(
-        f"{part.removesuffix('.weight')} ({linear.weight.shape[1]})"
-        for linear in wrong
-        for part, _ in linear.weight.parts
-    )
-    fitting = _fitting(linear.weight.shape[1] for linear in layers)[::-1]
+    listed = ", ".join(f"{name.removesuffix('.weight')} ({count})" for name, count in wrong.items())
+    fitting = _fitting(columns.values())[::-1]
     raise CheckpointError(
-        f"Groups of {options.group_size} do not divide the columns of {listed}, nor of the other layers' like these. "
+        f"Groups of {options.group_size} do not divide the columns of {listed}, nor of layers like these. "
         + (
             f"--group-size {' or '.join(map(str, fitting))} divides them all"
             if fitting
             else "Take --bits 8, which has no groups"
         )
     )
-
-
-def _no_progress(stage: str, done: int, total: int) -> None:
-    pass

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from edgellm.engines.backends.numpy_backend import one_blas_thread
 from edgellm.engines.formats.tensors import convert, float32_into
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
+_Item = TypeVar("_Item")
+_Found = TypeVar("_Found")
 #: Shares of the full scale, which the largest weight of a group asks for.
 Clipping = Sequence[float]
 #: Those that are tried. Above 1 there is room for a zero point that is rounded, and for a grid that fits the columns
@@ -54,24 +57,27 @@ def quantize_rows(
         factors = factors.reshape(counts, 1, group)
     codes = np.empty((rows, columns), np.uint8)
     scales, zeros = np.empty((rows, counts), np.float32), np.empty((rows, counts), np.uint8)
-    search = _search_zeros if format.zeros else _search_symmetric
 
     def quantize_block(block: tuple[slice, slice]) -> None:
         own, groups = block
         part = slice(groups.start * group, groups.stop * group)
         grouped = weights[own, part].reshape(-1, groups.stop - groups.start, group).transpose(1, 0, 2)
         grouped = np.ascontiguousarray(grouped, np.float32)
-        found, zero = search(grouped, format, None if factors is None else factors[groups], clipping)
+        found, zero = _search(grouped, format, None if factors is None else factors[groups], clipping)
         values = np.rint(grouped / found[..., None])
         values += zero[..., None]
         np.clip(values, 0, (1 << format.bits) - 1, out=values)
         codes[own, part] = values.transpose(1, 0, 2).reshape(-1, part.stop - part.start)
         scales[own, groups], zeros[own, groups] = found.T, zero.T
 
-    with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:  # NumPy lets other threads run as it computes
-        for _ in pool.map(quantize_block, _blocks(rows, counts, group)):
-            pass
+    side_by_side(quantize_block, _blocks(rows, counts, group))
     return PackedWeight(format, codes, scales, zeros if format.zeros else None)
+
+
+def side_by_side(function: Callable[[_Item], _Found], items: Iterable[_Item]) -> list[_Found]:
+    """What the function gives for each item, on all processors: NumPy lets other threads run as it computes."""
+    with one_blas_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(function, items))
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -91,34 +97,14 @@ def _blocks(rows: int, counts: int, group: int) -> Iterator[tuple[slice, slice]]
             yield slice(start, min(rows, start + high)), slice(first, min(counts, first + wide))
 
 
-def _search_symmetric(
+def _search(
     weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of groups [groups, R, size]: scales, and the middle of the codes, [groups, R]."""
-    middle = 1 << format.bits - 1
-    largest = np.maximum(weights.max(-1), -weights.min(-1)) / np.float32(middle - 1)
-    best, scales = np.full(largest.shape, np.inf, np.float32), np.ones_like(largest)
-    steps, whole, error = np.empty_like(weights), np.empty_like(weights), np.empty_like(weights)
-    for share in clipping:
-        tried = _scales(largest, share, format.dtype)
-        np.divide(weights, tried[..., None], out=steps)
-        np.rint(steps, out=whole)
-        for sign in (1, -1):
-            # Below the middle there is one code more than above it: of a negative scale it is above.
-            lowest = -middle if sign > 0 else 1 - middle
-            np.clip(whole, lowest, lowest + 2 * middle - 1, out=error)
-            better = _keep_better(best, _squared(error, steps, factors) * (tried * tried))
-            scales[better] = sign * tried[better]
-    return scales, np.full(largest.shape, middle, np.float32)
-
-
-def _search_zeros(
-    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
-) -> tuple[np.ndarray, np.ndarray]:
-    """Of groups [groups, R, size]: scales and zero points, [groups, R]."""
+    """Of groups [groups, R, size]: scales and zero points (or the middle of the codes), [groups, R]."""
     last = (1 << format.bits) - 1
-    low = np.minimum(weights.min(-1), 0)
-    largest = (np.maximum(weights.max(-1), 0) - low) / np.float32(last)
+    middle = np.float32(last + 1 >> 1)
+    low, high = np.minimum(weights.min(-1), 0), np.maximum(weights.max(-1), 0)
+    largest = (high - low) / np.float32(last) if format.zeros else np.maximum(high, -low) / (middle - 1)
     best, scales = np.full(largest.shape, np.inf, np.float32), np.ones_like(largest)
     zeros = np.zeros_like(largest)
     steps, whole, error = np.empty_like(weights), np.empty_like(weights), np.empty_like(weights)
@@ -126,13 +112,18 @@ def _search_zeros(
         tried = _scales(largest, share, format.dtype)
         np.divide(weights, tried[..., None], out=steps)
         np.rint(steps, out=whole)
-        nearest = np.rint(-low * np.float32(share) / tried)
-        for beside in _ZERO_STEPS:
-            zero = np.clip(nearest + np.float32(beside), 0, last)
+        if format.zeros:
+            nearest = np.rint(-low * np.float32(share) / tried)
+            places = [(np.clip(nearest + np.float32(beside), 0, last), 1) for beside in _ZERO_STEPS]
+        else:  # below the middle there is one code more than above it: of a negative scale it is above
+            places = [(middle, 1), (middle - 1, -1)]
+        for zero, sign in places:
             np.clip(whole, -zero[..., None], last - zero[..., None], out=error)
-            better = _keep_better(best, _squared(error, steps, factors) * (tried * tried))
-            scales[better], zeros[better] = tried[better], zero[better]
-    return scales, zeros
+            found = _squared(error, steps, factors) * (tried * tried)
+            better = found < best
+            for kept, new in ((best, found), (scales, sign * tried), (zeros, zero)):
+                np.copyto(kept, new, where=better)
+    return scales, zeros if format.zeros else np.full_like(zeros, middle)
 
 
 def _scales(largest: np.ndarray, share: float, dtype: str) -> np.ndarray:
@@ -150,10 +141,3 @@ def _squared(error: np.ndarray, steps: np.ndarray, factors: np.ndarray | None) -
     elif factors is not None:
         error = np.matmul(error, factors)
     return np.einsum("grk,grk->gr", error, error)
-
-
-def _keep_better(best: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """Where `found` is less than `best`, which takes it over."""
-    better = found < best
-    best[better] = found[better]
-    return better

@@ -43,10 +43,10 @@ class InputStatistics:
 
 
 class Observation:
-    """Sums over the rows that a linear layer took so far."""
+    """Sums over the rows that a linear layer took so far, `count` in all."""
 
     def __init__(self, columns: int, group: int | None, wants_moments: bool = False) -> None:
-        self._count = self._outside = 0
+        self.count = self._outside = 0
         starts = range(0, columns, _SPAN) if wants_moments else ()
         self._moments = [np.zeros((min(_SPAN, columns - start),) * 2, np.float32) for start in starts]
         self._magnitude = np.zeros(columns)
@@ -55,7 +55,7 @@ class Observation:
 
     def add(self, inputs: np.ndarray, chosen: np.ndarray) -> None:
         """Rows float32 [M, K], of which the `chosen` are kept."""
-        self._count += len(inputs)
+        self.count += len(inputs)
         self._add_products(inputs)
         self._sample.append(inputs[chosen])
         if self._moments:
@@ -75,7 +75,7 @@ class Observation:
 
     def statistics(self) -> InputStatistics:
         """Of all rows. The products of columns are damped as Frantar et al. 2022 do, so that few rows can be enough."""
-        products = self._products / self._count
+        products = self._products / self.count
         if products.ndim == 1:
             factors = np.sqrt(products)
         else:
@@ -83,6 +83,6 @@ class Observation:
             products += np.einsum("gkk->g", products)[:, None, None] / size * _DAMPING * np.eye(size)
             values, vectors = np.linalg.eigh(products)
             factors = vectors * np.sqrt(np.maximum(values, 0))[:, None, :]
-        magnitude, sample = (self._magnitude / self._count).astype(np.float32), np.concatenate(self._sample)
+        magnitude, sample = (self._magnitude / self.count).astype(np.float32), np.concatenate(self._sample)
         moments = [each / np.float32(max(1, self._outside)) for each in self._moments]
         return InputStatistics(magnitude, factors.astype(np.float32), sample, moments)

@@ -15,10 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.formats.safetensors_file import DTYPES
+from edgellm.engines.checkpoints.weight_files import INDEX_FILE
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.safetensors_file import DTYPES, LARGEST_HEADER
 from edgellm.engines.formats.tensors import STORAGE, convert
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
+#: Behind how much space is needed: for what, and what to do.
+FOR_SPACE = "for the checkpoint. Free some space or choose another disk"
 _SAFETENSORS_NAMES = {name: key for key, (name, _) in DTYPES.items()}
 #: A tensor is written so many bytes at a time.
 _PIECE = 4 << 20
@@ -97,9 +101,10 @@ def quantization_config(format: WeightFormat, ignored: list[str]) -> dict[str, A
 
 
 def write_tensors(path: Path, tensors: Mapping[str, StoredTensor | StreamedTensor]) -> None:
-    """Write a safetensors file, piece by piece, and put it on the disk; raises OSError.
+    """Write a safetensors file, piece by piece, and put it on the disk.
 
-    Tensors of wider elements come first, of equal ones in the order of their names.
+    Raises OSError, and CheckpointError for more names than a file may have. Tensors of wider elements come first, of
+    equal ones in the order of their names.
     """
     # The format asks for alignment to 8 bytes; wide dtypes first keep it without holes.
     sizes = {name: DTYPES[_SAFETENSORS_NAMES[tensor.dtype]][1] for name, tensor in tensors.items()}
@@ -113,6 +118,10 @@ def write_tensors(path: Path, tensors: Mapping[str, StoredTensor | StreamedTenso
         position = end
     encoded = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     encoded += b" " * (-len(encoded) % 8)
+    if len(encoded) > LARGEST_HEADER:
+        raise CheckpointError(
+            f"The names and shapes take {len(encoded):,} bytes, safetensors allows {LARGEST_HEADER:,}"
+        )
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for _, tensor in ordered:
@@ -120,6 +129,22 @@ def write_tensors(path: Path, tensors: Mapping[str, StoredTensor | StreamedTenso
                 file.write(piece)
         file.flush()
         os.fsync(file.fileno())
+
+
+def shard_names(count: int) -> list[str]:
+    """What the files of a checkpoint are called that has so many."""
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def write_index(folder: Path, weight_map: Mapping[str, str], size: int) -> None:
+    """Write the index of several files: each tensor's file by its name, and the bytes of all; raises OSError."""
+    content = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(folder / INDEX_FILE, content)
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write a file of a checkpoint that people read, too; raises OSError."""
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def packed_codes(codes: np.ndarray, bits: int) -> np.ndarray:

@@ -7,7 +7,8 @@ is copied to a place when a sequence asks for it, and stays there until another 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections import OrderedDict
+from itertools import chain
 
 import numpy as np
 
@@ -31,19 +32,6 @@ def require_adapters(limits: EngineLimits) -> None:
         )
 
 
-@dataclass(eq=False)
-class _Place:
-    """One of the engines' adapter slots: the adapter that it holds, when it was last asked for."""
-
-    name: str | None = None
-    used: int = 0
-
-    @property
-    def order(self) -> tuple[bool, int]:
-        """Places are taken in this order: empty ones, then those that were not asked for for longest."""
-        return self.name is not None, self.used
-
-
 class AdapterSlots:
     """Adapters by name, `limits.lora_slots` places for them on the device, and what each sequence's slot takes.
 
@@ -62,12 +50,12 @@ class AdapterSlots:
             for name, shape in each.edge(limits.lora_slots, limits.lora_rank)
         }
         self._scales = backend.zeros((limits.max_batch, limits.lora_slots), "compute")
-        self._adapters: dict[str, LoraAdapter] = {}
-        self._packed: dict[str, dict[str, np.ndarray]] = {}
-        self._places = [_Place() for _ in range(limits.lora_slots)]
+        #: By name, the digest and what a place of each engine input is filled with.
+        self._adapters: dict[str, tuple[str, dict[str, np.ndarray]]] = {}
+        #: The place of each adapter that has one, in the order in which they were asked for last.
+        self._places: OrderedDict[str, int] = OrderedDict()
         #: The adapter of each sequence's slot.
         self.assigned: list[str | None] = [None] * limits.max_batch
-        self._requests = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,25 +69,13 @@ class AdapterSlots:
         their dtype cannot hold, or that are infinite once the adapter's scale is multiplied into them.
         """
         if name in self._adapters:
-            raise AdapterError(f"there is an adapter {name!r} already: remove it first, or take another name")
+            raise AdapterError(f"there is an adapter {name!r} already: take another name")
         if adapter.rank > self._limits.max_lora_rank:
             raise AdapterError(
                 f"the adapter {name!r} has the rank {adapter.rank}, the engines take up to "
                 f"{self._limits.max_lora_rank}: build them with --max-lora-rank {adapter.rank}"
             )
-        self._packed[name] = self._pack(name, adapter)
-        self._adapters[name] = adapter
-
-    def remove(self, name: str) -> None:
-        """Forget an adapter; AdapterError where there is none of the name, or a sequence uses it."""
-        self.digest(name)
-        if name in self.assigned:
-            raise AdapterError(f"the adapter {name!r} is in use: wait until the answers that use it are finished")
-        self._backend.synchronize()  # it may still be on its way to the device
-        for place in self._places:
-            if place.name == name:
-                place.name = None
-        del self._adapters[name], self._packed[name]
+        self._adapters[name] = adapter.digest, self._pack(name, adapter)
 
     def digest(self, name: str | None) -> str | None:
         """What is to be bound to a name's adapter is bound to this (None: no adapter); AdapterError if unknown."""
@@ -108,7 +84,7 @@ class AdapterSlots:
         if name not in self._adapters:
             known = ", ".join(map(repr, self._adapters)) or "there are none"
             raise AdapterError(f"there is no adapter {name!r}: expected one of those loaded ({known})")
-        return self._adapters[name].digest
+        return self._adapters[name][0]
 
     def has_place(self, name: str | None, *slots: int) -> bool:
         """Whether `assign` would find a place for the adapter in one of the `slots`, which are left by then."""
@@ -117,7 +93,8 @@ class AdapterSlots:
     def assign(self, slot: int, name: str | None) -> None:
         """Let a sequence's slot take the adapter `name` (None: none) from the next step on.
 
-        Raises AdapterError for an unknown name, and where every place is taken by an adapter that another slot uses.
+        Raises AdapterError, and changes nothing, for an unknown name, and where every place is taken by an adapter that
+        another slot uses.
         """
         self.digest(name)
         if name == self.assigned[slot]:
@@ -148,28 +125,26 @@ class AdapterSlots:
     def clear(self) -> None:
         """Let go of all memory."""
         self._weights.clear()
-        self._packed.clear()
         self._adapters.clear()
 
     def _find_place(self, name: str, *slots: int) -> int | None:
-        """Where the adapter is, or else the place that was not needed for longest; None if others need them all."""
-        for index, place in enumerate(self._places):
-            if place.name == name:
-                return index
+        """Where the adapter is, or else an empty place, or the one that was not asked for for longest; None if others
+        need them all."""
+        if name in self._places:
+            return self._places[name]
         needed = {other for number, other in enumerate(self.assigned) if number not in slots}
-        free = [index for index, place in enumerate(self._places) if place.name is None or place.name not in needed]
-        return min(free, key=lambda index: self._places[index].order, default=None)
+        empty = (index for index in range(self._limits.lora_slots) if index not in self._places.values())
+        return next(chain(empty, (index for other, index in self._places.items() if other not in needed)), None)
 
     def _fill(self, index: int, name: str) -> None:
-        place = self._places[index]
-        self._requests += 1
-        place.used = self._requests
-        if place.name == name:
-            return
-        for edge, values in self._packed[name].items():
-            rows = len(values)
-            self._backend.upload(self._weights[edge][index * rows : (index + 1) * rows], values)
-        place.name = name
+        if name not in self._places:
+            for other in [other for other, place in self._places.items() if place == index]:
+                del self._places[other]
+            for edge, values in self._adapters[name][1].items():
+                rows = len(values)
+                self._backend.upload(self._weights[edge][index * rows : (index + 1) * rows], values)
+            self._places[name] = index
+        self._places.move_to_end(name)
 
     def _pack(self, name: str, adapter: LoraAdapter) -> dict[str, np.ndarray]:
         """What a place of each engine input is filled with, in memory that is fast to copy from."""
@@ -202,26 +177,22 @@ class AdapterSlots:
 
 
 class AdaptedRunner:
-    """The adapters of a runner's slots: `adapters` adds and removes them (None: the runner was opened without)."""
+    """The adapters of a runner's slots: `adapters` has them (None: the runner was opened without)."""
 
     limits: EngineLimits
     adapters: AdapterSlots | None
 
     def set_adapter(self, slot: int, name: str | None) -> None:
-        """Let the sequence that `slot` is going to hold take the adapter `name` (None: none), until it stops.
-
-        Its KV rows are reusable for sequences with the same adapter only. Raises AdapterError for a name that is not
-        loaded, and where more adapters would be in use at once than the engines hold; nothing has changed then.
-        """
+        """`AdapterSlots.assign` for the sequence that `slot` is going to hold, until it stops."""
         if self.adapters is not None or name is not None:
             self._adapter_slots(name).assign(slot, name)
 
     def adapter_digest(self, name: str | None) -> str | None:
-        """What is computed with an adapter is bound to this (None: without one); AdapterError as `set_adapter`."""
+        """See `AdapterSlots.digest`."""
         return None if name is None else self._adapter_slots(name).digest(name)
 
     def has_adapter_place(self, name: str | None, *slots: int) -> bool:
-        """Whether `set_adapter` would find a place for the adapter in one of the `slots`, once these are left."""
+        """See `AdapterSlots.has_place`."""
         return name is None or self._adapter_slots(name).has_place(name, *slots)
 
     def _adapter_slots(self, name: str | None) -> AdapterSlots:

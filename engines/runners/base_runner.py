@@ -20,13 +20,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.decoder import (
-    EMBEDDING,
-    decoder_weights,
-    embedding_name,
-    head_weight_name,
-    looks_ahead,
-)
+from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name, looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
 from edgellm.engines.model.program import LAST_SEEN
@@ -76,7 +70,7 @@ class BaseEngineRunner(PrefillingRunner):
     `sampling`, `lengths` (the committed rows of each slot, as the host knows them, never too few; 0 for an idle one).
 
     With `adapters`, LoRA adapters by name (there may be none yet), the engines that apply them are loaded, too; they
-    run where a sequence has an adapter. `adapters` (None without) adds and removes them.
+    run where a sequence has an adapter. `adapters` (None without) takes further ones.
     """
 
     def __init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
@@ -32,7 +32,8 @@ class CapturedSteps:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._warm: set[Hashable] = set()
-        self._launches: dict[Hashable, list[Callable[[], None]]] = {}
+        #: What runs for each key that was captured: one launch of all its stages, or one of each.
+        self.captures: dict[Hashable, list[Callable[[], None]]] = {}
         self.seconds: dict[str, float] = {}
 
     def run(self, key: Hashable, stages: Stages) -> None:
@@ -43,9 +44,9 @@ class CapturedSteps:
         if self.around is not None:
             self._run_surrounded(key, stages, self.around)
             return
-        if key in self._warm and key not in self._launches:
-            self._launches[key] = self._capture(key, stages)
-        for launch in self._launches.get(key, stages.values()):
+        if key in self._warm and key not in self.captures:
+            self.captures[key] = self._capture(key, stages)
+        for launch in self.captures.get(key, stages.values()):
             launch()
         self._warm.add(key)
 
@@ -54,23 +55,18 @@ class CapturedSteps:
 
         What it runs on must be there, as for `run`.
         """
-        if key not in self._launches:
+        if key not in self.captures:
             if key not in self._warm:
                 for stage in stages.values():
                     stage()
                 self._warm.add(key)
-            self._launches[key] = self._capture(key, stages)
-        launches = self._launches[key]
+            self.captures[key] = self._capture(key, stages)
+        launches = self.captures[key]
         return [name for name, stage in stages.items() if any(launch is stage for launch in launches)]
-
-    @property
-    def captures(self) -> Mapping[Hashable, Sequence[Callable[[], None]]]:
-        """What runs for each key that was captured: one launch of all its stages, or one of each."""
-        return self._launches
 
     def clear(self) -> None:
         """Let go of all captures."""
-        self._launches.clear()
+        self.captures.clear()
 
     def _capture(self, key: Hashable, stages: Stages) -> list[Callable[[], None]]:
         def whole() -> None:
@@ -86,9 +82,9 @@ class CapturedSteps:
     def _run_surrounded(
         self, key: Hashable, stages: Stages, around: Callable[[str], AbstractContextManager[None]]
     ) -> None:
-        if key in self._warm and ("stages", key) not in self._launches:
-            self._launches["stages", key] = self._capture_each(key, stages)
-        launches = self._launches.get(("stages", key), list(stages.values()))
+        if key in self._warm and ("stages", key) not in self.captures:
+            self.captures["stages", key] = self._capture_each(key, stages)
+        launches = self.captures.get(("stages", key), list(stages.values()))
         for name, launch in zip(stages, launches, strict=True):
             with around(name):
                 launch()
@@ -125,7 +121,8 @@ class LoadedEngines:
             for found in alike.values():
                 serves_all = backend.takes_any_key_range(found[-1])
                 self._shapes[found[-1]] = (found[-1],) if serves_all else tuple(found)
-        self._engines = {shape: backend.load_engine(shape) for found in self._shapes.values() for shape in found}
+        #: The engines that are held.
+        self.loaded = {shape: backend.load_engine(shape) for found in self._shapes.values() for shape in found}
         self._slots: dict[EngineShape, slice] = {}
 
     def key_ranges(self, widest: EngineShape) -> tuple[int, ...]:
@@ -151,26 +148,26 @@ class LoadedEngines:
 
         `keep` False does not hold on to an engine that a backend without fixed shapes makes for this call.
         """
-        engine, bound = self._engines.get(shape), self._slots.get(shape)
+        engine, bound = self.loaded.get(shape), self._slots.get(shape)
         if engine is None:
             engine = self._backend.load_engine(shape)
             if keep or self._backend.fixed_shapes:
-                self._engines[shape] = engine
+                self.loaded[shape] = engine
         if bound is None:
             engine.bind(constant())
         if bound != slots:
             engine.bind(bindings())
-            if shape in self._engines:
+            if shape in self.loaded:
                 self._slots[shape] = slots
         return engine
 
     def has(self, shape: EngineShape) -> bool:
         """Whether the engine of a shape is held."""
-        return shape in self._engines
+        return shape in self.loaded
 
     def reads_mask(self, shape: EngineShape) -> bool:
         """Whether the engine of a shape reads its mask."""
-        engine = self._engines.get(shape)
+        engine = self.loaded.get(shape)
         return engine is None or engine.reads_attention_mask
 
     def mask_size(self, model: str, most_rows: int, most_keys: int) -> int:
@@ -178,15 +175,10 @@ class LoadedEngines:
         rows and keys."""
         if not self._backend.fixed_shapes:
             return most_rows * most_keys
-        shapes = [shape for shape in self._engines if shape.model == model and self.reads_mask(shape)]
+        shapes = [shape for shape in self.loaded if shape.model == model and self.reads_mask(shape)]
         return max((shape.batch * shape.tokens * shape.key_range for shape in shapes), default=0)
-
-    @property
-    def loaded(self) -> Mapping[EngineShape, Engine]:
-        """The engines that are held, by shape."""
-        return self._engines
 
     def clear(self) -> None:
         """Let go of all engines."""
-        self._engines.clear()
+        self.loaded.clear()
         self._slots.clear()

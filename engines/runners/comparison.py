@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 
@@ -24,18 +24,14 @@ def open_runner(backend: str, directory: EngineDirectory, with_adapters: bool = 
     if with_adapters:
         adapters = {name: adapter.read(config) for name, adapter in directory.adapters.items()}
     opened = open_backend(backend, directory)
-    checkpoint = directory.checkpoint()
-    try:
-        runner = BaseEngineRunner(opened, config, directory.limits, checkpoint, adapters=adapters)
-    except BaseException:
-        opened.close()
-        raise
-    finally:
-        checkpoint.close()
-    try:
+    with closing(directory.checkpoint()) as checkpoint:
+        try:
+            runner = BaseEngineRunner(opened, config, directory.limits, checkpoint, adapters=adapters)
+        except BaseException:
+            opened.close()
+            raise
+    with closing(runner):
         yield runner
-    finally:
-        runner.close()
 
 
 def greedy_tokens(
@@ -50,10 +46,7 @@ def greedy_tokens(
 
 
 def teacher_forced_logits(
-    runner: BaseEngineRunner,
-    prompt_ids: Sequence[int],
-    answer_ids: Sequence[int],
-    images: PromptImages | None = None,
+    runner: BaseEngineRunner, prompt_ids: Sequence[int], answer_ids: Sequence[int], images: PromptImages | None = None
 ) -> np.ndarray:
     """Logits [len(answer_ids), V] float32 from which each of `answer_ids` was, or would have been, drawn.
 

@@ -96,11 +96,7 @@ class FollowingLogits:
         """The logits [n, V] behind `ids` [n], which are written to the rows from `start` on."""
         base, buffers, one = self._base, self._buffers, slice(slot, slot + 1)
         backend, vocabulary = base.backend, base.config.vocab_size
-        padded = np.full((1, size), -1, np.int32)
-        padded[0, : len(ids)] = ids
-        token_ids = leading(buffers.prefill_ids, (1, size))
-        backend.upload(token_ids, padded)
-        backend.upload(buffers.prefill_start, np.asarray([start], np.int32))
+        token_ids = buffers.upload_prompt(ids, start, size)
         widest = base.engine_shape(self._shape(size), one)
         shape = replace(widest, key_range=self._engines.key_range(widest, start + len(ids)))
         inputs = buffers.inputs(shape, buffers.prefill_start)

@@ -137,11 +137,7 @@ class PrefillingRunner(AdaptedRunner):
 
     def _prefill(self, slot: int, ids: np.ndarray, start: int, chunk: int, images: PromptImages | None) -> None:
         """Take `ids` [n], n <= chunk, into the states, as rows from `start` on; logits are those after the last."""
-        padded = np.full((1, chunk), -1, np.int32)
-        padded[0, : len(ids)] = ids
-        token_ids = leading(self._buffers.prefill_ids, (1, chunk))
-        self.backend.upload(token_ids, padded)
-        self.backend.upload(self._buffers.prefill_start, np.asarray([start], np.int32))
+        token_ids = self._buffers.upload_prompt(ids, start, chunk)
         self.backend.upload(self._buffers.last_token_ids, np.asarray([[len(ids) - 1]], np.int32))
         if self.states.is_recurrent:
             self.backend.upload(self._buffers.state_tokens, np.asarray([len(ids)], np.int32))
@@ -161,7 +157,7 @@ class PrefillingRunner(AdaptedRunner):
         by_layer = getattr(engine, "enqueue_by_layer", None)
         arriving = self._arriving
         if arriving is not None and by_layer is not None:
-            by_layer(lambda index: arriving.wait_for(self.states.last_of(index)))
+            by_layer(lambda index: arriving.wait_for(self.states.last_of[index]))
         else:
             self.await_rows()
             engine.enqueue()

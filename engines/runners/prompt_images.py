@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -21,40 +20,42 @@ from edgellm.kernels.arrays import Array
 TokenIdentity = int | tuple[str, int]
 
 
-class EmbeddedImage(Protocol):
-    """An image as a vision engine puts it out (`edgellm.multimodal.vision_runner.ImageEmbeddings`)."""
+@dataclass(frozen=True, eq=False)
+class ImageEmbeddings:
+    """What the language model takes of one image.
+
+    `rows` [M, H] compute stand for its M tokens; `deepstack` are [M, H] compute each, added at these tokens after the
+    first layers. `digest` names the content, `grid` are (frames, height, width) in patches.
+    """
+
+    rows: Array
+    deepstack: tuple[Array, ...]
+    digest: str
+    grid: tuple[int, int, int]
 
     @property
-    def rows(self) -> Array:
-        """[M, H] compute: what stands at the image's M tokens in place of their embeddings."""
-
-    @property
-    def deepstack(self) -> tuple[Array, ...]:
-        """[M, H] compute for each of the first layers: what is added to their outputs at these tokens."""
-
-    @property
-    def digest(self) -> str:
-        """What identifies the image's content."""
-
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Patches in time, height and width, before they are merged to tokens."""
+    def nbytes(self) -> int:
+        """Memory of all arrays."""
+        return sum(array.nbytes for array in (self.rows, *self.deepstack))
 
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
     """The images of a prompt of N tokens, in order; made by `place_images`.
 
-    `spans` are (first token, tokens) of each; `rows`, `deepstack` and `digests` are those of each `EmbeddedImage`.
+    `spans` are (first token, tokens) of each of the `images`.
     `positions` [3, N] int32 are the M-RoPE positions of the whole prompt, None for a model without M-RoPE.
     """
 
     image_token_id: int
     spans: tuple[tuple[int, int], ...]
-    rows: tuple[Array, ...]
-    deepstack: tuple[tuple[Array, ...], ...]
-    digests: tuple[str, ...]
+    images: tuple[ImageEmbeddings, ...]
     positions: np.ndarray | None
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Of each image."""
+        return tuple(image.digest for image in self.images)
 
     @property
     def position_delta(self) -> int:
@@ -118,7 +119,7 @@ class PromptImages:
 
 
 def place_images(
-    prompt_ids: Sequence[int], images: Sequence[EmbeddedImage], image_token_id: int, config: DecoderConfig
+    prompt_ids: Sequence[int], images: Sequence[ImageEmbeddings], image_token_id: int, config: DecoderConfig
 ) -> PromptImages:
     """Give the image tokens of a prompt [N] to its images, in order.
 
@@ -141,7 +142,13 @@ def place_images(
             raise EngineError(
                 f"the {count} tokens of image {index + 1} are interrupted: the prompt has another token among them"
             )
-        _check_image(image, index, config)
+        expected = [(count, config.hidden_size)] * (1 + config.deepstack_layers)
+        shapes = [tuple(array.shape) for array in (image.rows, *image.deepstack)]
+        if shapes != expected:
+            raise EngineError(
+                f"the embeddings of image {index + 1} have the shapes {shapes}, this language model takes {expected}: "
+                "the vision part must be that of the same model"
+            )
         if config.image_tokens and count != config.image_tokens:
             raise EngineError(
                 f"image {index + 1} has {count} tokens, this language model takes images of {config.image_tokens}: the "
@@ -158,14 +165,7 @@ def place_images(
     if config.mrope_section:
         grids = [image.grid for image in images]
         positions, _ = mrope_positions(len(prompt_ids), spans, grids, config.spatial_merge_size)
-    return PromptImages(
-        image_token_id,
-        tuple(spans),
-        tuple(image.rows for image in images),
-        tuple(tuple(image.deepstack) for image in images),
-        tuple(image.digest for image in images),
-        positions,
-    )
+    return PromptImages(image_token_id, tuple(spans), tuple(images), positions)
 
 
 def before_image(tokens: Sequence[TokenIdentity], place: int) -> int:
@@ -198,14 +198,3 @@ def mrope_positions(
         place = start + count
     positions[:, place:] = np.arange(following, following + tokens - place)
     return positions, int(positions.max()) + 1 - tokens
-
-
-def _check_image(image: EmbeddedImage, index: int, config: DecoderConfig) -> None:
-    arrays = (image.rows, *image.deepstack)
-    expected = [(image.rows.shape[0], config.hidden_size)] * (1 + config.deepstack_layers)
-    found = [tuple(array.shape) for array in arrays]
-    if found != expected:
-        raise EngineError(
-            f"the embeddings of image {index + 1} have the shapes {found}, this language model takes {expected}: the "
-            "vision part must be that of the same model"
-        )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from edgellm.engines.backends.base import Backend, Transfer
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
@@ -64,7 +66,7 @@ class StepBuffers:
 
     def __init__(self, backend: Backend, config: DecoderConfig, limits: EngineLimits, engines: LoadedEngines) -> None:
         """`engines` are those of the steps."""
-        self._config, self._engines = config, engines
+        self._backend, self._config, self._engines = backend, config, engines
         rows = max(limits.max_batch, limits.prefill_chunk)
         self._feature_size = len(config.feature_layers) * config.hidden_size
         self._features = backend.zeros((rows * self._feature_size,), "compute")
@@ -76,6 +78,15 @@ class StepBuffers:
         self.last_token_ids = backend.zeros((1, 1), "int32")
         self.state_tokens = backend.zeros((1,), "int32")
         self.last_seen = backend.zeros((limits.prefill_chunk if config.image_tokens else 1,), "int32")
+
+    def upload_prompt(self, ids: np.ndarray, start: int, tokens: int) -> Array:
+        """The `ids` [n] of a prefill whose first row is `start`, padded to [1, tokens], on the device."""
+        padded = np.full((1, tokens), -1, np.int32)
+        padded[0, : len(ids)] = ids
+        token_ids = leading(self.prefill_ids, (1, tokens))
+        self._backend.upload(token_ids, padded)
+        self._backend.upload(self.prefill_start, np.asarray([start], np.int32))
+        return token_ids
 
     def inputs(self, shape: EngineShape, start: Array) -> StepInputs:
         """The inputs that `prepare_step` fills; the new rows begin at `start` [B] int32. A mask that the shape's engine

@@ -11,7 +11,6 @@ from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.states import (
     PRESENT,
     ConvColumns,
-    DeltaMatrix,
     Edge,
     LayerState,
     WindowRows,
@@ -72,7 +71,8 @@ class ModelStates:
             sizes = {"int32": 1} | exchange_sizes(edge)
             self._spare = {dtype: backend.empty((size,), dtype) for dtype, size in sizes.items()}
         self._rings = {name for state in layers if isinstance(state, WindowRows) for name in state.names}
-        self._last = {state.index: state.names[-1] for state in layers}
+        #: The last tensor of each layer.
+        self.last_of = {state.index: state.names[-1] for state in layers}
         recurrent = recurrent_states(layers)
         self._recurrent = {name: kind for state in recurrent for name, kind in state.tensors(slots, rows).items()}
         self._zeros: Array | None = None
@@ -96,10 +96,6 @@ class ModelStates:
     def kept_inputs(self, slots: int, tokens: int) -> ReplayInputs:
         """Memory for what steps of these states keep."""
         return ReplayInputs(self._backend, self._layers, slots, tokens)
-
-    def last_of(self, layer: int) -> str:
-        """The last tensor of a layer."""
-        return self._last[layer]
 
     def clear_slot(self, slot: int) -> None:
         """Let a slot's recurrent states be those before the first token."""
@@ -150,15 +146,18 @@ class ModelStates:
     def replay(self, slots: slice, kept: Kept, indices: Array, counts: Array) -> Callable[[], None]:
         """What takes the first `counts` [B] of the tokens `indices` [B, N] of a step, in this order, into the recurrent
         states of the slots, from what was `kept` of the step."""
-        layers: dict[type[LayerState], list[list[Array]]] = {}
+        columns, matrices = [], []
         for state in recurrent_states(self._layers):
-            held = [self.tensors[name][slots] for name in state.names]
-            layers.setdefault(type(state), []).append([*held, *(kept[name] for name in state.kept(1, 1))])
+            arrays = *(self.tensors[name][slots] for name in state.names), *(kept[name] for name in state.kept(1, 1))
+            if isinstance(state, ConvColumns):
+                columns.append(LayerColumns(*arrays))
+            else:
+                matrices.append(LayerMatrices(*arrays))
         kernels, replayed, launches = self._backend.recurrent, AcceptedPath(indices, counts), []
-        if columns := layers.get(ConvColumns):
-            launches.append(kernels.commit_columns([LayerColumns(*each) for each in columns], replayed))
-        if matrices := layers.get(DeltaMatrix):
-            launches.append(kernels.commit_matrices([LayerMatrices(*each) for each in matrices], replayed))
+        if columns:
+            launches.append(kernels.commit_columns(columns, replayed))
+        if matrices:
+            launches.append(kernels.commit_matrices(matrices, replayed))
 
         def run() -> None:
             for launch in launches:
@@ -189,10 +188,11 @@ class ModelStates:
         """The same of the recurrent states alone, which are as large after any number of tokens."""
         return (each for each in self.of_slot(slot, 0) if each.name in self._recurrent)
 
-    def cut(self, held: int, wanted: int) -> int:
-        """Which place, at most `wanted`, the states of `held` tokens can all be cut to."""
+    def cut(self, held: int, wanted: int, kind: type[LayerState] | None = None) -> int:
+        """Which place, at most `wanted`, the states of `held` tokens, all or those of a kind, can be cut to."""
         for layer in self._layers:
-            wanted = layer.cut(held, wanted)
+            if kind is None or isinstance(layer, kind):
+                wanted = layer.cut(held, wanted)
         return wanted
 
     @property
@@ -202,10 +202,7 @@ class ModelStates:
 
     def cut_windows(self, held: int, wanted: int) -> int:
         """As `cut`, of the layers that look back on a window alone."""
-        for layer in self._layers:
-            if isinstance(layer, WindowRows):
-                wanted = layer.cut(held, wanted)
-        return wanted
+        return self.cut(held, wanted, WindowRows)
 
     def clear(self) -> None:
         """Let go of the memory."""

@@ -117,22 +117,19 @@ def fill_tree_masks(
     return rows
 
 
-class _Restriction:
-    """A rule that forbids tokens, and asks for none; see `TokenConstraint`."""
+class _Restriction(TokenConstraint):
+    """A rule that forbids tokens, and asks for none; it is the same everywhere, unless it says otherwise."""
 
     def rollback(self, count: int) -> None:
-        """The rule is the same everywhere, unless it says otherwise."""
+        pass
 
     def forced(self, most: int) -> list[int]:
-        """Nothing is forced."""
         return []
 
     def is_complete(self) -> bool:
-        """Nothing is asked for."""
         return True
 
     def is_stopped(self) -> bool:
-        """Nothing ends the answer."""
         return False
 
 
@@ -148,19 +145,15 @@ class AllowedTokens(_Restriction):
         self._only = int(allowed[0]) if len(allowed) == 1 else None
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         row.view(np.uint32)[:] = self._mask
 
     def try_advance(self, token: int) -> bool:
-        """See `TokenConstraint`."""
         return allows(self._mask, token)
 
     def forced(self, most: int) -> list[int]:
-        """See `TokenConstraint`."""
         return [] if self._only is None else [self._only] * most
 
     def is_free(self) -> bool:
-        """See `TokenConstraint`."""
         return self._is_free
 
 
@@ -174,21 +167,17 @@ class LateEnd(_Restriction):
         self._left = min_tokens
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         row.view(np.uint32)[:] = self._masks[self._left > 0]
 
     def try_advance(self, token: int) -> bool:
-        """See `TokenConstraint`."""
         is_allowed = allows(self._masks[self._left > 0], token)
         self._left -= is_allowed
         return is_allowed
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         self._left += count
 
     def is_free(self) -> bool:
-        """See `TokenConstraint`."""
         return self._left <= 0
 
 
@@ -224,7 +213,6 @@ class BadWords(_Restriction):
         ]
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         bits = row.view(np.uint32)
         bits[:] = self._mask
         for token in self._forbidden_here():
@@ -233,22 +221,19 @@ class BadWords(_Restriction):
             raise ConstraintError("bad_words forbid every token that could come next: leave some of them out")
 
     def try_advance(self, token: int) -> bool:
-        """See `TokenConstraint`."""
         if not allows(self._mask, token) or token in self._forbidden_here():
             return False
         self._answer.append(token)
         return True
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         del self._answer[len(self._answer) - count :]
 
     def is_free(self) -> bool:
-        """See `TokenConstraint`."""
         return not self._forbids_always and not self._forbidden_here()
 
 
-class AllConstraints:
+class AllConstraints(TokenConstraint):
     """Several rules at a time: a token is allowed where each allows it."""
 
     def __init__(self, constraints: Sequence[TokenConstraint]) -> None:
@@ -256,7 +241,6 @@ class AllConstraints:
         self._constraints = tuple(constraints)
 
     def fill_mask(self, row: np.ndarray) -> None:
-        """See `TokenConstraint`."""
         bits = row.view(np.uint32)
         binding = [each for each in self._constraints if not each.is_free()] or self._constraints[:1]
         binding[0].fill_mask(bits)
@@ -272,7 +256,6 @@ class AllConstraints:
                 )
 
     def try_advance(self, token: int) -> bool:
-        """See `TokenConstraint`."""
         advanced: list[TokenConstraint] = []
         try:
             for each in self._constraints:
@@ -286,7 +269,6 @@ class AllConstraints:
         return len(advanced) == len(self._constraints)
 
     def rollback(self, count: int) -> None:
-        """See `TokenConstraint`."""
         for each in self._constraints:
             each.rollback(count)
 
@@ -300,13 +282,10 @@ class AllConstraints:
         return longest[:count]
 
     def is_free(self) -> bool:
-        """See `TokenConstraint`."""
         return all(each.is_free() for each in self._constraints)
 
     def is_complete(self) -> bool:
-        """See `TokenConstraint`."""
         return all(each.is_complete() for each in self._constraints)
 
     def is_stopped(self) -> bool:
-        """See `TokenConstraint`."""
         return any(each.is_stopped() for each in self._constraints)

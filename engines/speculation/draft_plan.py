@@ -199,12 +199,6 @@ class DraftPlan:
             return self if self.longest <= room else None
         return self.shortened(room - 1) if room >= 2 else None
 
-    def widened(self, top_k: int) -> DraftPlan:
-        """A static tree for engines of `top_k` nodes a level: the same nodes, numbered for that width."""
-        if not self.is_static or top_k < self.top_k:
-            raise EngineError(f"the plan {self.name} cannot be used with a draft top-k of {top_k}")
-        return replace(self, top_k=top_k)
-
     def for_engines(self, limits: EngineLimits, fixed_shapes: bool) -> DraftPlan:
         """The plan as engines of these limits take it; raises EngineError where they cannot.
 
@@ -215,7 +209,7 @@ class DraftPlan:
         if not fixed_shapes or self.levels == 1 or self.top_k in limits.propose_widths:
             return self
         if self.is_static:
-            return self.widened(limits.draft_top_k)
+            return replace(self, top_k=limits.draft_top_k)  # the same nodes, numbered for that width
         return replace(self, built_top_k=limits.draft_top_k)
 
     def deterministic(self) -> DraftPlan:
@@ -229,6 +223,7 @@ class DraftPlan:
             return
         if not limits.has_draft:
             raise EngineError("the engine directory has no draft model: build it with edgellm build --draft")
+        described = f"tree of {len(self.choices)} choices" if self.kind == "choices" else self.kind
         for name, found, most in (
             ("draft_top_k", self.top_k, limits.draft_top_k),
             ("draft_steps", self.longest - 1, limits.draft_steps),
@@ -236,15 +231,9 @@ class DraftPlan:
         ):
             if found > most:
                 raise EngineError(
-                    f"{name} is {found} for {self._described}: the engines were built for at most {most}. Use a "
+                    f"{name} is {found} for a {described}: the engines were built for at most {most}. Use a "
                     f"smaller one, or build with --{name.replace('_', '-')} {found}"
                 )
-
-    @property
-    def _described(self) -> str:
-        if self.kind == "choices":
-            return f"a tree of {len(self.choices)} choices"
-        return f"a {self.kind}"
 
     @cached_property
     def _numbered(self) -> tuple[dict[Choice, int], dict[Choice, int]]:
@@ -255,8 +244,8 @@ class DraftPlan:
         for level in range(1, self.steps + 1):
             nodes = [node for node in self.choices if len(node) == level]
             for node in nodes:
-                parent = slots[node[:-1]] if level > 1 else 0
-                numbers[node] = candidate_index(self.top_k, level, parent, node[-1])
+                parent = slots[node[:-1]] if level > 1 else 0  # the root is in none
+                numbers[node] = level_start(level, self.top_k) + parent * self.top_k + node[-1]
             for slot, node in enumerate(sorted((n for n in nodes if n in inner), key=numbers.__getitem__)):
                 slots[node] = slot
         return slots, numbers
@@ -285,11 +274,6 @@ def chain(steps: int, **rule: Any) -> DraftPlan:
 def given(nodes: int, depth: int) -> DraftPlan:
     """A tree of up to `nodes` candidates, up to `depth` one after the other, that come with each round."""
     return DraftPlan(GIVEN, nodes, depth, nodes + 1, given_nodes=nodes, given_depth=depth)
-
-
-def candidate_index(top_k: int, level: int, slot: int, rank: int) -> int:
-    """The number of child `rank` of frontier slot `slot` (of level `level` - 1; 0 for the root's children)."""
-    return level_start(level, top_k) + (0 if level == 1 else slot * top_k) + rank
 
 
 def choices_plan(choices: Sequence[Sequence[int]], **rule: Any) -> DraftPlan:

@@ -9,7 +9,7 @@ last (the root of the next tree).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -23,8 +23,9 @@ from edgellm.engines.model.draft_decoder import draft_engine_weights, draft_weig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
+from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.captured_steps import LoadedEngines
-from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows
+from edgellm.engines.runners.image_inputs import ImageInputs
 from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.rows import bound_inputs
 from edgellm.engines.runners.states import ModelStates
@@ -36,47 +37,36 @@ from edgellm.kernels.sampling.contract import ModelTables, StepInputs
 from edgellm.kernels.tree.contract import Candidates, Expansion, Given, HiddenRows, candidate_count
 
 
-@dataclass(frozen=True)
-class DraftRunnerConfig:
-    """Every dimension and limit of a draft runner: the head's own in `draft`, those of its engines in `limits`."""
-
-    draft: DraftConfig
-    limits: EngineLimits
-
-    @property
-    def step_tokens(self) -> int:
-        """The most tokens of one slot that a step other than prefill takes."""
-        return max(self.limits.draft_top_k, self.limits.accept_tokens)
-
-
 class EagleDraftEngineRunner:
-    """Owns engines, weights, KV caches and pending entries of a draft model. Not thread-safe.
+    """Owns engines, weights, KV caches and pending entries of a draft model with the dimensions `config`. Not
+    thread-safe.
 
-    `base_weights` are the base runner's, of which the draft takes embedding and head where it has none of its own.
+    Of the `base` runner the draft takes embedding and head where it has none of its own, images where it sees them, and
+    each slot's difference of position and row, unless rows are its positions.
     Everything is given to the device in order and nothing is waited for.
     """
 
     def __init__(
         self,
         backend: Backend,
-        config: DraftRunnerConfig,
+        draft: DraftConfig,
+        limits: EngineLimits,
         checkpoint: Checkpoint,
-        base_weights: dict[str, Array],
+        base: BaseEngineRunner,
         engines: LoadedEngines,
-        progress: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.backend, self.config = backend, config
-        draft, limits = config.draft, config.limits
+        self.backend, self.config, self.limits = backend, draft, limits
         self._kv_rows = limits.kv_rows
         self._engines = engines
-        own = backend.load_weights(checkpoint, draft_weights(draft), progress)
+        own = backend.load_weights(checkpoint, draft_weights(draft))
         self._weights = {
-            phase: draft_engine_weights(draft, phase, own, base_weights) for phase in ("prefill", "accept", "propose")
+            phase: draft_engine_weights(draft, phase, own, base.weights) for phase in ("prefill", "accept", "propose")
         }
+        is_rotated_alike = bool(draft.decoder.mrope_section) or not base.config.mrope_section
         self._tables = ModelTables(
-            own[DRAFT_EMBEDDING] if draft.has_embedding else base_weights[draft.base_embedding],
+            own[DRAFT_EMBEDDING] if draft.has_embedding else base.weights[draft.base_embedding],
             uploaded(backend, rotary_table(draft.decoder, limits.kv_rows, limits.kv_capacity)),
-            backend.zeros((limits.max_batch,), "int32"),
+            base.offsets if is_rotated_alike else backend.zeros((limits.max_batch,), "int32"),
         )
         mapping = load_draft_to_target(checkpoint, draft)
         self.draft_to_target = uploaded(backend, mapping)
@@ -89,6 +79,8 @@ class EagleDraftEngineRunner:
         self._candidates = CandidateBuffers(backend, limits.max_batch, *sizes)
         self._given = backend.zeros((3 * limits.max_batch * sizes[-1],), "int32")
         self._image_inputs = ImageInputs(backend, draft.decoder, limits, self._tables.rotary)
+        if draft.image_embeddings:
+            self._image_inputs.rows = base.image_rows
         self._allocate_buffers()
 
     def prefill(
@@ -115,10 +107,10 @@ class EagleDraftEngineRunner:
         self.backend.upload(ids, padded)
         self.backend.upload(self._prefill_start, np.asarray([position], np.int32))
         self.backend.upload(self._prefill_last, np.asarray([[count - 1]], np.int32))
-        widest = EngineShape("prefill", 1, chunk, self.config.limits.key_ranges[-1], self._kv_rows, model="draft")
+        widest = EngineShape("prefill", 1, chunk, self.limits.key_ranges[-1], self._kv_rows, model="draft")
         shape = replace(widest, key_range=self._engines.key_range(widest, position + count))
         one = slice(slot, slot + 1)
-        feature_rows = leading(features.reshape(-1), (1, chunk, self.config.draft.feature_size))
+        feature_rows = leading(features.reshape(-1), (1, chunk, self.config.feature_size))
         inputs = self._inputs(shape, self._prefill_start)
 
         def bindings() -> dict[str, Array]:
@@ -143,7 +135,7 @@ class EagleDraftEngineRunner:
         inputs = self._inputs(shape, pending.start)
 
         def bindings() -> dict[str, Array]:
-            features = leading(pending.features.reshape(-1), (batch, tokens, self.config.draft.feature_size))
+            features = leading(pending.features.reshape(-1), (batch, tokens, self.config.feature_size))
             own = {"hidden_states_input": features, "last_token_ids": pending.last}
             return own | self._bindings(shape, slots, inputs)
 
@@ -184,7 +176,7 @@ class EagleDraftEngineRunner:
         slots, width = slice(0, batch), plan.columns
         shape = self.propose_shape(batch, width, key_range)
         inputs = self._inputs(shape, self._propose_start[slots])
-        fed = leading(self._fed, (batch, width, self.config.draft.hidden_size))
+        fed = leading(self._fed, (batch, width, self.config.hidden_size))
 
         def bindings() -> dict[str, Array]:
             return {"hidden_states_from_draft": fed} | self._bindings(shape, slots, inputs)
@@ -218,24 +210,16 @@ class EagleDraftEngineRunner:
 
     def logits(self, batch: int, nodes: int) -> Array:
         """[B, nodes, Vd] float32 of the latest step: of accept (one node) or propose (K)."""
-        return leading(self._logits, (batch, nodes, self.config.draft.draft_vocab_size))
+        return leading(self._logits, (batch, nodes, self.config.draft_vocab_size))
 
     def hidden_states(self, batch: int, nodes: int) -> Array:
         """[B, nodes, H] compute that the latest step put out, what the next propose step takes."""
-        return leading(self._hidden, (batch, nodes, self.config.draft.hidden_size))
-
-    def use_offsets(self, position_offsets: Array) -> None:
-        """Take each slot's difference of position and row [S] int32 from `position_offsets`, as the base does."""
-        self._tables = self._tables._replace(position_offsets=position_offsets)
-
-    def use_image_rows(self, image_rows: ImageRows) -> None:
-        """Take images by the base's `image_rows`."""
-        self._image_inputs.rows = image_rows
+        return leading(self._hidden, (batch, nodes, self.config.hidden_size))
 
     def accept_shape_tokens(self, batch: int, most_pending: int) -> int:
         """The number of tokens to give `accept` where no slot has more than `most_pending` entries."""
         if self.backend.fixed_shapes or batch > 1:
-            return self.config.limits.accept_tokens
+            return self.limits.accept_tokens
         return most_pending
 
     def close(self) -> None:
@@ -244,10 +228,9 @@ class EagleDraftEngineRunner:
         self.states.clear()
 
     def _allocate_buffers(self) -> None:
-        backend, draft, limits = self.backend, self.config.draft, self.config.limits
+        backend, draft, limits = self.backend, self.config, self.limits
         slots, top_k = limits.max_batch, limits.draft_top_k
-        step_rows = slots * self.config.step_tokens
-        rows = max(step_rows, limits.prefill_chunk)
+        rows = max(slots * max(top_k, limits.accept_tokens), limits.prefill_chunk)
         self._embeds = backend.zeros((rows * draft.hidden_size,), "compute")
         self._cos_sin = backend.zeros((rows * draft.decoder.rotary_dim,), "compute")
         mask = self._engines.mask_size("draft", rows, max(limits.tree_key_ranges))
@@ -272,7 +255,7 @@ class EagleDraftEngineRunner:
         `start`."""
         inputs = self._shape_inputs.get(shape)
         if inputs is None:
-            batch, tokens, draft = shape.batch, shape.tokens, self.config.draft
+            batch, tokens, draft = shape.batch, shape.tokens, self.config
             inputs = StepInputs(
                 leading(self._embeds, (batch, tokens, draft.hidden_size)),
                 leading(self._cos_sin, (batch, tokens, draft.decoder.rotary_dim)),

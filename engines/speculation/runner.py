@@ -31,7 +31,7 @@ from edgellm.engines.runners.prompt_images import PromptImages
 from edgellm.engines.runners.sampling_state import SamplingValues, StepRules
 from edgellm.engines.runners.states import SlotRows
 from edgellm.engines.speculation.draft_plan import ACCEPTANCE, BASE_VERIFY, DRAFT_ACCEPT, DraftPlan
-from edgellm.engines.speculation.draft_runner import DraftRunnerConfig, EagleDraftEngineRunner
+from edgellm.engines.speculation.draft_runner import EagleDraftEngineRunner
 from edgellm.engines.speculation.round import GivenTree, Round, RoundKey, SlotProgress, StepReadback, padded_trees
 from edgellm.engines.speculation.tree_verification import DRAWN, GREEDY, SAMPLED, TYPICAL, TreeVerification
 from edgellm.kernels.arrays import Array
@@ -74,24 +74,15 @@ class DecodingRunner:
     ) -> None:
         self.backend, self.config, self.limits = backend, config, limits
         shapes = limits.engine_shapes() if adapters is None else limits.all_engine_shapes()
-        if draft is None:
-            shapes = []
-        self._engines = LoadedEngines(
-            backend, [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
-        )
+        rounds = [shape for shape in shapes if shape.model == "draft" or shape.phase in _TREE_PHASES]
+        self._engines = LoadedEngines(backend, [] if draft is None else rounds)
         user = None if draft is None else self
         self.base = BaseEngineRunner(
             backend, config, limits, checkpoint, progress, draft, user, adapters, vision_memory
         )
         self.draft: EagleDraftEngineRunner | None = None
         if draft is not None and draft_checkpoint is not None:
-            self.draft = EagleDraftEngineRunner(
-                backend, DraftRunnerConfig(draft, limits), draft_checkpoint, self.base.weights, self._engines
-            )
-            if draft.decoder.mrope_section or not config.mrope_section:  # else rows are the draft's positions
-                self.draft.use_offsets(self.base.offsets)
-            if draft.image_embeddings:
-                self.draft.use_image_rows(self.base.image_rows)
+            self.draft = EagleDraftEngineRunner(backend, draft, limits, draft_checkpoint, self.base, self._engines)
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         self._steps = CapturedSteps(backend)
         self._rounds: dict[RoundKey, Round] = {}
@@ -333,10 +324,6 @@ class DecodingRunner:
         if current is None:
             current = self._rounds[key] = Round(self.base, self.draft, self.verification, key)
         return current
-
-    def set_adapter(self, slot: int, name: str | None) -> None:
-        """See `BaseEngineRunner.set_adapter`: what the slot's sequence is verified and decoded with."""
-        self.base.set_adapter(slot, name)
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The base's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,

@@ -1,11 +1,10 @@
 """Drafts without a model: what followed the last time that these tokens were said.
 
-Answers repeat: they quote the prompt, edit a text that it holds, or follow the form of earlier answers. Where the last
-tokens of a sequence stood somewhere before, what followed there is a good guess at what follows now. Prompt lookup
-decoding looks for the last few tokens in the prompt and proposes the rest as a chain. Suffix decoding takes the longest
-suffix, looks into earlier answers too, and proposes a tree by how often each continuation followed. This index does the
-latter without a suffix tree: as in a compressor of the LZ77 family, every token is linked with the place where the same
-2 or 8 last tokens stood before, the places on the links are compared backwards, and the longest matches speak.
+Where the last tokens of a sequence stood somewhere before, what followed there is a good guess at what follows now. As
+suffix decoding does, this index takes the longest suffix, looks into earlier answers too, and proposes a tree by how
+often each continuation followed; but without a suffix tree: as in a compressor of the LZ77 family, every token is
+linked with the place where the same 2 or 8 last tokens stood before, the places on the links are compared backwards,
+and the longest matches speak.
 
 Whatever is proposed, the base model verifies it: under greedy and drawn acceptance, tokens of another request can make
 an answer faster or slower, never another one. (Typical acceptance is lossy: there, the candidates offered have a say in
@@ -19,6 +18,7 @@ import heapq
 import math
 from array import array
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +33,9 @@ _LONGEST = 32
 _VISITS = 8
 #: The weight with which a match of n tokens speaks for what followed it, and the weight of something else. A match that
 #: grows along a path lessens the doubt. Fitted to what tools/bench/suffix_replay.py replays.
-_WEIGHTS = [1 + length / 4 + (length / 10) ** 4 for length in range(2 * _LONGEST)]
+_WEIGHTS = [1 + length / 4 + (length / 10) ** 4 for length in range(2 * _LONGEST + 1)]
 _DOUBTS = [
-    [1.1 * math.sqrt(_WEIGHTS[match] / _WEIGHTS[match + level]) for level in range(_LONGEST)]
+    [1.1 * math.sqrt(_WEIGHTS[match] / _WEIGHTS[match + level]) for level in range(_LONGEST + 1)]
     for match in range(_LONGEST + 1)
 ]
 #: Stands before, between and behind sequences: no token equals it.
@@ -250,12 +250,8 @@ class SuffixIndex:
             if len(found) >= enough:
                 break
             below = length
-        found.sort(key=_longest_first)
+        found.sort(key=itemgetter(0), reverse=True)
         return found[:_VISITS]
-
-
-def _longest_first(place: tuple[int, _History, int]) -> int:
-    return -place[0]
 
 
 def _chain(weight: float, following: list[int], doubts: list[float], highest: float, match: int) -> Proposal:
@@ -286,13 +282,8 @@ def _grown(followers: list[list], doubts: list[float], nodes: int, width: int, h
     while len(tokens) < nodes:
         if len(speaking) == 1:
             weight, following = speaking[0]
-            token = following[level]
-            if token != _GAP:
-                total = weight + doubts[level]
-                path = cost + log(total / weight)
-                if path <= highest:
-                    push(waiting, (path, made, node, token, level + 1, weight / total, speaking))
-                    made += 1
+            total, token = weight + doubts[level], following[level]
+            children = [] if token == _GAP else [(weight, token, speaking)]
         else:
             shares: dict[int, list] = {}
             total = doubts[level]
@@ -307,12 +298,12 @@ def _grown(followers: list[list], doubts: list[float], nodes: int, width: int, h
                         shares[token] = [follower]
             children = [(sum([weight for weight, _ in agreed]), token, agreed) for token, agreed in shares.items()]
             if len(children) > width:
-                children = sorted(children, key=_heaviest_first)[:width]
-            for weight, token, agreed in children:
-                path = cost + log(total / weight)
-                if path <= highest:
-                    push(waiting, (path, made, node, token, level + 1, weight / total, agreed))
-                    made += 1
+                children = sorted(children, key=itemgetter(0), reverse=True)[:width]
+        for weight, token, agreed in children:
+            path = cost + log(total / weight)
+            if path <= highest:
+                push(waiting, (path, made, node, token, level + 1, weight / total, agreed))
+                made += 1
         if not waiting:
             break
         cost, _, parent, token, level, promise, speaking = pop(waiting)
@@ -322,10 +313,6 @@ def _grown(followers: list[list], doubts: list[float], nodes: int, width: int, h
         scores.append(-cost)
         promises.append(promise)
     return Proposal(tokens, parents, scores, promises, match)
-
-
-def _heaviest_first(child: tuple[float, int, list]) -> float:
-    return -child[0]
 
 
 def _slots(tokens: int) -> int:

@@ -77,16 +77,13 @@ class VerifiedTrees:
     def of(self, plan: DraftPlan, nodes: int, key_range: int, start: Array) -> VerifiedTree:
         """The arrays of a plan's tree, padded to `nodes`, of the leading slots, whose committed rows are `start` [B];
         made once."""
-        key = (start.shape[0], plan, nodes, key_range)
-        if key not in self._views:
-            self._views[key] = self._make(plan, nodes, key_range, start)
-        return self._views[key]
-
-    def _make(self, plan: DraftPlan, nodes: int, key_range: int, start: Array) -> VerifiedTree:
         batch, config = start.shape[0], self._config
+        key = (batch, plan, nodes, key_range)
+        if key in self._views:
+            return self._views[key]
         per_node, per_path = (batch, nodes), (batch, plan.longest)
         vocabulary = (*per_node, config.vocab_size)
-        return VerifiedTree(
+        self._views[key] = VerifiedTree(
             plan,
             _views(self._nodes, per_node, per_node, per_node, (*per_node, nodes), per_node),
             StepInputs(
@@ -100,6 +97,7 @@ class VerifiedTrees:
             _views(self._accepted, per_path, per_path, (batch,)),
             leading(self._emitted, (batch, plan.longest + 1)),
         )
+        return self._views[key]
 
 
 class CandidateBuffers:
@@ -120,12 +118,8 @@ class CandidateBuffers:
     def of(self, batch: int, plan: DraftPlan) -> Candidates:
         """The arrays of a plan for the `batch` leading slots; made once. Frontiers and selection of a static tree are
         constant."""
-        views = self._views.get((batch, plan))
-        if views is None:
-            views = self._views[batch, plan] = self._make(batch, plan)
-        return views
-
-    def _make(self, batch: int, plan: DraftPlan) -> Candidates:
+        if (batch, plan) in self._views:
+            return self._views[batch, plan]
         shape = (batch, plan.candidates)
         frontiers = (batch, max(1, plan.levels - 1), plan.columns)
         selected = (batch, plan.selected)
@@ -136,6 +130,7 @@ class CandidateBuffers:
             levels = plan.frontiers or [(-1,) * plan.columns]
             chosen = self._constant(levels, frontiers), self._constant(plan.selection, selected)
             views = views._replace(frontiers=chosen[0], selected=chosen[1])
+        self._views[batch, plan] = views
         return views
 
     def _constant(self, values: Sequence, shape: tuple[int, ...]) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
@@ -71,7 +71,6 @@ class TreeVerification:
         self._made: tuple[VerifiedTrees, Pending, ReplayInputs] | None = None
         self._given: CandidateBuffers | None = None
         self._draft_probabilities: Array | None = None
-        self._workspaces: dict[str, Array] = {}
         self._taken: dict[tuple[int, DraftPlan], bool] = {}
         #: Called between verification and acceptance of each round, for measurements with a given acceptance; captured
         #: like the rest. Set it before the first round.
@@ -175,18 +174,18 @@ class TreeVerification:
         if constrained:
             steps.append(partial(sampling.constrain, slots, logits.logits))
         if acceptance == GREEDY:
-            steps.append(partial(kernels.eagle_accept, logits.logits, nodes, active, accepted, self._workspace()))
+            steps.append(partial(kernels.eagle_accept, logits.logits, nodes, active, accepted, self._workspace))
         elif acceptance == DRAWN:
             steps.append(partial(kernels.accept_draws, logits, nodes, state, rows, accepted))
         elif acceptance == SAMPLED:
-            chain, workspace = self._chain(candidates, tree.plan), self._workspace()
+            chain, workspace = self._chain(candidates, tree.plan), self._workspace
             accept = kernels.accept_sampled_draws
             steps.append(partial(accept, logits, nodes, state, rows, chain, accepted, workspace))
         else:
             bounds = TypicalBounds(tree.plan.posterior_threshold, tree.plan.posterior_alpha)
             typical = kernels.typical_accept
             steps.append(partial(kernels.draw_nodes, logits, nodes, state, rows))
-            steps.append(partial(typical, logits, nodes, active, rows, bounds, accepted, self._workspace()))
+            steps.append(partial(typical, logits, nodes, active, rows, bounds, accepted, self._workspace))
         kept = self._kept(tree)
         steps.append(self._base.states.commit(state.kvcache_start_index, accepted, tree.features, pending, kept))
         steps.append(partial(kernels.advance_accepted, accepted, state, pending, tree.emitted))
@@ -209,7 +208,7 @@ class TreeVerification:
             self._base.sampling.rows(slots),
             self._base.sequences(slots).positions,
             self._chain(self.candidates(batch, plan), plan),
-            self._workspace(of_draft=True),
+            self._draft_workspace,
         )
 
     def _arrays(self) -> tuple[VerifiedTrees, Pending, ReplayInputs]:
@@ -227,7 +226,7 @@ class TreeVerification:
     def _chain(self, candidates: Candidates, plan: DraftPlan) -> Chain:
         """The sampled chains of the slots; memory for the draft's distributions is allocated when first needed."""
         assert self._draft is not None
-        limits, vocabulary = self._base.limits, self._draft.config.draft.draft_vocab_size
+        limits, vocabulary = self._base.limits, self._draft.config.draft_vocab_size
         if self._draft_probabilities is None:
             size = limits.max_batch * limits.draft_steps * vocabulary
             self._draft_probabilities = self._backend.zeros((size,), "float32")
@@ -249,16 +248,15 @@ class TreeVerification:
         batch, nodes = tree.nodes.tokens.shape
         return self._arrays()[2].of(batch, nodes)
 
-    def _workspace(self, of_draft: bool = False) -> Array:
-        """The workspace of the acceptance kernels, for the largest tree, or of draws from the draft; allocated when
-        first needed."""
-        use = "draft" if of_draft else "accept"
-        if use not in self._workspaces:
-            acceptance, limits = self._backend.acceptance, self._limits
-            if of_draft:
-                assert self._draft is not None
-                size = acceptance.draft_workspace_size(limits.slots, self._draft.config.draft.draft_vocab_size)
-            else:
-                size = acceptance.accept_workspace_size(limits.slots, limits.nodes)
-            self._workspaces[use] = self._backend.zeros((size,), "uint8")
-        return self._workspaces[use]
+    # The workspaces of the acceptance kernels, for the largest tree, and of draws from the draft.
+    @cached_property
+    def _workspace(self) -> Array:
+        size = self._backend.acceptance.accept_workspace_size(self._limits.slots, self._limits.nodes)
+        return self._backend.zeros((size,), "uint8")
+
+    @cached_property
+    def _draft_workspace(self) -> Array:
+        assert self._draft is not None
+        vocabulary = self._draft.config.draft_vocab_size
+        size = self._backend.acceptance.draft_workspace_size(self._limits.slots, vocabulary)
+        return self._backend.zeros((size,), "uint8")

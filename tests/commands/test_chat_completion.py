@@ -6,20 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from edgellm.commands.chat_input import FILE, ChatCompletion
+from edgellm.commands.chat_commands import FILE
+from edgellm.commands.chat_input import candidates
 
-COMPLETION = ChatCompletion(
-    {
-        "save": FILE,
-        "set": lambda: ("temperature", "top_k", "top_p"),
-        "stats": None,
-        "adapter": lambda: ("json", "pirate", "tools"),
-    }
-)
+ARGUMENTS = {
+    "save": FILE,
+    "set": lambda: ("temperature", "top_k", "top_p"),
+    "stats": None,
+    "adapter": lambda: ("json", "pirate", "tools"),
+}
 
 
 @pytest.mark.parametrize(
-    ("line", "candidates"),
+    ("line", "expected"),
     [
         ("/s", ["/save ", "/set ", "/stats "]),
         ("/adapter", ["/adapter "]),
@@ -34,8 +33,8 @@ COMPLETION = ChatCompletion(
         ("", []),
     ],
 )
-def test_commands_and_words(line: str, candidates: list[str]) -> None:
-    assert COMPLETION.candidates(line) == candidates
+def test_commands_and_words(line: str, expected: list[str]) -> None:
+    assert candidates(ARGUMENTS, line) == expected
 
 
 @pytest.fixture
@@ -50,15 +49,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_command_takes_every_file_as_its_name_stands(folder: Path) -> None:
     found = ["cup 'b'.JPG", "cup.png", "cup.txt", "cups/"]
-    assert COMPLETION.candidates("/save cu") == [f"/save {name}" for name in found]
-    assert COMPLETION.candidates("/save cup 'b") == ["/save cup 'b'.JPG"]
-    assert COMPLETION.candidates(f"/save {folder}/cup.t") == [f"/save {folder}/cup.txt"]
-    assert COMPLETION.candidates("/save ~/.h") == ["/save ~/.hidden.png"]
-    assert COMPLETION.candidates("/save no/such/folder/x") == []
+    assert candidates(ARGUMENTS, "/save cu") == [f"/save {name}" for name in found]
+    assert candidates(ARGUMENTS, "/save cup 'b") == ["/save cup 'b'.JPG"]
+    assert candidates(ARGUMENTS, f"/save {folder}/cup.t") == [f"/save {folder}/cup.txt"]
+    assert candidates(ARGUMENTS, "/save ~/.h") == ["/save ~/.hidden.png"]
+    assert candidates(ARGUMENTS, "/save no/such/folder/x") == []
 
 
 def test_a_message_takes_images_as_they_are_dropped(folder: Path) -> None:
-    assert COMPLETION.candidates("see ./cup") == [r"see ./cup\ \'b\'.JPG ", "see ./cup.png ", "see ./cups/"]
-    assert COMPLETION.candidates(r"see ~/cup\ ") == [r"see ~/cup\ \'b\'.JPG "]
-    assert COMPLETION.candidates(f"{folder}/cup.p") == [f"{folder}/cup.png "]
-    assert COMPLETION.candidates("see cup") == []
+    assert candidates(ARGUMENTS, "see ./cup") == [r"see ./cup\ \'b\'.JPG ", "see ./cup.png ", "see ./cups/"]
+    assert candidates(ARGUMENTS, r"see ~/cup\ ") == [r"see ~/cup\ \'b\'.JPG "]
+    assert candidates(ARGUMENTS, f"{folder}/cup.p") == [f"{folder}/cup.png "]
+    assert candidates(ARGUMENTS, "see cup") == []

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from edgellm.commands.app import create_app
-from edgellm.commands.console import ProgressDisplay
+from edgellm.commands.console import progress_display
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 
@@ -106,7 +106,7 @@ class Terminal(io.StringIO):
 def test_progress_on_a_terminal_is_one_line_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with ProgressDisplay() as display:
+    with progress_display() as display:
         display("weights", 1 << 20, 4 << 20)
         display("plans", 1, 2)
         display("weights", 4 << 20, 4 << 20)
@@ -119,7 +119,7 @@ def test_progress_on_a_terminal_is_one_line_that_goes_away(monkeypatch: pytest.M
 
 def test_progress_elsewhere_is_a_line_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    with ProgressDisplay() as display:
+    with progress_display() as display:
         for done in range(5):
             display("plans", done, 4)
     assert sys.stderr.getvalue() == "plans ...\nplans: done 4 of 4\n"

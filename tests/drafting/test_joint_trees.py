@@ -13,8 +13,8 @@ from served_answers import answer
 from token_rules import RuledSequence
 
 from edgellm import LLM, Request, RequestError, SamplingParams
-from edgellm.decoding.rules import StepMasks
 from edgellm.decoding.runner import read_adapters
+from edgellm.decoding.sequence import StepMasks
 from edgellm.drafting import given as given_module
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.drafting.config import DraftingConfig

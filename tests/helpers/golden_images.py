@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from golden_files import golden_folder
@@ -14,7 +14,7 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, place_images
 
 FOLDER = golden_folder("image_prompts")
 #: Those whose images see themselves, and the others.
@@ -26,16 +26,6 @@ TOLERANCE = 1e-4
 def assert_close(found: np.ndarray, expected: np.ndarray) -> None:
     """No logit is farther from the expected one than float32's rounding explains."""
     assert np.abs(found - expected).max() <= TOLERANCE
-
-
-@dataclass(frozen=True, eq=False)
-class GoldenImage:
-    """An image as a vision engine would put it out."""
-
-    rows: np.ndarray
-    deepstack: tuple[np.ndarray, ...]
-    digest: str
-    grid: tuple[int, int, int]
 
 
 class GoldenModel:
@@ -52,12 +42,12 @@ class GoldenModel:
         grids = self.expected["grids"].tolist()
         self.images = [self._image(index, tuple(grid)) for index, grid in enumerate(grids)]
 
-    def _image(self, index: int, grid: tuple[int, int, int]) -> GoldenImage:
+    def _image(self, index: int, grid: tuple[int, int, int]) -> ImageEmbeddings:
         features = [self.expected[f"image{index}.deepstack{layer}"] for layer in range(self.config.deepstack_layers)]
         rows = self.expected[f"image{index}.rows"]
         if self.config.image_tokens:  # what the language model multiplies is divided before
             rows = rows / np.float32(self.config.embedding_scale)
-        return GoldenImage(rows, tuple(features), f"image {index}", grid)
+        return ImageEmbeddings(rows, tuple(features), f"image {index}", grid)
 
     def placed(self) -> PromptImages:
         """The images in the prompt."""
@@ -67,15 +57,14 @@ class GoldenModel:
         """What of the images stands before the token `stop`, which may be in the middle of one."""
         whole = self.placed()
         counts = [count for _, _, count in whole.within(0, stop)]
-        kept = len(counts)
+        images = tuple(
+            replace(image, rows=image.rows[:count], deepstack=tuple(layer[:count] for layer in image.deepstack))
+            for image, count in zip(whole.images, counts, strict=False)
+        )
         return replace(
             whole,
             spans=tuple((start, count) for (start, _), count in zip(whole.spans, counts, strict=False)),
-            rows=tuple(rows[:count] for rows, count in zip(whole.rows, counts, strict=False)),
-            deepstack=tuple(
-                tuple(layer[:count] for layer in layers) for layers, count in zip(whole.deepstack, counts, strict=False)
-            ),
-            digests=whole.digests[:kept],
+            images=images,
             positions=None if whole.positions is None else whole.positions[:, :stop],
         )
 

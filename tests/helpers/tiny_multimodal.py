@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from tiny_families import DELTA_LAYERS
 from edgellm.engines.backends.base import Backend
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.kernels.arrays import Array
 
@@ -143,17 +142,7 @@ TEMPLATES = {"gemma3": TEMPLATE.replace("".join(MARKERS), MARKERS[0])}
 PREPROCESSORS["qwen3_vl"] = PREPROCESSORS["qwen3_5"] = PREPROCESSORS["qwen2_5_vl"]
 
 
-@dataclass(frozen=True, eq=False)
-class TinyImage:
-    """What a vision engine would put out for an image of `grid` patches; see `EmbeddedImage`."""
-
-    rows: Array
-    deepstack: tuple[Array, ...]
-    digest: str
-    grid: tuple[int, int, int]
-
-
-def tiny_image(backend: Backend, config: DecoderConfig, grid: tuple[int, int], seed: int) -> TinyImage:
+def tiny_image(backend: Backend, config: DecoderConfig, grid: tuple[int, int], seed: int) -> ImageEmbeddings:
     """An image of (height, width) patches with random features, in the backend's memory."""
     random = np.random.default_rng(seed)
     height, width = grid
@@ -166,7 +155,7 @@ def tiny_image(backend: Backend, config: DecoderConfig, grid: tuple[int, int], s
         return array
 
     deepstack = tuple(features() for _ in range(config.deepstack_layers))
-    return TinyImage(features(), deepstack, f"image {seed}", (1, height, width))
+    return ImageEmbeddings(features(), deepstack, f"image {seed}", (1, height, width))
 
 
 def stored(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -179,7 +168,7 @@ def stored(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def prompt_with_images(
-    config: DecoderConfig, images: Sequence[TinyImage], seed: int = 0, text: int = 5
+    config: DecoderConfig, images: Sequence[ImageEmbeddings], seed: int = 0, text: int = 5
 ) -> tuple[list[int], PromptImages]:
     """Token ids with `text` tokens before, between and after the images, and where these are."""
     random = np.random.default_rng(seed)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from edgellm.decoding.rules import StepMasks
+from edgellm.decoding.sequence import StepMasks
 from edgellm.engines.errors import ConstraintError
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.constraints import AllConstraints, BadWords, TokenConstraint, packed_mask

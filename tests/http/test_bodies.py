@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from edgellm.asynchronous import AsyncLLM
 from edgellm.errors import EdgeLLMError
-from edgellm.http import fields
+from edgellm.http import completions, fields
 from edgellm.http.app import Service
 from edgellm.http.errors import HTTPError
 from edgellm.http.fields import ParsedRequest, ServedModel
@@ -26,10 +26,10 @@ from edgellm.runtime import SHIPPED_MODEL
 
 MODEL = ServedModel("m", ("a",), template_variables=frozenset({"enable_thinking"}))
 READERS: dict[str, Callable[[bytes, ServedModel], ParsedRequest]] = {
-    "chat": fields.chat,
-    "completion": fields.completion,
+    "chat": completions.chat,
+    "completion": completions.completion,
     "responses": response_request,
-    "tokens": fields.tokens,
+    "tokens": completions.tokens,
 }
 NAMES = sorted(
     {*fields.SAMPLING, *fields.HARMLESS, "model", "stream", "n", "deadline", "max_tokens", "max_completion_tokens"}

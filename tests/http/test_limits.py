@@ -21,7 +21,7 @@ from PIL import Image
 from edgellm.asynchronous import AsyncLLM
 from edgellm.decoding.sequence import DecodingSequence
 from edgellm.errors import EngineError, RequestError, TemplateError, did_you_mean
-from edgellm.http import fields
+from edgellm.http import completions, fields
 from edgellm.http.app import Service
 from edgellm.http.bodies import MOST_VALUES, TEXT_BYTES, check_body, check_images
 from edgellm.http.errors import HTTPError, http_error, without_folders
@@ -77,7 +77,7 @@ def test_bodies_that_cost_little_are_taken(body: dict[str, Any]) -> None:
 )
 def test_bodies_that_cost_much_are_refused_before_anything_of_them_is_read(body: bytes, words: str) -> None:
     with pytest.raises(HTTPError, match=words) as raised:
-        fields.completion(body, MODEL)
+        completions.completion(body, MODEL)
     assert (raised.value.status, raised.value.code) == (413, "body_too_large")
 
 
@@ -95,13 +95,13 @@ def test_long_names_are_cut() -> None:
     name = "temperatur" * 150_000
     started = time.process_time()
     with pytest.raises(HTTPError) as raised:
-        fields.completion(json.dumps({"model": "m", "prompt": "a", name: 1}).encode(), MODEL)
+        completions.completion(json.dumps({"model": "m", "prompt": "a", name: 1}).encode(), MODEL)
     assert time.process_time() - started < 1
     assert len(raised.value.message) <= 2000 and raised.value.param == name[:100]
     assert did_you_mean("temprature", ["temperature"]) == ": did you mean temperature?"
     part = {"type": "image_url", "image_url": {"url": "data:,", "x" * 100_000: 1}}
     with pytest.raises(HTTPError) as raised:
-        fields.chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}).encode(), MODEL)
+        completions.chat(json.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}).encode(), MODEL)
     assert len(raised.value.message) <= 2000
 
 
@@ -117,7 +117,7 @@ def test_images_of_a_request_are_limited_together() -> None:
 
     def ask(count: int) -> int:
         messages = [{"role": "user", "content": [image] * count}]
-        return fields.chat(json.dumps({"model": "m", "messages": messages}).encode(), model).pixels
+        return completions.chat(json.dumps({"model": "m", "messages": messages}).encode(), model).pixels
 
     assert ask(4) == 400
     with pytest.raises(HTTPError, match=r"images of 500 pixels: at most 400 are taken.*--max-image-pixels"):

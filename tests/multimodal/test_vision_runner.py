@@ -14,7 +14,8 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError, ImageError
 from edgellm.engines.model.limits import EngineShape
-from edgellm.multimodal.vision_runner import EmbeddingCache, ImageEmbeddings, VisionEngineRunner, vision_memory
+from edgellm.engines.runners.prompt_images import ImageEmbeddings
+from edgellm.multimodal.vision_runner import EmbeddingCache, VisionEngineRunner, vision_memory
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from edgellm import LLM, DraftingConfig, SamplingParams
 from edgellm.commands.app import run
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.numpy_backend import NumpyEngine, NumpyTimestamp
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -154,7 +155,9 @@ def captured_answer(directory: EngineDirectory, observed: bool) -> tuple[list[in
     )
     plan = FixedDrafting(DraftPlan("chain", 1, 3, 4))
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
-    for _ in answered(DecodingLoop(ObservedRunner(runner, trace) if observed else runner, contents, plan), [sequence]):
+    for _ in answered(
+        DecodingLoop(SlotTable(ObservedRunner(runner, trace) if observed else runner, contents), plan), [sequence]
+    ):
         pass
     trace.finish()
     runner.close()
@@ -238,7 +241,7 @@ def test_the_command_writes_what_perfetto_opens(tmp_path: Path, monkeypatch: pyt
 def test_a_trace_that_cannot_be_written_is_refused_before_the_model_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    monkeypatch.setattr("edgellm.commands.chat.open_model", lambda *_, **__: pytest.fail("the model was opened"))
+    monkeypatch.setattr("edgellm.commands.models.open_model", lambda *_, **__: pytest.fail("the model was opened"))
     assert ask(["chat", "--trace", str(tmp_path / "no" / "trace.json")], monkeypatch) == 1
     assert "cannot be written: No such file or directory" in capsys.readouterr().err
 

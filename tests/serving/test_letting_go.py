@@ -130,7 +130,7 @@ def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slow
         async with AsyncLLM(serving_engines, backend="numpy", drafting=None) as llm:
             slowed(llm.served)
             session = llm.create_session(params=LONG)
-            say = session._say
+            say = session._ask_turn
 
             def say_and_halt(*arguments: object) -> object:
                 try:
@@ -141,13 +141,13 @@ def test_a_session_goes_on_after_a_task_that_gave_up(serving_engines: Path, slow
                 finally:
                     left.set()
 
-            session._say = say_and_halt
+            session._ask_turn = say_and_halt
             task = asyncio.create_task(session.send("one"))
             await asyncio.to_thread(reached.wait)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            session._say = say
+            session._ask_turn = say
             try:
                 assert (await session.send("two", SHORT)).finish_reason == "length"
             finally:

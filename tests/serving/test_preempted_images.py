@@ -10,6 +10,7 @@ from tiny_multimodal import FAMILIES, IMAGE_TOKEN, prompt_with_images, tiny_imag
 
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -67,7 +68,7 @@ def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
     keeper = RowKeeper(runner, budget)
     states = StateKeeper(runner) if runner.base.states.is_recurrent else None
     contents = [KVContents(states) for _ in range(runner.limits.max_batch)]
-    return DecodingLoop(runner, contents, plan, keeper=keeper, states=states)
+    return DecodingLoop(SlotTable(runner, contents, keeper=keeper, states=states), plan)
 
 
 @pytest.mark.parametrize(("runner", "budget", "rounds"), CASES, indirect=["runner"], ids=str)

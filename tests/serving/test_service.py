@@ -102,7 +102,7 @@ def test_requests_are_served_in_their_order(served: LLM, paused: Pause) -> None:
         generations = [served.stream("x", SHORT) for _ in range(8)]
     for generation in generations:
         generation.result()
-    started = [generation._request_state.sequence.clock.started for generation in generations]
+    started = [generation.request_state.sequence.clock.started for generation in generations]
     assert started == sorted(started)
 
 

@@ -37,7 +37,7 @@ def test_cancelling_ends_an_answer_at_the_next_round(served: LLM, from_another_t
     generation = served.stream("hello", LONG)
 
     def count_and_cancel() -> None:
-        if generation._request_state.sequence.answer.token_count == 3:
+        if generation.request_state.sequence.answer.token_count == 3:
             thread = threading.Thread(target=generation.cancel)
             if from_another_thread:
                 thread.start()
@@ -68,7 +68,7 @@ def test_letting_go_of_a_request_and_leaving_its_block_cancel_it(served: LLM, sl
         raise ZeroDivisionError
     assert generation.result().finish_reason == "cancelled"
     forgotten = served.stream("x", LONG)
-    request_state = forgotten._request_state
+    request_state = forgotten.request_state
     forgotten.next_chunk()
     del forgotten
     with request_state.changed:
@@ -96,7 +96,7 @@ def test_deadlines(served: LLM, paused: Pause, slowed: Slow, monkeypatch: pytest
         assert served.generate("x", LONG, deadline=0.02).token_ids == ()
     begun = served.stream("x", LONG, deadline=60)
     begun.next_chunk()
-    begun._request_state.deadline = time.perf_counter()
+    begun.request_state.deadline = time.perf_counter()
     response = begun.result()
     assert response.finish_reason == "deadline"
     assert 1 <= response.usage.completion_tokens < 60
@@ -113,7 +113,7 @@ def test_a_failing_request_does_not_touch_the_others(served: LLM, alone: Answers
         good = [served.submit(request) for request in requests[:5]]
         unknown = served.stream([5, 5000], LONG)
         broken = served.stream("x", LONG)
-        detokenizer = broken._request_state.sequence.answer._detokenizer
+        detokenizer = broken.request_state.sequence.answer._detokenizer
 
         def fail(token: int) -> str:
             raise UnicodeError(f"no text for {token}")
@@ -197,7 +197,7 @@ def test_a_failing_step_fails_what_runs_and_nothing_else(
 
 
 def list_of_ids(generation: object) -> list[int]:
-    return [token for chunk in generation._request_state.chunks for token in chunk.token_ids]
+    return [token for chunk in generation.request_state.chunks for token in chunk.token_ids]
 
 
 def test_a_crash_of_the_thread_is_told_to_everybody(

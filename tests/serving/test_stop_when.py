@@ -89,7 +89,7 @@ def test_the_engine_may_be_faster_than_the_reader(llm: LLM) -> None:
     """The answer ends where its reader says all the same, also where all of it has been computed."""
     whole = llm.generate("hello", PARAMS)
     generation = llm.stream("hello", PARAMS, stop_when=enough)
-    assert generation._request_state.wait(20)
+    assert generation.request_state.wait(20)
     polled = generation.poll()
     check_cut(generation.result(), whole)
     assert polled.text == generation.result().text

@@ -40,7 +40,7 @@ def public_names(kind: type) -> set[str]:
         (LLM, AsyncLLM, {"of_thread"}, {"open"}),
         (Session, AsyncSession, set(), set()),
         # Without an event loop there are other ways to wait for a piece, and to be told of one.
-        (Generation, AsyncGeneration, {"request_state", "look_ahead", "next_chunk", "on_change", "poll"}, {"aclose"}),
+        (Generation, AsyncGeneration, {"look_ahead", "next_chunk", "on_change", "poll"}, {"aclose"}),
     ],
 )
 def test_names_and_arguments(kind: type, twin: type, alone: set[str], more: set[str]) -> None:

@@ -11,16 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kept_snapshots import forget, keep
-from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
+from tiny_multimodal import FAMILIES, IMAGE_TOKEN, prompt_with_images, tiny_image
 
 from edgellm.commands.cache_prompts import with_cached_prompt
 from edgellm.commands.settings import Settings
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import RequestError, SnapshotError
@@ -70,7 +71,7 @@ def slots(
         yield opened
 
 
-def images_of(runner: DecodingRunner, count: int = 3) -> list[TinyImage]:
+def images_of(runner: DecodingRunner, count: int = 3) -> list[ImageEmbeddings]:
     """Different images of one size, whose prompts have the same token ids."""
     config = runner.base.config
     grid = (4, 4) if config.spatial_merge_size == 2 else (2, 2)
@@ -103,7 +104,7 @@ def loop_of(runner: DecodingRunner) -> DecodingLoop:
     """A loop whose slots hold nothing."""
     states = kept_states(runner)
     contents = [KVContents(states) for _ in range(runner.limits.max_batch)]
-    return DecodingLoop(runner, contents, states=states)
+    return DecodingLoop(SlotTable(runner, contents, states=states))
 
 
 def test_contents_tell_images_apart(slots: Slots) -> None:
@@ -119,7 +120,7 @@ def test_contents_tell_images_apart(slots: Slots) -> None:
     assert contents.reusable([*ids, 7]) == ids.index(IMAGE_TOKEN)  # nor are they a text's
 
 
-def question_of(slots: Slots, ids: Sequence[int], images: Sequence[TinyImage]) -> DecodingSequence:
+def question_of(slots: Slots, ids: Sequence[int], images: Sequence[ImageEmbeddings]) -> DecodingSequence:
     """A request with images that wants six tokens."""
     runner, directory = slots
     tokenizer = Tokenizer.from_directory(directory.path, directory.config.vocab_size)

@@ -13,6 +13,7 @@ import pytest
 
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.numpy_backend import NumpyBackend, NumpyEngine
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -88,7 +89,7 @@ def answer_of(runner: DecodingRunner, directory: EngineDirectory, snapshots: Slo
     )
     plan = FixedDrafting(DraftPlan("chain", 1, 3, 4)) if runner.draft is not None else None
     contents = [KVContents() for _ in range(directory.limits.max_batch)]
-    for _ in answered(DecodingLoop(runner, contents, plan, snapshots), [sequence]):
+    for _ in answered(DecodingLoop(SlotTable(runner, contents, snapshots), plan), [sequence]):
         pass
     return sequence
 

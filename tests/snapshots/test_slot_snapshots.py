@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +146,7 @@ def test_another_process_may_use_the_file_at_the_same_time(
     monkeypatch.setattr(slot_snapshots, "opened_unchanged", touched)
     for _ in range(3):
         assert snapshots.restore(0, PROMPTS[0], KVContents()) > 0
-    monkeypatch.setattr(slot_snapshots, "opened_unchanged", lambda *arguments: nullcontext())
+    monkeypatch.setattr(slot_snapshots, "opened_unchanged", lambda path, _: opened(path, None))
     assert snapshots.restore(0, PROMPTS[0], KVContents()) == 0
     assert snapshots.store.refused[path].reason == "replaced"
 

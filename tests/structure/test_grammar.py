@@ -172,21 +172,21 @@ def test_masks_are_kept_by_the_tokens_before_and_not_changed_through_them(vocabu
     compiled = vocabulary.compiled(structure.grammar_text)
     first = begin(vocabulary, structure)
     row = mask(first)
-    hits = compiled.hits
+    hits = compiled.masks.hits
     row[:] = 0
-    assert bits(mask(begin(vocabulary, structure))) != [] and compiled.hits == hits + 1
+    assert bits(mask(begin(vocabulary, structure))) != [] and compiled.masks.hits == hits + 1
     assert vocabulary.compiled(structure.grammar_text) is compiled
 
 
 def test_memory_of_masks_and_grammars_is_bounded(vocabulary, monkeypatch):
     monkeypatch.setattr(grammar_module, "MASK_BYTES", 5 * 4 * mask_words(WIDTH))
-    monkeypatch.setattr(grammar_module, "MOST_GRAMMARS", 3)
+    monkeypatch.setattr(vocabulary._grammars, "most", 3)
     structure = Structure(regex="[a-z]*")
     compiled, constraint = vocabulary.compiled(structure.grammar_text), begin(vocabulary, structure)
     for token in bits(mask(constraint))[:1] * 20:
         assert constraint.try_advance(token)
         mask(constraint)
-    assert len(compiled._masks) == 5
+    assert len(compiled.masks) == 5
     for number in range(5):
         vocabulary.compiled(Structure(choice=[str(number)]).grammar_text)
     assert len(vocabulary._grammars) == 3

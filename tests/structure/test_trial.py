@@ -50,7 +50,7 @@ def test_what_ends_the_child_is_refused_and_remembered(process: TrialProcess, ki
 def test_a_vocabulary_is_tried_apart_with_the_errors_that_it_has_here(process: TrialProcess) -> None:
     library = byte_level()
     tokenizer = Tokenizer(library)
-    try_apart(process)
+    try_apart(process.check)
     try:
         vocabulary = GrammarVocabulary.of_tokenizer(tokenizer, 401, [library.token_to_id(END)])
         structure = Structure(choice=["tried apart"])

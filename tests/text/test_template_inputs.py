@@ -254,7 +254,7 @@ def test_names_that_a_template_reads(source: str, names: set[str]) -> None:
 def test_a_template_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate({"default": "{{ messages }}"}, "test")
     assert template.template_variables == {"messages"}
-    monkeypatch.setattr(ChatTemplate, "_read_by", lambda *_: pytest.fail("it was parsed again"))
+    monkeypatch.setattr(ChatTemplate, "_compiled_template", lambda *_: pytest.fail("it was parsed again"))
     assert template.template_variables == {"messages"}
 
 

@@ -174,10 +174,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_templates_are_stopped(name):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(TemplateError, match=r"was stopped: it (runs longer than|makes)"):
         render(ENDLESS[name], seconds=0.3)
-    assert time.monotonic() - started < 3
+    assert time.process_time() - started < 3
 
 
 def test_a_busy_machine_stops_no_template():
@@ -191,10 +191,10 @@ def test_a_busy_machine_stops_no_template():
 
 @pytest.mark.parametrize("name", HUGE)
 def test_huge_values_are_never_made(name):
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(TemplateError, match=r"stopped|MAX_RANGE"):
         render(HUGE[name], seconds=0.7)
-    assert time.monotonic() - started < 4
+    assert time.process_time() - started < 4
 
 
 @pytest.mark.parametrize("name", REACHING)

@@ -249,6 +249,6 @@ def test_a_template_says_which_variables_it_reads() -> None:
 def test_trials_of_an_endless_template_end() -> None:
     source = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate({"default": source}, "a test")
-    trials = template._trials("default")
+    trials = template.trials()
     assert not any((trials.wants_parts, trials.reads_parts("user"), trials.tests_for_none))
     assert template._trial_seconds == 0

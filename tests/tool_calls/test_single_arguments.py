@@ -260,3 +260,8 @@ def test_values_between_tags_as_models_write_them(value: str, parsed: Any) -> No
 def test_tags_that_are_missing_break_the_call(end: str) -> None:
     (call,), _, error = called("qwen3_coder", f"<tool_call>\n<function=look>\n{end}", {"name": "look", "strict": False})
     assert not call.complete and error is not None and call.arguments in ("", '{"at": "cup"')
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_coder"])
+def test_an_argument_of_several_types_has_a_grammar(name: str) -> None:
+    assert "args_0" in grammar_of(name, tool({"a": {"type": ["boolean", "null"]}}, True))

@@ -127,7 +127,7 @@ def test_templates_that_want_parts_get_them(llm: LLM) -> None:
     published = llm.tokenizer.chat_template
     llm.tokenizer.chat_template = ChatTemplate({"default": PARTS_TEMPLATE}, "a test")
     try:
-        assert llm.tokenizer.chat_template.wants_parts and not published.wants_parts
+        assert llm.tokenizer.chat_template.trials().wants_parts and not published.trials().wants_parts
         messages = [
             {"role": "system", "content": "Be kind."},
             {"role": "user", "content": parts(PIXELS, "What is it?")},

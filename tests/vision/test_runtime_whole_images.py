@@ -18,6 +18,7 @@ from tiny_multimodal import IMAGE_TOKEN, MARKERS, VISION_END, VISION_START, prom
 
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -170,7 +171,7 @@ def loop_of(runner: DecodingRunner, budget: int = 0) -> DecodingLoop:
     plan = None if runner.draft is None else FixedDrafting(tree(4, 3, 12))
     cut = runner.base.states.cut_windows
     contents = [KVContents(None, cut, whole_images=True) for _ in range(runner.limits.max_batch)]
-    return DecodingLoop(runner, contents, plan, keeper=RowKeeper(runner, budget))
+    return DecodingLoop(SlotTable(runner, contents, keeper=RowKeeper(runner, budget)), plan)
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 24])

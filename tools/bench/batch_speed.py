@@ -29,6 +29,7 @@ from random_checkpoint import LAYERS, checkpoint_in
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.runner import open_runner
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -52,7 +53,7 @@ def run_batch(runner: DecodingRunner, tokenizer: Tokenizer, prompts: list[list[i
         )
         for prompt in prompts
     ]
-    loop = DecodingLoop(runner, [KVContents() for _ in range(runner.limits.max_batch)])
+    loop = DecodingLoop(SlotTable(runner, [KVContents() for _ in range(runner.limits.max_batch)]))
     begun: float | None = None
     counted = 0
     for _ in answered(loop, sequences):

@@ -32,6 +32,7 @@ from edgellm.decoding import loop as loop_module
 from edgellm.decoding import sequence as sequence_module
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.sequence import Clock, DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting import given as given_module
 from edgellm.drafting.acceptance import DraftingTally
 from edgellm.drafting.given import GivenDrafting
@@ -200,7 +201,7 @@ class Bench:
         """Tokens a second, and the host's microseconds a step."""
         seconds = tokens = busy = 0.0
         self.runner.kinds.clear()
-        loop = DecodingLoop(self.runner, [KVContents()], given=given)  # type: ignore[arg-type]
+        loop = DecodingLoop(SlotTable(self.runner, [KVContents()], given=given))  # type: ignore[arg-type]
         for one in asked:
             self._remember(given, one)
             assert one.answer is not None

@@ -114,7 +114,7 @@ def tell_cost(size: int) -> None:
         return time.perf_counter() - began
 
     alone = [first(number) for number in range(40)]
-    try_apart(process)
+    try_apart(process.check)
     began = first(40)
     apart = [first(number) for number in range(41, 81)]
     try_apart(None)

@@ -36,6 +36,7 @@ from snapshot_phases import Phases, reading_speed
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.runner import open_runner
 from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -74,7 +75,7 @@ class Opened:
         started = time.perf_counter()
         sequence = DecodingSequence(prompt, SamplingValues(), answer, max_tokens=1)
         contents = [KVContents() for _ in range(self.runner.limits.max_batch)]
-        for _ in answered(DecodingLoop(self.runner, contents, None, snapshots), [sequence]):
+        for _ in answered(DecodingLoop(SlotTable(self.runner, contents, snapshots)), [sequence]):
             pass
         seconds = sequence.clock.first_token - started
         self.phases.request(seconds)
@@ -235,7 +236,7 @@ def slot_reuse(opened: Opened, repeats: int) -> dict[str, Any]:
         opened.runner.backend.synchronize()
         started = time.perf_counter()
         sequence = DecodingSequence(prompt, SamplingValues(), answer, max_tokens=1)
-        for _ in answered(DecodingLoop(opened.runner, contents, None, None), [sequence]):
+        for _ in answered(DecodingLoop(SlotTable(opened.runner, contents)), [sequence]):
             pass
         times.append((sequence.clock.first_token - started) * 1000)
     return {"ms": statistics.median(times[1:]), "reused": [sequence.reused_tokens]}

@@ -36,8 +36,8 @@ from simulated_acceptance import SCHEDULE_ROUNDS, ForcedAcceptance, schedule
 
 from edgellm.decoding import loop as loop_module
 from edgellm.decoding.loop import DecodingLoop
-from edgellm.decoding.rules import StepMasks
-from edgellm.decoding.sequence import DecodingSequence
+from edgellm.decoding.sequence import DecodingSequence, StepMasks
+from edgellm.decoding.slot_table import SlotTable
 from edgellm.drafting.choosers import FixedDrafting
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.config import DecoderConfig
@@ -211,7 +211,7 @@ class Bench:
     def run(self, sequences: Sequence[DecodingSequence], plan: DraftPlan | None = None) -> list[float]:
         """Answer them together; the seconds between the steps of the last one."""
         chooser = None if plan is None else FixedDrafting(plan)
-        for _ in answered(DecodingLoop(self.runner, self.contents, chooser), sequences):
+        for _ in answered(DecodingLoop(SlotTable(self.runner, self.contents), chooser), sequences):
             pass
         return sequences[-1].clock.gaps
 

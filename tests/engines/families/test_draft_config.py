@@ -364,7 +364,7 @@ def test_a_truncated_file_is_refused(size: int, draft: Path, tiny_checkpoint: Pa
 
 def reader_of(config: dict[str, Any], layers: int) -> DraftReader:
     """That of a head without tensors, whose base has so many layers."""
-    draft: Any = SimpleNamespace(config=config, tensors={})
+    draft: Any = SimpleNamespace(config=config, tensors={}, dtype="float16")
     base: Any = SimpleNamespace(num_layers=layers)
     return DraftReader(draft, draft, base)
 

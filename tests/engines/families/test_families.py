@@ -211,7 +211,7 @@ def test_names_that_say_nothing(change: dict, error: type[Exception], message: s
         ({"pretraining_tp": 2}, "pretraining_tp is 2"),
         (
             {"layer_types": ["full_attention", "chunked_attention"]},
-            "layer_types is .*supported are full_attention and sliding_attention",
+            "layer_types has chunked_attention, supported are full_attention and sliding_attention",
         ),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),

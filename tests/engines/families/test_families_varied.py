@@ -194,9 +194,13 @@ def test_gemma_3() -> None:
         ({"sliding_window": 0}, CheckpointError, "sliding_window is 0, expected a whole number from 1"),
         ({"sliding_window": None}, CheckpointError, "there is no sliding_window"),
         ({"sliding_window_pattern": 0}, CheckpointError, "sliding_window_pattern is 0, expected a whole number from 1"),
-        ({"layer_types": ["full_attention"] * 25}, CheckpointError, "layer_types has 25 entries, expected .* 26 "),
-        ({"layer_types": ["chunked_attention"] * 26}, UnsupportedModelError, "layer_types is .*supported are full_"),
-        ({"layer_types": "full_attention"}, UnsupportedModelError, 'layer_types is "full_attention"'),
+        (
+            {"layer_types": ["full_attention"] * 25},
+            CheckpointError,
+            "layer_types has 25 layers, but num_hidden_layers is 26",
+        ),
+        ({"layer_types": ["chunked_attention"] * 26}, UnsupportedModelError, "layer_types has chunked_attention, supp"),
+        ({"layer_types": "full_attention"}, CheckpointError, 'layer_types is "full_attention"'),
         ({"rope_local_base_freq": "high"}, CheckpointError, 'rope_local_base_freq is "high", expected a number above'),
         ({"rope_local_base_freq": 1}, CheckpointError, "rope_local_base_freq is 1, expected a number above 1"),
         (

@@ -107,7 +107,8 @@ def test_images_and_image_tokens_must_match(golden: GoldenModel) -> None:
 def test_the_device_counts_the_rows_that_it_inserts(golden: GoldenModel) -> None:
     """Rows that got lost on the way to the device are noticed with the first token."""
     runner, images = golden.runner(limits(16)), golden.placed()
-    damaged = replace(images, rows=(*images.rows[:-1], images.rows[-1][:-1]))
+    *others, last = images.images
+    damaged = replace(images, images=(*others, replace(last, rows=last.rows[:-1])))
     first = runner.start(0, golden.token_ids, 0, GREEDY, damaged)
     with pytest.raises(EngineError, match="1 image rows of the prompt did not reach their tokens"):
         first.wait()

@@ -177,7 +177,7 @@ def test_wrong_fields(config: dict[str, Any], found: str) -> None:
     [
         (changed(LLAVA, {"model_type": "pixtral"}), 'model_type is "pixtral"'),
         (changed(LLAVA, {"hidden_act": "relu"}), 'hidden_act is "relu"'),
-        (changed(QWEN2_5, {"hidden_act": "gelu"}), "supported are silu"),
+        (changed(QWEN2_5, {"hidden_act": "gelu"}), "supported is silu"),
         (changed(QWEN3, {"in_channels": 4}), "images of 3 channels"),
         (changed(QWEN3_5, {"model_type": "siglip_vision_model"}), '"siglip_vision_model", supported are qwen3_5 and'),
         (changed(QWEN3_5, {"deepstack_visual_indexes": [5]}), r"indexes is \[5\], supported are no layers"),

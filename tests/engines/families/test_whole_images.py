@@ -20,7 +20,7 @@ from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.runners.base_runner import BaseEngineRunner
-from edgellm.engines.runners.prompt_images import PromptImages, before_image, place_images
+from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, before_image, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import given
 from edgellm.engines.speculation.round import GivenTree
@@ -62,7 +62,7 @@ def all_logits(golden: GoldenModel, config: DecoderConfig) -> np.ndarray:
     with Checkpoint.open(golden.path) as checkpoint:
         weights = load_numpy_weights(checkpoint, decoder_weights(config))
     embeddings = weights[EMBEDDING][ids]
-    for (start, count), rows in zip(images.spans, images.rows, strict=True):
+    for (start, count), rows in zip(images.spans, (image.rows for image in images.images), strict=True):
         embeddings[start : start + count] = rows
     bound = {
         "inputs_embeds": embeddings[None],
@@ -207,8 +207,8 @@ def test_a_chunk_that_is_too_short_for_an_image_is_refused_by_name(golden: Golde
 
 
 def images_at(*spans: tuple[int, int]) -> PromptImages:
-    empty = tuple(() for _ in spans)
-    return PromptImages(90, spans, empty, empty, tuple(map(str, range(len(spans)))), None)
+    images = tuple(ImageEmbeddings(np.zeros((0, 1)), (), str(index), (1, 1, 1)) for index in range(len(spans)))
+    return PromptImages(90, spans, images, None)
 
 
 @pytest.mark.parametrize(

@@ -41,16 +41,19 @@ def edgellm(*arguments: object) -> Result:
     return CliRunner().invoke(create_app(), list(map(str, arguments)))
 
 
+def with_adapters(limits: EngineLimits) -> list[EngineShape]:
+    """The engines with adapters."""
+    return [shape for shape in limits.all_engine_shapes() if shape.lora_slots]
+
+
 def test_limits_name_every_engine() -> None:
     plain = replace(LIMITS, max_lora_rank=0, lora_slots=0)
     assert LIMITS.engine_shapes() == plain.engine_shapes() == plain.all_engine_shapes()
-    assert [shape.name for shape in LIMITS.adapter_engine_shapes()] == [
-        f"{shape.name}.lora" for shape in plain.engine_shapes()
-    ]
-    assert LIMITS.all_engine_shapes() == LIMITS.engine_shapes() + LIMITS.adapter_engine_shapes()
+    assert [shape.name for shape in with_adapters(LIMITS)] == [f"{shape.name}.lora" for shape in plain.engine_shapes()]
+    assert LIMITS.all_engine_shapes() == LIMITS.engine_shapes() + with_adapters(LIMITS)
     assert LIMITS.lora_rank == 16
     drafting = replace(LIMITS, draft_top_k=4, draft_steps=3, verify_tree_size=12)
-    assert {(shape.model, shape.phase) for shape in drafting.adapter_engine_shapes()} == {
+    assert {(shape.model, shape.phase) for shape in with_adapters(drafting)} == {
         ("base", "decode"),
         ("base", "prefill"),
         ("base", "verify"),
@@ -73,7 +76,7 @@ def test_every_phase_of_every_family_builds(family: str, attention: str) -> None
     config = FAMILIES[family]
     limits = replace(LIMITS, draft_top_k=4, draft_steps=3, verify_tree_size=12)
     for phase, batch in (("decode", 1), ("decode", 2), ("prefill", 1), ("verify", 2)):
-        shape = next(each for each in limits.adapter_engine_shapes() if (each.phase, each.batch) == (phase, batch))
+        shape = next(each for each in with_adapters(limits) if (each.phase, each.batch) == (phase, batch))
         assert len(build_plan(config, shape, config.dtype, attention, "sm_86")) > 1000
 
 
@@ -106,10 +109,10 @@ def test_networks_without_adapters_are_what_they_were() -> None:
         for limits in (plain, LIMITS)
     ]
     assert digests[0] == digests[1]
-    adapted = {network_digest(LLAMA, shape, "float16", "auto") for shape in LIMITS.adapter_engine_shapes()}
+    adapted = {network_digest(LLAMA, shape, "float16", "auto") for shape in with_adapters(LIMITS)}
     others = replace(LIMITS, lora_slots=3), replace(LIMITS, max_lora_rank=17)
     for limits in others:
-        adapted |= {network_digest(LLAMA, shape, "float16", "auto") for shape in limits.adapter_engine_shapes()}
+        adapted |= {network_digest(LLAMA, shape, "float16", "auto") for shape in with_adapters(limits)}
     assert len(adapted) == 3 * len(digests[0])
     assert adapted.isdisjoint(digests[0])
 

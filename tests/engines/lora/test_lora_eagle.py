@@ -58,7 +58,7 @@ def answers(
     """The first tokens of a prompt in each slot, each with its own adapter, all drafted by one plan."""
     found = []
     for slot, (name, prompt) in enumerate(zip(names, PROMPTS, strict=False)):
-        runner.set_adapter(slot, name)
+        runner.base.set_adapter(slot, name)
         found.append(runner.start(slot, prompt, 0, sampling).wait().tolist())
     while min(map(len, found)) < COUNT:
         for tokens, emitted in zip(found, runner.step(len(names), plan).wait(), strict=True):

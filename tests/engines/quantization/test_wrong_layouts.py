@@ -86,7 +86,7 @@ VALUES = [
     ("modelopt_nvfp4", put("weight_scale_2", np.inf), "weight_scale_2' holds inf at []"),
     ("modelopt_int4_awq", put("pre_quant_scale", 0), "pre_quant_scale' holds 0.0 at [3]"),
     ("awq_group32", put("scales", np.nan), "scales' holds nan at [0, 3]"),
-    ("autoround_awq", put("qzeros", 0), "qzeros' holds 0 at [0, 24] (8 such of 192), expected 8"),
+    ("autoround_awq", put("qzeros", 0), "qzeros' holds 0 at [0, 24] (8 such of 192), expected zero points of 8"),
     ("gptq_v1_group32", put("qzeros", 0), "qzeros' holds 1 at [0, 24] (8 such of 192), expected zero points of 8"),
     ("gptq_v1_group32", put("scales", 0), "scales' holds 0.0 at [0, 3]"),
     ("gptq_v1_zeros_desc_act", put("g_idx", -1), "g_idx' holds -1 at [3] (1 such of 96), expected groups from 0 to 2"),

@@ -73,7 +73,7 @@ def test_what_a_step_that_is_committed_later_is_bound_to() -> None:
     )
     prefill = states.bound(slice(1, 2))
     assert prefill.keys() == states.tensors.keys() | {f"present_{name}" for name in states.tensors}
-    assert states.is_recurrent and [states.last_of(layer) for layer in range(3)] == [
+    assert states.is_recurrent and [states.last_of[layer] for layer in range(3)] == [
         "conv_columns_0",
         "v_cache_1",
         "delta_matrix_2",

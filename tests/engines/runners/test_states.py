@@ -35,7 +35,7 @@ def test_engines_change_states_where_they_are(states: ModelStates) -> None:
     assert bound.keys() == states.tensors.keys() | {f"present_{name}" for name in states.tensors}
     for name, tensor in states.tensors.items():
         assert bound[name] is bound[f"present_{name}"] and np.shares_memory(bound[name], tensor[1:])
-    assert states.last_of(1) == list(states.tensors)[-1]
+    assert states.last_of[1] == list(states.tensors)[-1]
 
 
 def test_slots_change_places_with_the_rows_that_steps_write(states: ModelStates) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from token_rules import VOCABULARY, RandomRules, RuledSequence, ruled_answers, rules
 
-from edgellm.decoding.rules import StepMasks
+from edgellm.decoding.sequence import StepMasks
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
@@ -116,7 +116,7 @@ def test_masks_of_the_parents_are_caught(eagle: DecodingRunner, monkeypatch: pyt
         rows = true(constraint, tokens, parents, masks)
         return np.array([rows[max(parent, 0)] for parent in parents], np.int32)
 
-    monkeypatch.setattr("edgellm.decoding.rules.fill_tree_masks", of_parents)
+    monkeypatch.setattr("edgellm.decoding.sequence.fill_tree_masks", of_parents)
     with pytest.raises(AssertionError):
         found, _ = answers(eagle, [SAMPLINGS["greedy"]], [rules()], PLANS[-1], plain)
         assert found == plain

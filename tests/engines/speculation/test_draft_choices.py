@@ -7,6 +7,7 @@ import random
 import pytest
 
 from edgellm.engines.errors import EngineError
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.speculation.draft_plan import checked_choices, choices_plan
 
 
@@ -63,6 +64,6 @@ def test_a_shortened_tree_keeps_its_first_levels() -> None:
 
 
 def test_a_deep_narrow_tree_is_widened_for_wider_engines() -> None:
-    plan = choices_plan([[0], [0, 0], [0, 1], [0, 1, 0]]).widened(5)
+    plan = choices_plan([[0], [0, 0], [0, 1], [0, 1, 0]]).for_engines(EngineLimits(1, 16, 96, 5, 3, 16), True)
     assert plan.frontiers == ((0, -1, -1, -1, -1), (6, -1, -1, -1, -1))
     assert plan.selection == (0, 5, 6, 30)

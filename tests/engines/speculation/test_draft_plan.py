@@ -8,7 +8,7 @@ from edgellm.drafting.choosers import FixedDrafting
 from edgellm.drafting.config import DraftingConfig, load_choices, named_choices
 from edgellm.engines.errors import EngineError
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.speculation.draft_plan import DraftPlan, candidate_index, chain, tree
+from edgellm.engines.speculation.draft_plan import DraftPlan, chain, choices_plan, tree
 from edgellm.errors import RequestError
 from edgellm.kernels.tree.contract import candidate_count
 
@@ -26,14 +26,9 @@ def test_a_chain_is_a_static_tree_of_width_one() -> None:
 
 def test_candidates_are_numbered_by_level_frontier_slot_and_rank() -> None:
     assert candidate_count(6, 10) == 10 + 5 * 100
-    assert [
-        candidate_index(3, level, slot, rank) for level, slot, rank in ((1, 0, 2), (2, 0, 0), (2, 2, 1), (3, 1, 0))
-    ] == [
-        2,
-        3,
-        10,
-        15,
-    ]
+    plan = choices_plan([[0], [1], [2], [0, 0], [2, 0], [2, 1], [2, 0, 0], [2, 0, 1]])
+    assert plan.top_k == 3
+    assert plan.selection == (0, 1, 2, 3, 6, 7, 12, 13)
 
 
 def test_a_dynamic_tree_has_no_more_nodes_than_candidates() -> None:

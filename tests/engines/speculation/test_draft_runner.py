@@ -35,7 +35,7 @@ def draft(eagle: DecodingRunner) -> EagleDraftEngineRunner:
 @pytest.fixture
 def features(draft: EagleDraftEngineRunner) -> np.ndarray:
     random = np.random.default_rng(0)
-    return random.standard_normal((1, 20, draft.config.draft.feature_size)).astype(np.float32)
+    return random.standard_normal((1, 20, draft.config.feature_size)).astype(np.float32)
 
 
 def prefilled(draft: EagleDraftEngineRunner, slot: int, features: np.ndarray, count: int) -> np.ndarray:
@@ -69,7 +69,7 @@ def test_accept_equals_prefill(draft: EagleDraftEngineRunner, features: np.ndarr
 def test_slots_of_different_lengths_are_accepted_together_as_alone(
     draft: EagleDraftEngineRunner, features: np.ndarray
 ) -> None:
-    rows = draft.config.limits.accept_tokens
+    rows = draft.limits.accept_tokens
     ends = {0: (11, 14), 1: (3, 4), 2: (15, 15 + rows)}
     alone = {slot: prefilled(draft, slot, features, end) for slot, (_, end) in ends.items()}
     for slot, (start, end) in ends.items():
@@ -96,7 +96,7 @@ def drafted(
 def test_slots_of_different_lengths_propose_together_as_alone(
     draft: EagleDraftEngineRunner, features: np.ndarray, plan: DraftPlan
 ) -> None:
-    rows, ends = draft.config.limits.accept_tokens, (14, 6)
+    rows, ends = draft.limits.accept_tokens, (14, 6)
     alone = []
     for end in ends:
         prefilled(draft, 0, features, end - 1)
@@ -145,12 +145,11 @@ def test_proposals_commit_nothing(draft: EagleDraftEngineRunner, features: np.nd
         np.testing.assert_array_equal(cache[0, :, :11], committed[name])
 
 
-def test_every_dimension_and_limit_is_in_the_configuration(draft: EagleDraftEngineRunner) -> None:
-    config = draft.config
-    assert {cache.shape for cache in draft.states.tensors.values()} == {(4, 4, config.limits.kv_rows, 16)}
-    assert draft.tables(slice(0, 1)).rotary.shape[1] == config.draft.decoder.rotary_dim
-    assert draft.pending.features.shape == (4, config.limits.accept_tokens, config.draft.feature_size)
-    assert config.step_tokens == 5
+def test_memory_has_the_dimensions_of_configuration_and_limits(draft: EagleDraftEngineRunner) -> None:
+    config, limits = draft.config, draft.limits
+    assert {cache.shape for cache in draft.states.tensors.values()} == {(4, 4, limits.kv_rows, 16)}
+    assert draft.tables(slice(0, 1)).rotary.shape[1] == config.decoder.rotary_dim
+    assert draft.pending.features.shape == (4, limits.accept_tokens, config.feature_size)
     mapping = draft.draft_to_target
     np.testing.assert_array_equal(draft.target_to_draft[mapping], np.arange(len(mapping)))
 

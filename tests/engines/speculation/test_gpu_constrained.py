@@ -11,7 +11,7 @@ from gpu_device import cuda_device
 from token_rules import VOCABULARY, RandomRules, RuledSequence, ruled_answers, rules
 
 from edgellm import Request, SamplingParams, SpecDecodeRuntime
-from edgellm.decoding.rules import StepMasks
+from edgellm.decoding.sequence import StepMasks
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.building.builder import build_engine_directory

@@ -12,13 +12,13 @@ import pytest
 from fixed_shape_backend import host_view
 from mtp_checkpoints import add_head
 from tiny_families import keeping_near
-from tiny_multimodal import FAMILIES, IMAGE_TOKEN, TinyImage, prompt_with_images, tiny_image
+from tiny_multimodal import FAMILIES, IMAGE_TOKEN, prompt_with_images, tiny_image
 
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
-from edgellm.engines.runners.prompt_images import PromptImages, place_images
+from edgellm.engines.runners.prompt_images import ImageEmbeddings, PromptImages, place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 from edgellm.engines.speculation.runner import DecodingRunner
@@ -233,7 +233,7 @@ def test_images_of_embeddings_are_text(
             ids[place : place + count] = [IMAGE_TOKEN] * count
             zeros = [runner.backend.zeros((count, base.config.hidden_size), "compute")] * base.config.deepstack_layers
             rows = base.tables(slice(0, 1)).embedding[first : first + count]
-            images.append(TinyImage(rows, tuple(zeros), f"image at {place}", (1, merge, count * merge)))
+            images.append(ImageEmbeddings(rows, tuple(zeros), f"image at {place}", (1, merge, count * merge)))
         placed = place_images(ids, images, IMAGE_TOKEN, base.config)
         runner.start(0, text, 0, GREEDY).wait()
         expected = [cache[0, :, : len(text) - 1].copy() for cache in host_caches(runner)]

@@ -46,7 +46,7 @@ def random_numbers():
     ],
 )
 def test_both_kernels_equal_their_twins(gpu, size, resized, patch, merge, dtype, first) -> None:
-    pixels, table = synthetic_image(*size), NORMALIZATION.table()
+    pixels, table = synthetic_image(*size), NORMALIZATION.table
     second = 1 - first
     tables = {axis: ResamplingTables(*resampling_weights(size[axis], resized[axis], 3), axis) for axis in (0, 1)}
     grid = PatchGrid(patch, merge)
@@ -70,7 +70,7 @@ def test_a_camera_frame_is_prepared_faster_than_on_the_host(gpu) -> None:
     tables = [resampling_weights(480, 476, 3), resampling_weights(640, 644, 3)]
     rows, columns = (on_device(gpu, ResamplingTables(*table, axis)) for axis, table in enumerate(tables))
     device_pixels, between = device_copy(gpu, pixels), device_copy(gpu, np.zeros((476, 640, 3), np.uint8))
-    table, target = device_copy(gpu, NORMALIZATION.table()), gpu.zeros((layout.patches, 1176), "float16")
+    table, target = device_copy(gpu, NORMALIZATION.table), gpu.zeros((layout.patches, 1176), "float16")
 
     def kernels() -> None:
         gpu.images.resample(device_pixels, rows, between)

@@ -1,4 +1,5 @@
-"""Weights of 8-bit floats: with one scale, one of each row, or one of each block; and Hugging Face's FP8."""
+"""Weights of 8-bit floats, with one scale, one of each row, or one of each block, of 4-bit floats (NVFP4) as weights
+alone; and Hugging Face's FP8."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from edgellm.engines.quantization.layout import FLOATS, FP8, Layout, LinearTenso
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
 from edgellm.kernels.quantization.packed_weight import WeightFormat, rounded
 
+#: Columns of NVFP4 that share a scale.
+GROUP = 16
 #: Codes that are looked at at a time.
 _PIECE = 1 << 22
 
@@ -27,9 +30,9 @@ class Fp8Layout(Layout):
     scale_tensor: str = "weight_scale"
     dtype: str | None = None
     rounds_scale: bool = False
+    group = None  # the last block of a row may be cut
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        """The weight and its scales."""
         if self.strategy == "tensor":
             shapes: tuple[tuple[int, ...], ...] = ((1,), (), (1, 1))
         elif self.strategy == "channel":
@@ -62,6 +65,46 @@ class Fp8Layout(Layout):
         return StoredWeight(format, (StoredCodes(codes, "bytes", 8, tensors.shape),), np.ascontiguousarray(scales))
 
 
+@dataclass(frozen=True)
+class Nvfp4Layout(Layout):
+    """`codes` uint8 [N, K / 2], of each byte the low half first; `weight_scale` [N, K / 16]; `whole` float32, by which
+    scales are multiplied, or with `divides` divided. A weight is rounded in `dtype`.
+
+    With `scaled` there may be `pre_quant_scale` [K], by which activations are multiplied; else it was folded before.
+    """
+
+    name: str
+    codes: str
+    whole: str
+    divides: bool
+    dtype: str
+    scaled: bool = False
+    group = GROUP
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+        wanted = {
+            self.codes: Stored.of((rows, columns // 2), "uint8"),
+            "weight_scale": Stored.of((rows, columns // GROUP), *FP8),
+            self.whole: Stored((((1,), ("float32",)), ((), ("float32",)))),
+        }
+        if self.scaled:
+            wanted["pre_quant_scale"] = Stored.of((columns,), *FLOATS, optional=True)
+        return wanted
+
+    def format(self, scale_dtype: str) -> WeightFormat:
+        return WeightFormat("fp4", GROUP, False, self.dtype, scaled=self.scaled)
+
+    def read(self, tensors: LinearTensors) -> StoredWeight:
+        """The weight. A group of small weights may have the scale 0, which 8 bits round it to."""
+        scales = tensors.scales("weight_scale", may_vanish=True)
+        whole = tensors.scales(self.whole).reshape(())
+        scales = scales / whole if self.divides else scales * whole
+        codes = StoredCodes(tensors.integers(self.codes), "rows", 4, tensors.shape)
+        inputs = tensors.input_scales() if self.scaled else None
+        format = WeightFormat("fp4", GROUP, False, self.dtype, scaled=inputs is not None)
+        return StoredWeight(format, (codes,), np.asarray(scales, np.float32), input_scales=inputs)
+
+
 class FineGrainedFp8(Quantization):
     """Hugging Face's `quant_method` fp8: `weight_scale_inv` multiplies, whatever its name says.
 
@@ -75,14 +118,11 @@ class FineGrainedFp8(Quantization):
         settings.choice("fmt", ("e4m3",), "e4m3")
         if settings.names("modules_to_convert"):
             raise settings.refused("modules_to_convert", "nothing: tables are not read packed")
-        block = settings.values.get("weight_block_size")
         scale = "weight_scale_inv" if "weight_block_size" in settings.values else "weight_scale"
-        if block is None:
+        if settings.values.get("weight_block_size") is None:
             self._layout = Fp8Layout("FP8", "tensor", scale_tensor=scale, dtype=dtype)
-        elif isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
-            self._layout = Fp8Layout("fine-grained FP8", "block", (block[0], block[1]), scale, dtype)
         else:
-            raise settings.refused("weight_block_size", "two whole numbers, or null")
+            self._layout = Fp8Layout("fine-grained FP8", "block", settings.block("weight_block_size"), scale, dtype)
         listed = settings.names("modules_to_not_convert") or settings.names("ignored_layers") or ("lm_head",)
         self._names = listed
         self._patterns = [settings.pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in listed]

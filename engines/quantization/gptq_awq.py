@@ -1,6 +1,7 @@
-"""GPTQ's layout, versions 1 and 2 (AutoGPTQ, GPTQModel), and AutoRound, which writes it or AWQ's.
+"""Layouts of codes in words of int32: GPTQ's, versions 1 and 2 (AutoGPTQ, GPTQModel), AWQ's gemm (AutoAWQ), and
+AutoRound's, which are either.
 
-https://github.com/ModelCloud/GPTQModel, https://github.com/intel/auto-round
+https://github.com/ModelCloud/GPTQModel, https://github.com/casper-hansen/AutoAWQ, https://github.com/intel/auto-round
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.quantization.awq import AwqGemm
 from edgellm.engines.quantization.layout import (
     FLOATS,
     WORDS,
@@ -22,78 +22,122 @@ from edgellm.engines.quantization.layout import (
     Settings,
     Stored,
     column_order,
-    group_problem,
     in_decoder,
 )
-from edgellm.engines.quantization.stored import StoredCodes, StoredWeight, unpacked
-from edgellm.kernels.quantization.packed_weight import WeightFormat
+from edgellm.engines.quantization.stored import Arrangement, StoredCodes, StoredWeight, awq_order, unpacked
+from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
-_HEAD = "lm_head"
 #: What AutoRound may name behind a layout: the kernel that was thought of, which changes nothing of the tensors.
 _KERNELS = ("exllamav2", "triton", "tritonv2")
 
 
 @dataclass(frozen=True)
-class Gptq(Layout):
-    """`qweight` int32 [K bits / 32, N], `qzeros` [groups, N bits / 32], `scales` [groups, N], `g_idx` int32 [K],
-    the group of each column, which may be missing where they are not `ordered`.
-
-    Zero points are stored less `shift` (1 in version 1, modulo the range; 0 in version 2). `symmetric`: each is the
-    middle of the range.
-    """
+class _Words(Layout):
+    """Codes `qweight` and zero points `qzeros` [groups, N bits / 32] in words of int32, `scales` [groups, N]; `group`
+    columns share a scale, or all. `symmetric`: each zero point is the middle of the range."""
 
     bits: int
     group: int | None
     symmetric: bool
+    scale_tensor = "scales"
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+        groups = 1 if self.group is None else columns // self.group
+        return {
+            "qzeros": Stored.of((groups, rows * self.bits // 32), *WORDS),
+            "scales": Stored.of((groups, rows), *FLOATS),
+        }
+
+    def format(self, scale_dtype: str) -> WeightFormat:
+        codes: Codes = "int4" if self.bits == 4 else "int8"
+        return WeightFormat(codes, self.group, not self.symmetric, scale_dtype)
+
+    def _read(self, tensors: LinearTensors, arrangement: Arrangement, zeros: np.ndarray) -> StoredWeight:
+        """The weight of codes in an arrangement, with `zeros` uint8 [groups, N]."""
+        if self.symmetric:
+            middle = 1 << self.bits - 1
+            tensors.check("qzeros", zeros == middle, zeros, f"zero points of {middle} (the weights are symmetric)")
+        return StoredWeight(
+            self.format(tensors.dtype("scales")),
+            (StoredCodes(tensors.integers("qweight"), arrangement, self.bits, tensors.shape),),
+            np.ascontiguousarray(tensors.scales("scales").T),
+            None if self.symmetric else np.ascontiguousarray(zeros.T),
+        )
+
+
+@dataclass(frozen=True)
+class AwqGemm(_Words):
+    """`qweight` int32 [K, N / 8]: 4-bit codes packed along rows of the output, in an order made for its kernels."""
+
+    name: str = "AWQ gemm"
+
+    def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
+        return {"qweight": Stored.of((columns, rows // 8), *WORDS)} | super().tensors(rows, columns)
+
+    def problem(self, rows: int, columns: int) -> str | None:
+        shared = f"8 does not divide its {rows} rows, which share words" if rows % 8 else None
+        return super().problem(rows, columns) or shared
+
+    def read(self, tensors: LinearTensors) -> StoredWeight:
+        rows = tensors.shape[0]
+        return self._read(tensors, "awq", unpacked(tensors.integers("qzeros"), 4, 1, rows)[:, awq_order(rows)])
+
+
+@dataclass(frozen=True)
+class Gptq(_Words):
+    """`qweight` int32 [K bits / 32, N], `g_idx` int32 [K], the group of each column, which may be missing where they
+    are not `ordered`. Zero points are stored less `shift` (1 in version 1, modulo the range; 0 in version 2)."""
+
     ordered: bool
     shift: int
     index_optional: bool = False
     name: str = "GPTQ"
-    scale_tensor = "scales"
 
     def tensors(self, rows: int, columns: int) -> dict[str, Stored]:
-        """Codes, zero points, scales, the groups of columns."""
-        groups, each = 1 if self.group is None else columns // self.group, 32 // self.bits
+        optional = self.index_optional and not self.ordered
         return {
-            "qweight": Stored.of((columns // each, rows), *WORDS),
-            "qzeros": Stored.of((groups, rows // each), *WORDS),
-            "scales": Stored.of((groups, rows), *FLOATS),
-            "g_idx": Stored.of((columns,), "int32", "int64", optional=self.index_optional and not self.ordered),
+            "qweight": Stored.of((columns * self.bits // 32, rows), *WORDS),
+            **super().tensors(rows, columns),
+            "g_idx": Stored.of((columns,), "int32", "int64", optional=optional),
         }
 
     def format(self, scale_dtype: str) -> WeightFormat:
-        """As the packages compute it: in the dtype of the scales."""
-        return WeightFormat(
-            "int4" if self.bits == 4 else "int8", self.group, not self.symmetric, scale_dtype, permuted=self.ordered
-        )
+        return replace(super().format(scale_dtype), permuted=self.ordered)
 
     def problem(self, rows: int, columns: int) -> str | None:
-        """Rows are whole groups; words are full, along rows and along columns."""
-        each = 32 // self.bits
-        problem = group_problem(self.group, columns)
+        each, problem = 32 // self.bits, super().problem(rows, columns)
         for count, what in ((columns, "columns"), (rows, "rows")):
             if problem is None and count % each:
                 problem = f"{each} does not divide its {count} {what}, which share words"
         return problem
 
     def read(self, tensors: LinearTensors) -> StoredWeight:
-        """The weight, its columns to be put in the order of their groups."""
-        rows = tensors.shape[0]
-        zeros = unpacked(tensors.integers("qzeros"), self.bits, 1, rows)
-        zeros = (zeros + np.uint8(self.shift)) & np.uint8((1 << self.bits) - 1)
-        if self.symmetric:
-            middle = 1 << self.bits - 1
-            tensors.check("qzeros", zeros == middle, zeros, f"zero points of {middle} (the weights are symmetric)")
+        zeros = unpacked(tensors.integers("qzeros"), self.bits, 1, tensors.shape[0])
+        weight = self._read(tensors, "columns", (zeros + np.uint8(self.shift)) & np.uint8((1 << self.bits) - 1))
         order = column_order(tensors, "g_idx", self.group) if tensors.has("g_idx") else None
         if order is not None and not self.ordered:
             raise tensors.error("g_idx", "columns in another order than their groups'", "order, as desc_act is false")
-        return StoredWeight(
-            replace(self.format(tensors.dtype("scales")), permuted=order is not None),
-            (StoredCodes(tensors.integers("qweight"), "columns", self.bits, tensors.shape),),
-            np.ascontiguousarray(tensors.scales("scales").T),
-            None if self.symmetric else np.ascontiguousarray(zeros.T),
-            order,
-        )
+        return replace(weight, format=replace(weight.format, permuted=order is not None), order=order)
+
+
+class Awq(Quantization):
+    """All linear layers of the decoder but those whose names hold one of `modules_to_not_convert`."""
+
+    method = "awq"
+
+    def __init__(self, settings: Settings, dtype: str) -> None:
+        settings.choice("bits" if "bits" in settings.values else "w_bit", (4,))
+        kind = str(settings.values.get("version", "gemm")).lower()
+        if kind not in ("gemm", "exllama", "ipex"):  # the others' tensors are laid out for kernels of their own
+            raise settings.refused("version", "'gemm'", "Take a release in AWQ's gemm layout, or in compressed-tensors")
+        symmetric = not settings.switch("zero_point", True)
+        key = "group_size" if "group_size" in settings.values else "q_group_size"
+        self._layout = AwqGemm(4, settings.group(key, 128), symmetric)
+        self._dense = settings.names("modules_to_not_convert")
+
+    def layout(self, names: tuple[str, ...]) -> Layout | None:
+        is_packed = in_decoder(names[0]) and not any(part in name for part in self._dense for name in names)
+        return self._layout if is_packed else None
 
 
 class GptqModel(Quantization):
@@ -128,9 +172,8 @@ class GptqModel(Quantization):
         return Gptq(settings.values["bits"], settings.group(default=128), symmetric, ordered, self._shift)
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
-        """By the first rule that fits, else as all have it."""
         is_listed = not self._parts or names[0].endswith(self._parts)
-        if not ((in_decoder(names[0]) and is_listed) or (self._head and names[0] == _HEAD)):
+        if not ((in_decoder(names[0]) and is_listed) or (self._head and names[0] == "lm_head")):
             return None
         found = (layout for pattern, layout in self._rules if any(pattern.match(name) for name in names))
         return next(found, self._layout)
@@ -170,29 +213,27 @@ class AutoRound(Quantization):
         self._blocks = tuple(name.strip() for name in listed)
         extra = settings.inner("extra_config")
         self._own = {
-            name: self._made({**settings.values, **extra.inner(name).values}, f"{extra.place}: {name}")
+            name: self._made(Settings({**settings.values, **extra.inner(name).values}, f"{extra.place}: {name}"))
             for name in extra.values
         }
         self._patterns = [
             (settings.pattern(name), layout) for name, layout in self._own.items() if not re.fullmatch(r"[\w.]+", name)
         ]
-        self._layout = self._made(settings.values, settings.place)
+        self._layout = self._made(settings)
 
-    def _made(self, values: Mapping[str, Any], place: str) -> Layout | None:
-        settings = Settings(values, place)
-        bits = values.get("bits")
+    def _made(self, settings: Settings) -> Layout | None:
+        bits = settings.values.get("bits")
         if isinstance(bits, int) and bits >= 16:
             return None
         settings.choice("act_bits", (16, 32), 16)
-        packing = _packing(values)
-        if (values.get("data_type") or "int") not in ("int", "int_sym", "int_asym"):
+        packing = _packing(settings.values)
+        if (settings.values.get("data_type") or "int") not in ("int", "int_sym", "int_asym"):
             raise settings.refused("data_type", "'int'", "Take a release of whole numbers, or in compressed-tensors")
         if packing in _SHIFTS and bits in (4, 8):
             symmetric, shift = settings.switch("sym", True), _SHIFTS[packing]
             return Gptq(bits, settings.group(default=128), symmetric, False, shift, True, "AutoRound, GPTQ's layout")
         if packing == "awq" and bits == 4:
-            zeros = not settings.switch("sym", True)
-            return AwqGemm(settings.group(default=128), zeros, "AutoRound, AWQ's layout")
+            return AwqGemm(4, settings.group(default=128), settings.switch("sym", True), "AutoRound, AWQ's layout")
         if bits not in (4, 8):
             raise settings.refused("bits", "4 or 8 (in AWQ's layout 4)")
         raise settings.refused(

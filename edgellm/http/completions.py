@@ -1,0 +1,104 @@
+"""Requests to `/v1/chat/completions`, `/v1/completions` and `/tokenize`, read from their bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from edgellm.errors import shown
+from edgellm.http.errors import HTTPError
+from edgellm.http.fields import TOOLS, Fields, ParsedRequest, ServedModel, with_logprobs, wrong
+from edgellm.sampling_params import LARGEST_SEED
+
+#: Completions end after so many tokens where nothing says how many; a request has at most so many answers.
+COMPLETION_TOKENS, MOST_ANSWERS = 16, 64
+
+
+def chat(body: bytes, model: ServedModel) -> ParsedRequest:
+    """A request to `/v1/chat/completions`. Raises HTTPError."""
+    fields = Fields(body, model)
+    request = fields.common()
+    fields.only("n", 1, why="one answer is given to a conversation")
+    params = fields.sampling("max_tokens", "max_completion_tokens")
+    logprobs, top = fields.take("logprobs", bool), fields.take("top_logprobs", int)
+    if top is not None and not logprobs:
+        raise HTTPError(400, "top_logprobs is given without logprobs: set logprobs to true", param="top_logprobs")
+    if logprobs:
+        params = with_logprobs(params, "top_logprobs", top or 0)
+    request["params"] = fields.structured(params, fields.take("response_format", dict), "response_format")
+    request |= {name: fields.take(name) for name in TOOLS}
+    fields.only("modalities", ["text"], why="answers are text")
+    others = ("audio", "functions", "function_call", "web_search_options", "moderation", "verbosity")
+    fields.refuse(*others, why="there is nothing here that does it")
+    request["template_variables"] = fields.thinking(fields.take("reasoning_effort"), "reasoning_effort")
+    request["continue_final_message"] = bool(fields.take("continue_final_message", bool))
+    messages, conversation = fields.take("messages"), fields.truncation()
+    fields.end()
+    request["messages"] = fields.with_images(messages)
+    named = {"": "messages", "structure": "response_format"}
+    return fields.parsed(named, request, conversation=conversation)
+
+
+def completion(body: bytes, model: ServedModel) -> ParsedRequest:
+    """A request to `/v1/completions`, for `n` answers to each of its prompts. Raises HTTPError."""
+    fields = Fields(body, model)
+    request = fields.common()
+    params = fields.sampling("max_tokens")
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=max(COMPLETION_TOKENS, params.min_tokens))
+    logprobs = fields.take("logprobs", int)
+    if logprobs is not None:
+        params = with_logprobs(params, "logprobs", logprobs)
+    params = fields.structured(params, fields.take("response_format", dict), "response_format")
+    count, echo = fields.take("n", int), bool(fields.take("echo", bool))
+    count = 1 if count is None else count
+    fields.only("best_of", count, why="all answers are given, none is chosen")
+    fields.only("suffix", "", why="text is not filled in")
+    if echo and logprobs is not None:
+        why = "log-probabilities of prompts are not computed, which echo would show: leave one of them out"
+        raise HTTPError(400, f"logprobs are not served with echo: {why}", param="echo")
+    prompts = prompt_list(fields.take("prompt"), model)
+    fields.end()
+    if not 1 <= count * len(prompts) <= MOST_ANSWERS:
+        message = f"n is {shown(count)} and there are {len(prompts)} prompts: expected 1 to {MOST_ANSWERS} answers"
+        raise HTTPError(400, message, param="prompt" if count == 1 else "n")
+    request |= {"prompt": prompts[0], "params": params}
+    first = fields.parsed({"": "prompt"}, request, answers_each=count, echo=echo)
+    seeds = [None if params.seed is None else (params.seed + more) % (LARGEST_SEED + 1) for more in range(count)]
+    drawn = [replace(params, seed=seed) for seed in seeds]
+    requests = tuple(replace(first.request, prompt=prompt, params=each) for prompt in prompts for each in drawn)
+    return replace(first, requests=requests)
+
+
+def tokens(body: bytes, model: ServedModel) -> ParsedRequest:
+    """A request to `/tokenize`: a `prompt`, or `messages`, perhaps with `tools`. Raises HTTPError."""
+    fields = Fields(body, model)
+    request = {"adapter": model.adapter_of(fields.take("model") or model.name), "tools": fields.take("tools")}
+    request["template_variables"] = fields.template_variables()
+    prompt, messages = fields.take("prompt"), fields.take("messages")
+    fields.end()
+    if (prompt is None) == (messages is None):
+        raise HTTPError(400, "give a prompt or messages, one of them", param="prompt")
+    if prompt is None:
+        return fields.parsed({"": "messages"}, request | {"messages": fields.with_images(messages)})
+    prompt, *others = prompt_list(prompt, model)
+    if others:
+        raise HTTPError(400, f"prompt is a list of {len(others) + 1}: expected one", param="prompt")
+    return fields.parsed({"": "prompt"}, request | {"prompt": prompt})
+
+
+def prompt_list(prompts: Any, model: ServedModel) -> list[str | Sequence[int]]:
+    """The prompts of a request: one, or a list of them, each text or token ids of the model. Raises HTTPError."""
+    if not (isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list))):
+        prompts = [prompts]
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            continue
+        if not isinstance(prompt, list) or any(type(each) is not int for each in prompt):
+            raise wrong("prompt", prompt, "text, token ids, or a list of these")
+        for each in prompt:
+            if not 0 <= each < model.vocab_size:
+                message = f"prompt has the token id {each}: this model's are 0 to {model.vocab_size - 1}"
+                raise HTTPError(400, message, param="prompt")
+    return prompts

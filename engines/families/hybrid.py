@@ -1,0 +1,159 @@
+"""Families whose layers keep recurrent states beside those that attend.
+
+LFM2 and LFM2.5: gated short convolutions in most layers, attention with norms on query and key in the others. Qwen3.5:
+the gated delta rule in three of four layers, gated attention with a partial rotary embedding in the others; its
+checkpoints have Qwen3-VL's vision encoder, whose features go in at the image tokens alone, and a draft head, whose
+tensors the decoder leaves alone.
+"""
+
+from __future__ import annotations
+
+from edgellm.engines.families.decoders import Family, biases, read_decoder, rotary_share, text_fields, with_image_tokens
+from edgellm.engines.families.fields import ConfigFields, layer_count
+from edgellm.engines.families.qwen import QWEN_MERGE_SIZE
+from edgellm.engines.formats.strict_formats import is_integer
+from edgellm.engines.model.config import CONV_WIDTHS, DecoderConfig
+
+
+def _conv_width(fields: ConfigFields, key: str) -> int:
+    """How many tokens a short convolution reaches over; problems are noted in `fields`."""
+    width, (least, most) = fields.size(key), CONV_WIDTHS
+    if width and not least <= width <= most:
+        fields.refuse(key, width, f"supported are short convolutions of {least} to {most} tokens")
+    return width
+
+
+_LFM2_TYPES = {"conv": "convolution", "full_attention": "attention"}
+
+
+def _read_lfm2(fields: ConfigFields) -> DecoderConfig:
+    """`block_ff_dim` and `tie_embedding` of older files count more than `intermediate_size` and `tie_word_embeddings`,
+    their `full_attn_idxs` less than `layer_types`."""
+    kinds = fields.layer_kinds(_LFM2_TYPES, _types_by_index(fields))
+    tied = "tie_embedding" if fields.values.get("tie_embedding") is not None else "tie_word_embeddings"
+    fields.values = fields.values | {
+        "rms_norm_eps": fields.positive("norm_eps"),
+        "intermediate_size": _inner_size(fields) or 1,  # what is wrong with it has been noted
+        "tie_word_embeddings": fields.switch(tied),
+    }
+    return read_decoder(
+        fields,
+        qk_norm=True,
+        layer_kinds=kinds,
+        conv_width=_conv_width(fields, "conv_L_cache"),
+        conv_bias=fields.switch("conv_bias"),
+        naming="lfm2",
+    )
+
+
+def _types_by_index(fields: ConfigFields) -> list[str]:
+    """What `full_attn_idxs` says: which of the layers are attention; all where it is missing."""
+    count = layer_count(fields)
+    indices = fields.values.get("full_attn_idxs")
+    if indices is None:
+        indices = range(count)
+    elif not isinstance(indices, list) or not all(is_integer(each) and 0 <= each < count for each in indices):
+        fields.expect("full_attn_idxs", indices, f"a list of layers from 0 to {count - 1}")
+        indices = ()
+    return ["full_attention" if index in indices else "conv" for index in range(count)]
+
+
+def _inner_size(fields: ConfigFields) -> int:
+    """That of the MLP: with `block_auto_adjust_ff_dim` two thirds of what is written down, times
+    `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`; each product is cut to a whole
+    number."""
+    size = fields.size("block_ff_dim" if fields.values.get("block_ff_dim") is not None else "intermediate_size")
+    if not fields.switch("block_auto_adjust_ff_dim"):
+        return size
+    step, factor = fields.size("block_multiple_of"), fields.positive("block_ffn_dim_multiplier", largest=1000)
+    adjusted = int(factor * int(2 * size / 3))
+    return -(-adjusted // step) * step if step else 0
+
+
+LFM2 = Family(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    _read_lfm2,
+    {
+        "norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": True,
+    },
+)
+
+_QWEN_TYPES = {"linear_attention": "delta", "full_attention": "attention"}
+#: What the class of the whole model takes for the image token.
+_IMAGE_TOKEN = 248056
+#: What the class of the text model takes for what a file leaves out.
+_QWEN_TEXT = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+
+
+def read_qwen3_5_text(fields: ConfigFields) -> DecoderConfig:
+    """Norms by 1 + weight, with those on query and key."""
+    gate = fields.values.get("attn_output_gate")
+    if gate not in (None, True):
+        fields.refuse("attn_output_gate", gate, "supported is attention with a gate")
+    return read_decoder(
+        fields,
+        mrope=((11, 11, 10), True),
+        rotary_share=rotary_share(fields, 0.25),
+        **biases(fields),
+        qk_norm=True,
+        norm_offset=1.0,
+        attention_gate=True,
+        layer_kinds=fields.layer_kinds(_QWEN_TYPES, _types_by_interval(fields)),
+        conv_width=_conv_width(fields, "linear_conv_kernel_dim"),
+        delta_heads=_delta_heads(fields),
+        naming="qwen3_5",
+    )
+
+
+def read_qwen3_5(fields: ConfigFields) -> DecoderConfig:
+    """The language model inside a whole checkpoint; without a `vision_config` its image token is one like any other."""
+    config, vision = read_qwen3_5_text(text_fields(fields, _QWEN_TEXT)), fields.values.get("vision_config")
+    if vision is None:
+        return config
+    if not isinstance(vision, dict):
+        fields.expect("vision_config", vision, "an object")
+    return with_image_tokens(config, fields, "image_token_id", _IMAGE_TOKEN, QWEN_MERGE_SIZE)
+
+
+def _types_by_interval(fields: ConfigFields) -> list[str]:
+    """Every `full_attention_interval`-th layer is attention."""
+    interval = fields.size("full_attention_interval")
+    last = ["linear_attention"] * (interval - 1) + ["full_attention"] if interval else [""]
+    return [last[index % len(last)] for index in range(layer_count(fields))]
+
+
+def _delta_heads(fields: ConfigFields) -> tuple[int, int, int, int]:
+    """The numbers of key and value heads, and the sizes of both."""
+    keys, values = fields.size("linear_num_key_heads"), fields.size("linear_num_value_heads")
+    if keys and values % keys:
+        fields.wrong.append(
+            f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}: value heads share keys"
+        )
+    return keys, values, fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
+
+
+QWEN3_5_TEXT = Family("qwen3_5_text", "Qwen3_5ForCausalLM", read_qwen3_5_text, _QWEN_TEXT)
+QWEN3_5 = Family("qwen3_5", "Qwen3_5ForConditionalGeneration", read_qwen3_5)
