@@ -53,7 +53,7 @@ def info(given: InfoOptions) -> None:
     Example: edgellm info robot --verify
     """
     facts = directory_facts(given.chosen_model() or SHIPPED_MODEL, given.verify)
-    typer.echo(json.dumps(facts, indent=2) if given.as_json else "\n".join(_lines(facts)))
+    typer.echo(json.dumps(facts, indent=2) if given.as_json else "\n".join(fact_lines(facts)))
     if facts["differences"]:
         raise typer.Exit(1)
 
@@ -219,7 +219,7 @@ def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform:
     }
 
 
-def _lines(facts: dict[str, Any]) -> Iterator[str]:
+def fact_lines(facts: dict[str, Any]) -> Iterator[str]:
     """The facts in words: the path, then rows of a name and a text, the name once for rows that belong together."""
     yield facts["path"]
     yield from (f"  {name:<12}{text}" for name, text in _rows(facts))
@@ -245,7 +245,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "limits",
         f"context {limits['kv_capacity']:,} (model: {config['max_position_embeddings']:,}), batch "
         f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}"
-        + descriptions.kv_cache_in_words(limits.get("kv_cache", "compute")),
+        + (f", KV cache of {limits['kv_cache']}" if "kv_cache" in limits else ""),
     )
     if facts["tool_format"] is not None:
         yield "tools", f"calls in the format {facts['tool_format']}"
@@ -256,18 +256,26 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{descriptions.draft_in_words(draft['config'])}, {draft['parameters'] / 1e6:,.1f} M parameters of its "
             f"own, {_mebibytes(sum(draft['weights'].values()))} of files",
         )
-        yield "", descriptions.draft_limits_in_words(limits)
+        yield (
+            "",
+            f"trees up to {limits['draft_top_k']} wide and {limits['draft_steps']} deep, up to "
+            f"{limits['verify_tree_size']} nodes verified",
+        )
     if "vision" in facts:
-        vision = facts["vision"]
+        vision, encoder = facts["vision"], facts["vision"]["config"]
+        shown, side = ("patches", "patch_size") if encoder["image_size"] is None else ("images", "image_size")
         yield (
             "vision",
-            f"{descriptions.vision_in_words(vision['config'])}, {vision['parameters'] / 1e6:,.1f} M parameters",
+            f"{encoder['family']}, {encoder['num_layers']} layers of {encoder['hidden_size']}, {shown} of "
+            f"{encoder[side]} x {encoder[side]} pixels, {vision['parameters'] / 1e6:,.1f} M parameters",
         )
-        yield "", descriptions.vision_limits_in_words(vision["max_image_patches"], limits["image_rows"])
+        rows = ", ".join(f"{count:,}" for count in limits["image_rows"])
+        yield "", f"images of up to {vision['max_image_patches']:,} patches (engines of {rows} rows)"
     if "lora" in facts:
         for name, adapter in facts["lora"].items():
             yield "adapter", f"{name}: rank {adapter['rank']}, {_mebibytes(adapter['bytes'])}"
-        yield "" if facts["lora"] else "adapters", descriptions.lora_limits_in_words(limits)
+        at_once = f"{limits['lora_slots']} at once, rank up to {limits['max_lora_rank']}"
+        yield "" if facts["lora"] else "adapters", at_once
     yield "weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {_mebibytes(sum(weights.values()))}"
     for model, head in facts["heads"].items():
         own = "of the draft, " if model == "draft" else ""

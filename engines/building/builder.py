@@ -133,7 +133,6 @@ def build_engine_directory(
     limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
     config, encoder, size = inputs.config, inputs.vision, inputs.weight_bytes
     report = BuildReport(target, config, dtype, limits, inputs.draft, encoder, weights, size, inputs.head_bytes)
-    report.adapters = dict(inputs.adapter_ranks)
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
     copied = inputs.head_bytes + (size if weights == "copy" else 0)
     needed = copied + plan_bytes_bound(config, _shapes_of(plans), encoder)
