@@ -244,11 +244,10 @@ def _check_prompt(prompt: Any) -> None:
         raise RequestError("the prompt is bytes: expected text (bytes.decode()), or a list of token ids")
     is_list = isinstance(prompt, Collection) and not isinstance(prompt, (Mapping, Set))
     require_kind(is_list and getattr(prompt, "ndim", 1) == 1, "the prompt", prompt, "text, or a list of token ids")
-    for each in prompt:
+    for each in prompt:  # the engine knows its vocabulary
         if not isinstance(each, Integral):
             raise RequestError(f"the prompt has {shown(each)} among its token ids: expected whole numbers, or text")
-    for each in prompt:  # the engine knows its vocabulary
-        if not -_IDS <= each < _IDS:
+        if not -_IDS <= int(each) < _IDS:
             raise RequestError(
                 f"the prompt has the token id {shown(int(each))}: expected 32 bits, use the model's own tokenizer"
             )
@@ -430,7 +429,8 @@ def check_options(
         check_path(f"the adapter {name!r}", path)
     if not isinstance(drafting, str) or drafting != "auto":
         check_drafting(drafting, 'DraftingConfig(...), "auto" or None')
-    require(_is_list(snapshots), "snapshots", _plain(snapshots), "a list of files")
+    given = str(snapshots) if isinstance(snapshots, Path) else snapshots
+    require(_is_list(snapshots), "snapshots", given, "a list of files")
     expected = "a callable that takes bytes done and in all, or None"
     require(progress is None or callable(progress), "progress", progress, expected)
 
@@ -438,16 +438,15 @@ def check_options(
 def check_path(name: str, path: Any) -> None:
     """Raise RequestError for what is no path."""
     require(isinstance(path, (str, Path)), name, path, "a path, as text or pathlib.Path")
+    found = f"{name} is {shown(str(path))}"
     try:
         encoded = os.fsencode(path)
     except UnicodeEncodeError as error:
-        raise RequestError(f"{name} is {shown(_plain(path))}: half of a surrogate pair is no character") from error
+        raise RequestError(f"{found}: half of a surrogate pair is no character") from error
     if b"\0" in encoded:
-        raise RequestError(f"{name} is {shown(_plain(path))}: a path has no null characters")
+        raise RequestError(f"{found}: a path has no null characters")
     if len(encoded) >= _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
-        raise RequestError(
-            f"{name} is {shown(_plain(path))}: a path has less than {_LONGEST_PATH} bytes, a name in it {_LONGEST_NAME}"
-        )
+        raise RequestError(f"{found}: a path has less than {_LONGEST_PATH} bytes, a name in it {_LONGEST_NAME}")
 
 
 def check_drafting(drafting: Any, expected: str = "DraftingConfig(...), or None") -> None:
@@ -458,7 +457,3 @@ def check_drafting(drafting: Any, expected: str = "DraftingConfig(...), or None"
 def _is_list(value: Any) -> bool:
     """Whether values stand in it: text and numbers are no lists."""
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) > 0
-
-
-def _plain(path: Any) -> Any:
-    return str(path) if isinstance(path, Path) else path

@@ -131,17 +131,11 @@ class SpecDecodeRuntime:
                 self._vision = open_vision_encoder(opened, self.directory, self._multimodal_directory, self.metrics)
             vision_memory = None if self._vision is None else self._vision.memory
             self._runner = open_runner(opened, self.directory, chosen, loras, progress, vision_memory)
-        except BaseException:
-            if self._vision is not None:
-                self._vision.close()
-            opened.close()
-            raise
-        self._drafters = Drafters(self.directory, self._runner)
-        self._keeper = RowKeeper(self._runner, preemption_budget)
-        if self._runner.base.states.is_recurrent:
-            self._states = StateKeeper(self._runner, state_budget)
-        self._forget_contents()
-        try:
+            self._drafters = Drafters(self.directory, self._runner)
+            self._keeper = RowKeeper(self._runner, preemption_budget)
+            if self._runner.base.states.is_recurrent:
+                self._states = StateKeeper(self._runner, state_budget)
+            self._forget_contents()
             if self._vision is not None:
                 self._vision.load(progress)
             self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
@@ -153,6 +147,7 @@ class SpecDecodeRuntime:
                 self.load_snapshot(path)
         except BaseException:
             self.close()
+            opened.close()
             raise
 
     @property
@@ -418,10 +413,11 @@ class SpecDecodeRuntime:
             for part in (self._runner, self._keeper, self._states, self._snapshots, self._vision):
                 if part is not None:
                     last_first.callback(part.close)
-            if self._runner is not None and self._observer is not None:
-                last_first.callback(self._observer.finish)
+            if self._runner is not None:
+                last_first.callback(self._drafters.close)
+                if self._observer is not None:
+                    last_first.callback(self._observer.finish)
             self._vision = self._snapshots = self._runner = self._following = self._keeper = self._states = None
-            self._drafters.close()
 
     def __enter__(self) -> SpecDecodeRuntime:
         return self

@@ -33,8 +33,6 @@ _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_opt
 
 
 class BuildOptions(ModelOption):
-    """All options of the command."""
-
     checkpoint: Path | None = argument("Hugging Face directory with config.json, tokenizer.json and safetensors.")
     engine_directory: Path | None = argument("The engine directory to make.", metavar="engine_dir")
     model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")

@@ -48,8 +48,6 @@ class BuildOptions(
     FolderOptions,
     options.ComputingOptions,
 ):
-    """All options of `edgellm cache build`."""
-
     prompt: str | None = option("The system prompt.", is_free=True)
     file: Path | None = option("Read the system prompt from a file.", "--file", "-f")
     prompts: Path | None = option(
@@ -69,8 +67,6 @@ class BuildOptions(
 
 
 class ListOptions(FolderOptions):
-    """All options of `edgellm cache list`."""
-
     as_json: bool = option("Print JSON instead of text.", "--json")
 
 
@@ -91,8 +87,6 @@ class ShowOptions(NameOptions, ListOptions):
 
 
 class RemoveOptions(NameOptions):
-    """All options of `edgellm cache remove`."""
-
     everything: bool = option("Every snapshot in the folder.", "--all")
 
     def chosen(self) -> list[cache_prompts.SnapshotOnDisk]:
@@ -103,8 +97,6 @@ class RemoveOptions(NameOptions):
 
 
 class VerifyOptions(RemoveOptions):
-    """All options of `edgellm cache verify`."""
-
     model: Path | None = option("Also check that it was made for this engine directory.", "--model", "-m")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -65,16 +64,9 @@ def read_cache_prompts(given: Any) -> list[CachePrompt]:
         if given.name is not None or given.output is not None or given.lora is not None:
             raise typer.BadParameter("--name, --output and --lora are for one prompt: write them into the YAML file")
         return load_cache_prompts(prompts)
-    if file is not None:
-        text, place = options.read_text_file(file, "--file"), f"the file {file}"
-    elif prompt is not None:
-        text, place = prompt, "--prompt"
-    elif sys.stdin is None or sys.stdin.isatty():
-        raise typer.BadParameter(
-            "missing: give it with --prompt, --file or --prompts, or on standard input", param_hint="--prompt"
-        )
-    else:
-        text, place = options.read_standard_input(), "standard input"
+    text, place = prompt, "--prompt"
+    if prompt is None:
+        text, place = options.read_source(file, "with --prompt, --file or --prompts", "--prompt")
     return [_cache_prompt(text, place, given.name, given.output, given.lora, Path())]
 
 
@@ -213,14 +205,12 @@ def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
         raise RequestError(
             f"{name!r} may be {', '.join(printable(item.path.stem) for item in found)}: write more of one of them"
         )
-    path = user_path(name)
-    is_there = bool(name) and os.path.lexists(path)
-    if is_there and is_snapshot_path(name):
-        return read_snapshot_file(path)
-    if is_there:
-        hint = f"the file of that name is written {os.curdir}{os.sep}{name}"
-        raise RequestError(f"there is no snapshot {name!r} in {folder} ({hint}): edgellm cache list shows them")
-    raise RequestError(f"there is no snapshot {name!r}, neither a file nor in {folder}: edgellm cache list shows them")
+    path, where = user_path(name), f", neither a file nor in {folder}"
+    if name and os.path.lexists(path):
+        if is_snapshot_path(name):
+            return read_snapshot_file(path)
+        where = f" in {folder} (the file of that name is written {os.curdir}{os.sep}{name})"
+    raise RequestError(f"there is no snapshot {name!r}{where}: edgellm cache list shows them")
 
 
 def with_cached_prompt(

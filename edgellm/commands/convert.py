@@ -16,8 +16,6 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1
 
 
 class ConvertOptions(Options):
-    """All options of the command."""
-
     source: Path = argument("Directory with pytorch_model.bin (or shards), or a .bin/.pt/.pth file.", default=...)
     target: Path = argument("The checkpoint directory to make.", default=...)
     max_shard_size: str = option(

@@ -36,8 +36,6 @@ _DRAFTED_TOKENS = 32
 
 
 class DoctorOptions(ModelOptions):
-    """All options of the command."""
-
     as_json: bool = option("Print one JSON object.", "--json")
 
 

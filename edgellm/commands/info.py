@@ -15,14 +15,13 @@ from edgellm.commands import descriptions
 from edgellm.commands.options import ModelOptions
 from edgellm.commands.table import option, takes_options
 from edgellm.engines.backends import plan_files
-from edgellm.engines.backends.device_layouts import PackedLayouts, model_layouts, packed_memory
+from edgellm.engines.backends.device_layouts import PackedLayouts, gpu_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
-from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.families.vision_encoders import host_weights
 from edgellm.engines.formats.digests import FileDigest
@@ -40,8 +39,6 @@ from edgellm.tool_calls.formats import checkpoint_format
 
 
 class InfoOptions(ModelOptions):
-    """All options of the command."""
-
     verify: bool = option("Hash every file; exit with 1 on any difference.")
     as_json: bool = option("Print one JSON object.", "--json")
 
@@ -68,7 +65,10 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     config, limits, draft, vision = directory.config, directory.limits, directory.draft, directory.vision
     differences = directory.differences(verify, hash_weights=False)
     packed = {} if differences else _packed_facts(directory)
-    layouts, refusal = _gpu_layouts(directory) if not differences and directory.packed_names else ({}, None)
+    layouts: PackedLayouts = {}
+    refusal = None  # why GPUs do not run the model
+    if not differences and directory.packed_names:
+        layouts, refusal = gpu_layouts(directory.models, directory.checkpoints, directory.dtype)
     computed = directory.dtype if refusal is None else "float32"  # in which NumPy runs what GPUs do not
     known = [] if refusal is not None else _known_platforms(directory, layouts)
     platforms = [_platform_facts(directory, layouts, platform) for platform in known]
@@ -165,14 +165,6 @@ def _head_facts(directory: EngineDirectory) -> dict[str, Any]:
         for model, part in (("base", directory), ("draft", directory.draft))
         if part is not None and HEAD_FILE in part.files
     }
-
-
-def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]:
-    """What packed weights are in a GPU's memory, or why GPUs do not run the model."""
-    try:
-        return model_layouts(directory.models, directory.checkpoints, directory.dtype), None
-    except EngineError as error:
-        return {}, str(error)
 
 
 def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[plan_files.Platform]:

@@ -31,8 +31,6 @@ _MOST_TOKENS = 16_384
 
 
 class QuantizeOptions(Options):
-    """All options of the command."""
-
     checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", default=...)
     target: Path = argument("The checkpoint directory to make.", default=...)
     bits: int = option("Bits of a weight: 4, or 8 with a scale for each row.", default=4)
