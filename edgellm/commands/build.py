@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from edgellm.commands.console import MEBIBYTE, ProgressDisplay, progress_display
+from edgellm.commands.console import ProgressDisplay, mebibytes, progress_display
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption
@@ -193,18 +193,14 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     """What building took: each plan, bytes, seconds and memory, then the notes."""
     for plan in report.plans:
         took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
-        yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"
+        yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{mebibytes(plan.size):>13}  {took}"
     is_link = report.weights == "link"
     own = sum(plan.size for plan in report.plans) + report.published_bytes + report.head_bytes
-    total = f"  {'total on disk':<42}{_mebibytes(own + (0 if is_link else report.weight_bytes))}"
-    yield total + (f"    (beside {report.weight_bytes / MEBIBYTE:,.1f} MiB of linked weights)" if is_link else "")
+    total = f"  {'total on disk':<42}{mebibytes(own + (0 if is_link else report.weight_bytes)):>13}"
+    yield total + (f"    (beside {mebibytes(report.weight_bytes)} of linked weights)" if is_link else "")
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items() if seconds >= 0.05)
     yield f"  {'time':<42}{report.total_seconds:9.1f} s" + (f"    ({stages})" if stages else "")
     if report.token_seconds:
         yield f"  {'first token':<42}{report.token_seconds:9.1f} s    (what was compiled for it is kept)"
-    yield f"  {'peak host memory':<42}{_mebibytes(report.peak_host_bytes)}"
+    yield f"  {'peak host memory':<42}{mebibytes(report.peak_host_bytes):>13}"
     yield from report.notes
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / MEBIBYTE:9,.1f} MiB"

@@ -11,7 +11,7 @@ import typer
 
 from edgellm.commands import cache_prompts, options
 from edgellm.commands.cache_building import build_snapshots
-from edgellm.commands.console import MEBIBYTE, write_error, write_note
+from edgellm.commands.console import mebibytes, write_error, write_note
 from edgellm.commands.convert import size_in_bytes
 from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.settings import chosen_settings
@@ -32,8 +32,6 @@ cache = typer.Typer(
 
 
 class FolderOptions(options.LogOptions):
-    """Where snapshots are."""
-
     folder: Path | None = option("Where snapshots lie [default: in the user's cache directory].")
 
     def files(self) -> list[cache_prompts.SnapshotOnDisk]:
@@ -71,8 +69,6 @@ class ListOptions(FolderOptions):
 
 
 class NameOptions(FolderOptions):
-    """Snapshots."""
-
     name: list[str] | None = argument("Snapshots: the prompt's name, or what the file's name begins with, or a path.")
 
     def named(self) -> list[cache_prompts.SnapshotOnDisk]:
@@ -226,7 +222,7 @@ def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         for key, value in (("tools", prompt.tools), ("template", prompt.template_variables)):
             if value is not None:
                 yield key, json.dumps(value, ensure_ascii=False)
-    yield "size", f"{snapshot.nbytes / MEBIBYTE:,.1f} MiB in {len(snapshot.rows)} tensors of rows"
+    yield "size", f"{mebibytes(snapshot.nbytes)} in {len(snapshot.rows)} tensors of rows"
     yield "model", facts.model
     yield "created", f"{facts.created}, EdgeLLM {facts.created_with}, format {facts.format_version}"
     for key, value in asdict(facts.binding).items():
@@ -235,5 +231,5 @@ def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
 
 def _counted(found: list[cache_prompts.SnapshotOnDisk]) -> str:
     usable = [item.found.nbytes for item in found if not isinstance(item.found, SnapshotError)]
-    words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {sum(usable) / MEBIBYTE:,.1f} MiB"
+    words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {mebibytes(sum(usable))}"
     return words if len(usable) == len(found) else f"{words}, and {len(found) - len(usable)} that cannot be used"

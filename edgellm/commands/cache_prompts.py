@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.commands import options
+from edgellm.commands.console import mebibytes
 from edgellm.commands.descriptions import named_directories
 from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_yaml
-from edgellm.engines.model.memory_plan import MEBIBYTE
 from edgellm.errors import RequestError, SnapshotError, did_you_mean
 from edgellm.kernels.user_paths import printable, user_path
 from edgellm.snapshots.binding import NONE
@@ -172,7 +172,7 @@ class SnapshotOnDisk:
         drafted = ", draft" if binding.has_draft else ""
         adapted = "" if binding.adapter == NONE else f", adapter {binding.adapter[:8]}"
         return (
-            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {self.found.nbytes / MEBIBYTE:>9,.1f} MiB  "
+            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {mebibytes(self.found.nbytes):>13}  "
             f"{binding.backend} {binding.dtype}{drafted}{adapted}, {printable(facts.model)}"
         )
 

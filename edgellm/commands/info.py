@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from edgellm.commands import descriptions
+from edgellm.commands.console import mebibytes
 from edgellm.commands.options import ModelOptions
 from edgellm.commands.table import option, takes_options
 from edgellm.engines.backends import plan_files
@@ -72,7 +73,6 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     computed = directory.dtype if refusal is None else "float32"  # in which NumPy runs what GPUs do not
     known = [] if refusal is not None else _known_platforms(directory, layouts)
     platforms = [_platform_facts(directory, layouts, platform) for platform in known]
-    described = directory.models, limits, directory.dtype
     planned = planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}
     draft_config = None if draft is None else draft.config
     state = recurrent_bytes(decoder_states(config), 1)  # of one place of a text
@@ -89,7 +89,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "limits": plain_values(limits),
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "executors": {
-            name: descriptions.executor_facts(*described, name, layouts)
+            name: descriptions.executor_facts(directory.models, limits, directory.dtype, name, layouts)
             for name in sorted({platform.compute_capability for platform in known})
         },
         "plans": platforms,
@@ -246,7 +246,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield (
             "draft",
             f"{descriptions.draft_in_words(draft['config'])}, {draft['parameters'] / 1e6:,.1f} M parameters of its "
-            f"own, {_mebibytes(sum(draft['weights'].values()))} of files",
+            f"own, {mebibytes(sum(draft['weights'].values()))} of files",
         )
         yield (
             "",
@@ -265,14 +265,14 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "", f"images of up to {vision['max_image_patches']:,} patches (engines of {rows} rows)"
     if "lora" in facts:
         for name, adapter in facts["lora"].items():
-            yield "adapter", f"{name}: rank {adapter['rank']}, {_mebibytes(adapter['bytes'])}"
+            yield "adapter", f"{name}: rank {adapter['rank']}, {mebibytes(adapter['bytes'])}"
         at_once = f"{limits['lora_slots']} at once, rank up to {limits['max_lora_rank']}"
         yield "" if facts["lora"] else "adapters", at_once
-    yield "weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {_mebibytes(sum(weights.values()))}"
+    yield "weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {mebibytes(sum(weights.values()))}"
     for model, head in facts["heads"].items():
         own = "of the draft, " if model == "draft" else ""
         looked_up = ", tokens are looked up in it" if head["embeds"] else ""
-        yield "head", f"{own}packed: {head['format']}, {_mebibytes(head['bytes'])}{looked_up}"
+        yield "head", f"{own}packed: {head['format']}, {mebibytes(head['bytes'])}{looked_up}"
     for capability, found in facts["executors"].items():
         for number, text in enumerate(descriptions.executors_in_words(found)):
             yield "" if number else capability, text
@@ -281,13 +281,13 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield (
             "plans",
             f"{platform['platform']}: {platform['plans']} of {platform['expected']}{needless}, "
-            f"{_mebibytes(platform['bytes'])}, {platform['state']}",
+            f"{mebibytes(platform['bytes'])}, {platform['state']}",
         )
         yield from (("", problem) for problem in platform["problems"])
     for model, packed in facts["packed"].items():
         yield "packed", f"{model}, {packed['method']}"
         for words, part in packed["stored"].items():
-            yield "", f"{words}, {part['weights']} weights of {_mebibytes(part['bytes'])}"
+            yield "", f"{words}, {part['weights']} weights of {mebibytes(part['bytes'])}"
         yield from (("", note) for note in packed["notes"])
     if facts["gpu_refusal"]:
         yield "plans", f"none: {facts['gpu_refusal']}"
@@ -295,19 +295,15 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "plans", "none: the NumPy backend runs it; on a GPU with TensorRT they are made on first use"
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
     where = "on the NumPy backend, which makes float32 of the weights" if facts["gpu_refusal"] else "on a GPU"
-    yield "memory", f"{_mebibytes(sum(facts['memory'].values()))} {where}: {parts}"
+    yield "memory", f"{mebibytes(sum(facts['memory'].values()))} {where}: {parts}"
     host = facts["host_memory"]
     yield (
         "",
-        f"of the host up to {_mebibytes(host[KEPT_ROWS])}: {KEPT_ROWS}, {host[KEPT_ROWS] // host['token']:,} tokens",
+        f"of the host up to {mebibytes(host[KEPT_ROWS])}: {KEPT_ROWS}, {host[KEPT_ROWS] // host['token']:,} tokens",
     )
     if "state" in host:
         places = f"{host[KEPT_STATES] // host['state']:,} of {host['state'] / MEBIBYTE:,.2f} MiB"
-        yield "", f"of the host up to {_mebibytes(host[KEPT_STATES])}: {KEPT_STATES}, {places}"
+        yield "", f"of the host up to {mebibytes(host[KEPT_STATES])}: {KEPT_STATES}, {places}"
     if facts["verified"] and not facts["differences"]:
         yield "verified", "every file is as described"
     yield from (("differs", difference) for difference in facts["differences"])
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / MEBIBYTE:,.1f} MiB"

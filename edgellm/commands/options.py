@@ -137,8 +137,6 @@ class StructureOptions(Options, panel="Sampling"):
 
 
 class ChatTemplateOption(Options, panel="Prompt"):
-    """The chat template."""
-
     chat_template: Path | None = option("File with a chat template, instead of the model's.")
 
 
