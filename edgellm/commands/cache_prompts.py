@@ -205,12 +205,15 @@ def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
         raise RequestError(
             f"{name!r} may be {', '.join(printable(item.path.stem) for item in found)}: write more of one of them"
         )
-    path, where = user_path(name), f", neither a file nor in {folder}"
-    if name and os.path.lexists(path):
-        if is_snapshot_path(name):
-            return read_snapshot_file(path)
-        where = f" in {folder} (the file of that name is written {os.curdir}{os.sep}{name})"
-    raise RequestError(f"there is no snapshot {name!r}{where}: edgellm cache list shows them")
+    path = user_path(name)
+    if not name or not os.path.lexists(path):
+        raise RequestError(
+            f"there is no snapshot {name!r}, neither a file nor in {folder}: edgellm cache list shows them"
+        )
+    if is_snapshot_path(name):
+        return read_snapshot_file(path)
+    hint = f"the file of that name is written {os.curdir}{os.sep}{name}"
+    raise RequestError(f"there is no snapshot {name!r} in {folder} ({hint}): edgellm cache list shows them")
 
 
 def with_cached_prompt(
