@@ -144,8 +144,8 @@ _NAMES = {
     "snapshots.system_prompt": "CachedPrompt",
     "structure.description": "Structure",
     "text.output": "FinishReason",
-    "tools.calls": "ToolCall ToolCallDelta",
-    "tools.functions": "function_tool",
+    "tool_calls.calls": "ToolCall ToolCallDelta",
+    "tool_calls.functions": "function_tool",
 }
 #: The module of each public name.
 _MODULES = {name: f"edgellm.{module}" for module, names in _NAMES.items() for name in names.split()}
