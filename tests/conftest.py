@@ -95,6 +95,17 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--as {name}: {error}") from error
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker a run of neighbours, which share fixtures, and take from the slower one at the end; with
+    `--dist` as it says."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     """A test for which the device that is measured has too little shared memory is skipped, with the reason."""
@@ -147,7 +158,6 @@ SECONDS = (
     "engines/speculation/test_eagle_equality.py",
     "engines/speculation/test_fixed_shapes.py",
     "engines/speculation/test_image_rounds.py",
-    "kernels/acceptance",
     "kernels/sampling",
 )
 

@@ -299,7 +299,10 @@ def parse_yaml(text: str, place: str, error_class: type[EdgeLLMError]) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise error_class(f"{place} is not valid YAML: {error.problem or error.context}{where}") from error
+        problem = str(error.problem or error.context)
+        if "nesting depth" in problem:  # a limit of libyaml's own, which may come before the first event
+            problem = f"its lists and dictionaries are nested more than {DEEPEST_NESTING} deep"
+        raise error_class(f"{place} is not valid YAML: {problem}{where}") from error
     except yaml.YAMLError as error:
         raise error_class(f"{place} is not valid YAML: {' '.join(str(error).split())}") from error
     except (ValueError, OverflowError, RecursionError) as error:  # a date that there is none of
