@@ -154,11 +154,15 @@ SECONDS = (
     "engines/families/test_families_images.py",
     "engines/lora",
     "engines/model",
+    "engines/speculation/test_fixed_shapes.py",
+    "kernels/sampling",
+)
+#: Files whose `slow` cases are many such: a fourth of them, the same ones every time, are marked `ci`.
+MANY_OF_SECONDS = (
     "engines/speculation/test_drafted_answers.py",
     "engines/speculation/test_eagle_equality.py",
-    "engines/speculation/test_fixed_shapes.py",
     "engines/speculation/test_image_rounds.py",
-    "kernels/sampling",
+    "kernels/acceptance",
 )
 
 #: Files with many like cases, each a process of its own: three in four of them are `slow`, the same ones every time.
@@ -168,9 +172,10 @@ SAMPLED = ("commands/test_hostile_models.py", "commands/test_hostile_settings.py
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what is fast, what of many like cases is slow, and what of all that is slow takes seconds."""
     path = item.path.relative_to(Path(__file__).parent).as_posix()
-    if path in SAMPLED and zlib.crc32(item.nodeid.partition("::")[2].encode()) % 4:
+    is_sampled = zlib.crc32(item.nodeid.partition("::")[2].encode()) % 4 == 0
+    if path in SAMPLED and not is_sampled:
         item.add_marker(pytest.mark.slow)
-    if path.startswith(SECONDS) and item.get_closest_marker("slow"):
+    if path.startswith((*SECONDS, *MANY_OF_SECONDS) if is_sampled else SECONDS) and item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.ci)
     if path.startswith(FAST) and path not in NOT_FAST and not item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.fast)
