@@ -78,7 +78,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     state = recurrent_bytes(decoder_states(config), 1)  # of one place of a text
     if verify:
         differences += [problem for platform in platforms for problem in platform["problems"]]
-    facts = {
+    facts: dict[str, Any] = {
         "path": str(directory.path),
         "created_with": directory.created_with,
         "config": asdict(config),

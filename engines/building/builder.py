@@ -119,17 +119,19 @@ def build_engine_directory(
     platforms, note = choose_platforms(targets)
     vision = None if vision is None else Path(vision)
     vocabulary = None if draft_vocabulary is None else Path(draft_vocabulary)
-    inputs, limits, dtype = _read(
+    inputs, known_limits, dtype = _read(
         source, draft, adapters or {}, vision, limits, dtype, beyond_trained_context, vocabulary
     )
-    embeds = leaves_out_embedding(inputs.config, head, embedding, lambda: _planned_bytes(inputs, head, limits, dtype))
+    embeds = leaves_out_embedding(
+        inputs.config, head, embedding, lambda: _planned_bytes(inputs, head, known_limits, dtype)
+    )
     inputs = with_packed_heads(inputs, head, embeds, dtype)
     packed, refusal = gpu_layouts(inputs.models, inputs.checkpoints, dtype)
     if refusal is not None and platforms:
         if targets:
             raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
         platforms, note = (), f"No plans are built: {refusal}."
-    limits = replace(limits, packed=any(".layers." in name for name in packed.get("base", ())))
+    limits = replace(known_limits, packed=any(".layers." in name for name in packed.get("base", ())))
     config, encoder, size = inputs.config, inputs.vision, inputs.weight_bytes
     report = BuildReport(target, config, dtype, limits, inputs.draft, encoder, weights, size, inputs.head_bytes)
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
