@@ -229,12 +229,12 @@ def _check_rules(text: str) -> None:
     def following(rule: str) -> list[str]:
         return [each for each in rules[rule] if each in rules]
 
-    def value(rule: str, known: Callable[[str], int | None]) -> int:
-        links = max((1 + (known(each) or 0) for each in following(rule)), default=0)
+    def value(rule: str, known: Callable[[str], int]) -> int:
+        links = max((1 + known(each) for each in following(rule)), default=0)
         check_path(links, "the grammar")
         return links
 
-    folded(rules, following, value, str)
+    folded(rules, following, value, 0, str)
 
 
 def _checked_text(kind: str, value: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from edgellm.errors import RequestError, shown
-from edgellm.structure.schema_alternatives import Alternatives, allowed_types
+from edgellm.structure.schema_alternatives import Alternatives
 from edgellm.structure.schema_keywords import (
     ANNOTATIONS,
     CHECKS,
@@ -25,6 +25,7 @@ from edgellm.structure.schema_keywords import (
     MAPPINGS,
     NOT_ENFORCED,
     SCHEMAS,
+    allowed_types,
     check_pattern,
     meant_keyword,
     schema_error,
@@ -188,11 +189,11 @@ class _Walk:
                 raise schema_error(here, f"is {shown(reference)}, where there is no schema", "a place in this schema")
         places = {id(schema): place for place, schema in self.found.items()}
 
-        def value(schema: Any, known: Callable[[Any], tuple[int, int] | None]) -> tuple[int, int]:
+        def value(schema: Any, known: Callable[[Any], tuple[int, int]]) -> tuple[int, int]:
             """How many $refs follow a schema in a row, and how many expressions its text has to fulfil together."""
 
             def found(which: int, schemas: Iterable[Any]) -> list[int]:
-                return [0, *((known(each) or (0, 0))[which] for each in schemas)]
+                return [0, *(known(each)[which] for each in schemas)]
 
             if not isinstance(schema, dict):
                 return 0, 0
@@ -207,7 +208,7 @@ class _Walk:
                 raise schema_error(places[id(schema)], count, f"at most {MOST_EXPRESSIONS}")
             return links, met
 
-        folded(self.found.values(), self._following, value)
+        folded(self.found.values(), self._following, value, (0, 0))
 
     def _following(self, schema: Any) -> list[Any]:
         """The schemas that describe a value, or a part of it, along with this one."""

@@ -90,6 +90,29 @@ FORMATS_NOT_ENFORCED = frozenset(
 LONGEST_HOSTNAME = 253
 
 
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, (int, float)):
+        return "integer" if isinstance(value, int) or value.is_integer() else "number"
+    return "string" if isinstance(value, str) else "object" if isinstance(value, dict) else "array"
+
+
+def named_values(schema: dict[str, Any]) -> list[Any] | None:
+    """The values that a schema names by const or enum; None where it names none."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def allowed_types(schema: dict[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema allows by its type, const or enum, "integer" also where it may be any "number"."""
+    named = schema.get("type", TYPES)
+    types = {named} if isinstance(named, str) else set(named)
+    types |= {"integer"} if "number" in types else set()
+    values = named_values(schema)
+    return frozenset(types if values is None else types.intersection(map(kind_of, values)))
+
+
 def schema_error(place: str, found: str, expected: str) -> RequestError:
     """What is wrong at a place (a JSON pointer) of a schema."""
     return RequestError(f"the JSON schema, at {place}, {found}: expected {expected}")

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgellm.engines.speculation.constraints import TokenConstraint, packed_mask
+from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure.description import Structure, json_options
+from edgellm.structure.reasoning import LateRules
+from edgellm.structure.schema_keywords import kind_of, named_values
 from edgellm.structure.steps import Steps
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import ARGUMENT_END, ToolFormat
-from edgellm.tool_calls.values import all_kinds, json_text, kind_of, named_values, referred
+from edgellm.tool_calls.values import all_kinds, json_text, referred
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
@@ -244,65 +246,40 @@ def _spelled(value: Any) -> tuple[str, ...]:
     return (value if isinstance(value, str) else json_text(value),)
 
 
-class FromCall:
-    """Rules that begin where an answer begins a call: see `edgellm.engines.speculation.constraints.TokenConstraint`.
+class FromCall(LateRules):
+    """Rules that begin where an answer begins a call.
 
-    Until then each token is allowed. The tokens that began the call, or what of them belongs to it, are the first that
-    the rules consume; where they do not take them, the call is no concern of theirs.
+    The tokens that began the call, or what of them belongs to it, are the first that the rules consume; where they do
+    not take them, the call is no concern of theirs.
     """
+
+    _may_never_begin = True
 
     def __init__(
         self, vocabulary: GrammarVocabulary, grammar: str, opening: re.Pattern[bytes], mark_id: int | None
     ) -> None:
         """A call begins with the first group of `opening`, and with the token `mark_id`; `grammar` is that of calls."""
+        super().__init__(vocabulary.size)
         self._vocabulary, self._grammar, self._opening, self._mark_id = vocabulary, grammar, opening, mark_id
-        self._text = bytearray()
-        self._ends: list[int] = []  # of the text, behind each free token
-        self._rules: TokenConstraint | None = None
-        self._ruled = 0  # tokens that the rules have consumed, without those that began the call
+        self._text = bytearray()  # of the free tokens
 
-    def fill_mask(self, row: np.ndarray) -> None:
-        if self._rules is None:
-            row.view(np.uint32)[:] = packed_mask(np.ones(self._vocabulary.size, np.bool_))
-        else:
-            self._rules.fill_mask(row)
-
-    def try_advance(self, token: int) -> bool:
-        if self._rules is not None:
-            consumed = self._rules.try_advance(token)
-            self._ruled += consumed
-            return consumed
-        if not 0 <= token < self._vocabulary.size:
-            return False
-        begin = len(self._text)
-        self._text += self._vocabulary.bytes_of(token)
-        self._ends.append(len(self._text))
-        self._rules = self._begun(token, begin)
-        return True
+    def _advance_freely(self, token: int) -> bool:
+        is_known = super()._advance_freely(token)
+        if is_known:
+            begin = len(self._text)
+            self._text += self._vocabulary.bytes_of(token)
+            self._rules = self._begun_with(token, begin)
+        return is_known
 
     def rollback(self, count: int) -> None:
-        ruled = min(count, self._ruled)
-        if ruled and self._rules is not None:
-            self._rules.rollback(ruled)
-            self._ruled -= ruled
-        if count > ruled:
+        before = len(self._free)
+        taken_back = self._free[before - max(0, count - self._ruled) :]
+        super().rollback(count)
+        if taken_back:
             self._rules = None
-            del self._ends[len(self._ends) - (count - ruled) :]
-            del self._text[self._ends[-1] if self._ends else 0 :]
+            del self._text[len(self._text) - sum(len(self._vocabulary.bytes_of(each)) for each in taken_back) :]
 
-    def forced(self, most: int) -> list[int]:
-        return [] if self._rules is None else self._rules.forced(most)
-
-    def is_free(self) -> bool:
-        return self._rules is None
-
-    def is_complete(self) -> bool:
-        return self._rules is None or self._rules.is_complete()
-
-    def is_stopped(self) -> bool:
-        return self._rules is not None and self._rules.is_stopped()
-
-    def _begun(self, token: int, begin: int) -> TokenConstraint | None:
+    def _begun_with(self, token: int, begin: int) -> TokenConstraint | None:
         """The rules, where a call begins with this token, whose text is that from `begin` on."""
         first = [token]
         if token != self._mark_id:
@@ -318,12 +295,9 @@ class FromCall:
         return None
 
 
-class CallsOrText:
-    """Rules of an answer that is calls, or text of a structure: see
-    `edgellm.engines.speculation.constraints.TokenConstraint`.
-
-    What begins as a call does is one, whatever the structure allows: as it is read.
-    """
+class CallsOrText(TokenConstraint):
+    """Rules of an answer that is calls, or text of a structure. What begins as a call does is one, whatever the
+    structure allows: as it is read."""
 
     def __init__(self, calls: TokenConstraint, text: TokenConstraint, opening: TokenConstraint) -> None:
         """`opening` takes each text that begins as a call does, and is complete from there on."""
