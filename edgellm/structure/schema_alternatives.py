@@ -180,6 +180,6 @@ def _tagged(value: Any) -> Any:
     """A value to be compared as JSON compares them, where true is not 1, and 1.0 is."""
     if isinstance(value, dict):
         return "object", frozenset((key, _tagged(each)) for key, each in value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return "array", tuple(_tagged(each) for each in value)
     return isinstance(value, bool), value

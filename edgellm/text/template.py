@@ -227,20 +227,15 @@ def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:
 
 
 def _fitted_call(call: Any, trials: TemplateTrials) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    arguments: Any = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, (str, dict)) or isinstance(arguments, str) == trials.wants_argument_text:
         return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and not trials.wants_argument_text:
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call
-    elif isinstance(arguments, dict) and trials.wants_argument_text:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    else:
+    try:
+        read = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else json.loads(arguments)
+    except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": read}}
 
 
 def plain_values(value: Any) -> Any:

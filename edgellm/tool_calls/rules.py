@@ -46,10 +46,10 @@ def call_constraint(
         return compiled
     if structure is not None:
         text = vocabulary.constraint_for(structure.grammar_text, structure.name)
-        openings = " | ".join(_literal(opening, special_ids) for opening in tool_format.openings(choice.names))
+        openings = " | ".join(_literal(opening, special_ids) for opening in tool_format.openings(choice.schemas))
         begun = f"%llguidance {{}}\nstart: ({openings}) /(?s:.+)/?"
         return CallsOrText(compiled, text, vocabulary.constraint_for(begun, "the tools"))
-    names = "|".join(map(re.escape, choice.names))
+    names = "|".join(map(re.escape, choice.schemas))
     mark = re.escape(tool_format.begin)
     tags = f"|<function=(?:{names})>" if tool_format.body == "tags" else ""
     before = rf"\A\s*(?:{mark})?\s*"
@@ -69,7 +69,7 @@ def call_grammar(
 ) -> str:
     """The grammar of an answer's calls, in llguidance's form of Lark; tags may stand without the mark before them."""
     rules, alternatives, size = [], [], Steps("the grammar of the tools", _MOST_BYTES)
-    for number, (name, schema) in enumerate(choice.schemas().items()):
+    for number, (name, schema) in enumerate(choice.schemas.items()):
         head, tail = (_literal(text, special_ids) for text in tool_format.around(name))
         alternatives.append(f"call_{number}")
         rules.append(f"call_{number}: {head} args_{number} {tail}")

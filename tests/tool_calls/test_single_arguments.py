@@ -62,7 +62,7 @@ def tool(schemas: dict[str, Any], required: bool = True) -> dict[str, Any]:
 def called(name: str, text: str, given: dict[str, Any]) -> tuple[list[ToolCall], str, str | None]:
     choice = checked_choice(checked_tools([given]), "required")
     assert choice is not None
-    reader = ToolReader(FORMATS[name], choice.schemas())
+    reader = ToolReader(FORMATS[name], choice.schemas)
     shown = "".join(reader.push(place, each) for place, each in enumerate(text)) + reader.finish()
     return list(reader.calls), shown, reader.error
 
