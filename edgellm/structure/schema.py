@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from itertools import product
@@ -227,14 +228,16 @@ class _Walk:
         return self.found[plain]
 
     def place_references(self, enforced: dict[str, Any]) -> None:
-        """Put what $refs lead to, but the whole schema, among its `$defs`."""
-        others = [reference for reference, target in self.targets.items() if target is not enforced]
-        places = {reference: f"#/$defs/{number}" for number, reference in enumerate(others)}
+        """Put what $refs lead to, but the whole schema, among its `$defs`, under names that need no escapes."""
+        names: dict[str, str] = {}
+        for number, (reference, target) in enumerate(self.targets.items()):
+            if target is not enforced:
+                names[reference] = f"{re.sub('[^A-Za-z0-9_]+', '_', _path(reference)[-1])}-{number}"
         for schema in {id(each): each for each in self.found.values()}.values():  # some have two places
-            if isinstance(schema, dict) and schema.get("$ref") in places:
-                schema["$ref"] = places[schema["$ref"]]
-        if others:
-            enforced["$defs"] = {str(number): self.targets[reference] for number, reference in enumerate(others)}
+            if isinstance(schema, dict) and schema.get("$ref") in names:
+                schema["$ref"] = f"#/$defs/{names[schema['$ref']]}"
+        if names:
+            enforced["$defs"] = {name: self.targets[reference] for reference, name in names.items()}
 
     def _ends(self, schema: Any, ending: set[str]) -> bool:
         """Whether some value of a schema is finite, as far as is known: `ending` are the $refs that have one."""

@@ -18,7 +18,6 @@ from edgellm.text.template_budget import (
     LimitExceeded,
     TemplateLimits,
     TemplateRaised,
-    current_budget,
     run_with_budget,
 )
 from edgellm.text.template_trials import TOOL, TemplateTrials
@@ -170,7 +169,8 @@ class ChatTemplate:
 
     def _render(self, name: str, variables: dict[str, Any], limits: TemplateLimits) -> str:
         template = self._compiled_template(name)
-        return self._run(limits, lambda: _written(template, variables))
+        write, make_context = template.root_render_func, template.new_context
+        return self._run(limits, lambda: self._environment.concat(write(make_context(plain_values(variables)))))
 
     def _compiled_template(self, name: str) -> Any:
         """A compiled template; one that failed fails again at once."""
@@ -202,17 +202,6 @@ class ChatTemplate:
             raise TemplateError(f"{what} was stopped: it is nested too deeply, or calls itself without end") from error
         except Exception as error:  # a template can fail in as many ways as a program
             raise TemplateError(f"{what} failed: {type(error).__name__}: {str(error)[:500]}") from error
-
-
-def _written(template: Any, variables: dict[str, Any]) -> str:
-    budget, pieces, size = current_budget.get(), [], 0
-    for piece in template.root_render_func(template.new_context(plain_values(variables))):
-        size += len(piece)
-        if size > budget.limits.output_size:
-            raise LimitExceeded(f"writes more than {budget.limits.output_size} characters")
-        budget.spend(8)
-        pieces.append(piece)
-    return "".join(pieces)
 
 
 def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:

@@ -159,11 +159,12 @@ class Tokenizer:
         does not write that out. `capacity` is that of `encode`.
         """
         require_kind(isinstance(tools, (list, tuple, type(None))), "tools", tools, "a list of tools, or None")
-        values = {
-            "messages": self._checked(messages, bool(tools)),
-            "tools": list(tools) if tools else None,
-            **variables,
-        }
+        checked = checked_messages(messages, self.takes_images)
+        for message in checked:
+            message["content"] = unsplit_parts(message["content"], self._special_pattern)
+        template = self._required_template()
+        fitted = template.fitted(checked, bool(tools))
+        values = {"messages": fitted, "tools": list(tools) if tools else None, **variables}
         final = None
         try:
             texts = strings_in(values)
@@ -176,7 +177,6 @@ class Tokenizer:
             given = disguise.apply(values)
         except RecursionError as error:
             raise RequestError("messages, tools or variables are nested too deeply, or hold themselves") from error
-        template = self._required_template()
         calls = EarlierCalls(given, self.write_calls, template)
         rendered = calls.put_into(
             template.render(
@@ -210,13 +210,6 @@ class Tokenizer:
     def detokenizer(self, skip_special_tokens: bool = True, shown_ids: Iterable[int] = ()) -> Detokenizer:
         """A new streaming detokenizer; special tokens of `shown_ids` are not skipped."""
         return Detokenizer(self._token_text, skip_special_tokens, frozenset(shown_ids))
-
-    def _checked(self, messages: Sequence[dict[str, Any]], with_tools: bool) -> list[dict[str, Any]]:
-        """The messages as the template takes them."""
-        checked = checked_messages(messages, self.takes_images)
-        for message in checked:
-            message["content"] = unsplit_parts(message["content"], self._special_pattern)
-        return self._required_template().fitted(checked, with_tools)
 
     def _check_size(self, text: str, capacity: int | None) -> None:
         """Raise ContextError for a text that has, whatever is in it, too many tokens for a context."""

@@ -96,21 +96,21 @@ def _literal(text: str, special_ids: Mapping[str, int]) -> str:
     return " ".join(f"<[{special_ids[each]}]>" if each in special_ids else _text(each) for each in pieces if each)
 
 
-def _json_rule(schema: Any, definitions: dict[str, Any], size: Steps) -> str:
-    """JSON of a schema, with the definitions where it refers to some; `size` counts the bytes."""
+def _json_rule(schema: Any, root: dict[str, Any], size: Steps) -> str:
+    """JSON of a schema, with the definitions of the `root` where it refers to some; `size` counts the bytes."""
     text = json.dumps({"x-guidance": json_options(), **schema})
-    if definitions and '"$ref"' in text:
-        text = json.dumps({"x-guidance": json_options(), **schema, **definitions})
+    if "$defs" in root and '"$ref"' in text:
+        text = json.dumps({"x-guidance": json_options(), **schema, "$defs": root["$defs"]})
     size.take(len(text))
     return f"%json {text}"
 
 
-def _parts(schema: dict[str, Any]) -> tuple[list[tuple[str, Any, bool]], dict[str, Any]]:
-    """Each argument's name, schema and whether it is required, and the definitions that the schemas refer to.
+def _parts(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Each argument's name, schema and whether it is required.
 
     Raises RequestError for what cannot be said of arguments that are written one by one.
     """
-    others = set(schema) - {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+    others = set(schema) - {"type", "properties", "required", "additionalProperties", "$defs"}
     properties, required = schema.get("properties", {}), schema.get("required", ())
     unknown = [name for name in required if name not in properties]
     if others or unknown or (not properties and schema.get("additionalProperties") is not False):
@@ -121,8 +121,7 @@ def _parts(schema: dict[str, Any]) -> tuple[list[tuple[str, Any, bool]], dict[st
             "one by one: name all of them in properties, set the function's strict to false, or ask with tool_choice "
             "'none'"
         )
-    definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return [(name, each, name in required) for name, each in properties.items()], definitions
+    return [(name, each, name in required) for name, each in properties.items()]
 
 
 def _is_open(schema: dict[str, Any]) -> bool:
@@ -151,17 +150,17 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
     if _is_open(schema):
         some = f"args_{number}: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
         return [some, _tagged_text(f"TEXT_{number}", {})]
-    parts, definitions = _parts(schema)
+    parts = _parts(schema)
     rules = [f"args_{number}: from_{number}_0", *_listed(number, parts, '", "' if is_python else "")]
     for place, (key, each, _) in enumerate(parts):
         value, what = f"value_{number}_{place}", f"the tool {name} has the argument {key!r}"
         rules.append(f"arg_{number}_{place}: {_text(tool_format.around_argument(key)[0])} {value}")
         if not is_python:
-            rules += _tagged_value(value, what, each, schema, definitions, size)
+            rules += _tagged_value(value, what, each, schema, size)
         elif re.fullmatch(r"[^\W\d]\w*", key):
             plain = each if isinstance(each, dict) else {}
             own = _PYTHON_WORDS.get(str(plain["type"])) if set(plain) == {"type"} else None
-            rules.append(f"{value}: {own or _json_rule(plain, definitions, size)}")
+            rules.append(f"{value}: {own or _json_rule(plain, schema, size)}")
         else:
             expected = "expected a name of letters, digits and _"
             raise RequestError(f"{what}, which the format of this model cannot write: {expected}")
@@ -174,9 +173,7 @@ _FEW: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
 _PYTHON_WORDS = {kind: " | ".join(_text(str(value)) for value in values) for kind, values in _FEW.items()}
 
 
-def _tagged_value(
-    value: str, what: str, schema: Any, root: dict[str, Any], definitions: dict[str, Any], size: Steps
-) -> list[str]:
+def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size: Steps) -> list[str]:
     """Rules of the value of one argument with the tag that ends it. RequestError, which begins with `what`, where the
     schema says more of its text than can be kept, or text could be taken for something else that is not allowed."""
     alternatives, rules, written = _alternatives(schema, root), [], []
@@ -198,7 +195,7 @@ def _tagged_value(
                 "alternatives with bounds out, or use an enum"
             )
         else:
-            rules.append(f"json_{value}_{place}: {_json_rule(each, definitions, size)}")
+            rules.append(f"json_{value}_{place}: {_json_rule(each, root, size)}")
             written.append(f"json_{value}_{place} {_text(_TAG_END)}")
     if not written:
         raise RequestError(f"{what} which nothing can be: expected a schema that some value fulfils")

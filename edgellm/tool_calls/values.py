@@ -106,16 +106,12 @@ def all_kinds(schemas: Iterable[Any], root: Any) -> list[frozenset[str]]:
     return folded(schemas, lambda schema: [each for listed in conditions(schema) for each in listed], value, everything)
 
 
-def referred(reference: str, root: Any) -> Any:
-    """The schema that a $ref leads to; True, which allows all, where there is none."""
-    found = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name, True) if isinstance(found, dict) else True
-    return found
+def referred(reference: str, root: dict[str, Any]) -> Any:
+    """The schema that a $ref of an enforced schema leads to: the whole, or one of its definitions."""
+    return root if reference == "#" else root["$defs"][reference.removeprefix("#/$defs/")]
 
 
-def typed_text(text: str, schema: Any, root: Any = None) -> str:
+def typed_text(text: str, schema: Any, root: Any) -> str:
     """A value that stands as text between tags, as JSON: of a type that the schema allows where there is one, and text
     where nothing else fits. Beside JSON itself, literals of Python count, as templates write true, false and null."""
     (kinds,) = all_kinds([schema], root)

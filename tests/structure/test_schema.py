@@ -552,7 +552,8 @@ def test_an_enormous_schema_ends_soon_in_a_clear_error(make, words):
 )
 def test_walks_over_a_long_schema_are_linear(schema):
     with within_seconds(1):
-        assert enforced_schema(schema) == schema
+        enforced = enforced_schema(schema)
+    assert json.loads(re.sub(r"\bd(\d+)-\d+", r"d\1", json.dumps(enforced))) == schema  # definitions have a number
 
 
 def test_deep_and_long_schemas_within_the_limits_work():
