@@ -96,7 +96,7 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
     RequestError that names the place.
     """
     require(isinstance(parallel, (bool, type(None))), "parallel_tool_calls", parallel, "true or false")
-    name = None if choice is None or choice in CHOICES else _named_tool(choice)
+    name = _named_tool(choice)
     if not tools:
         if name is not None or choice == "required":
             raise RequestError(f"tool_choice is {shown(choice)}, but the request has no tools: leave it out")
@@ -127,11 +127,13 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
     return ToolChoice(mode, wanted, name is None and parallel is not False)
 
 
-def _named_tool(choice: Any) -> str:
-    """The name of a choice that is neither None nor one of `CHOICES`."""
+def _named_tool(choice: Any) -> str | None:
+    """The name of the tool that a choice names; None where it is None or one of `CHOICES`."""
     match choice:
+        case None:
+            return None
         case str():
-            return choice
+            return None if choice in CHOICES else choice
         case {"type": "function", "function": {"name": str(name), **others}, **more} if not others and not more:
             return name
     expected = f"{', '.join(map(repr, CHOICES))}, a tool's name, or {{'type': 'function', 'function': {{'name': ...}}}}"
