@@ -160,8 +160,8 @@ class FixedSizeProcessor:
         resized = config.pair("size", "height", "width") or config.shortest_edge("size")
         crop = None
         if config.switch("do_center_crop"):
-            side = config.count("crop_size") if is_integer(config.values["crop_size"]) else 0
-            crop = (side, side) if side else config.pair("crop_size", "height", "width")
+            length = config.count("crop_size") if is_integer(config.values["crop_size"]) else 0
+            crop = (length, length) if length else config.pair("crop_size", "height", "width")
             crop = crop or config.refuse("crop_size", "height and width")
         normalization = config.normalization()
         colour = None
