@@ -7,7 +7,6 @@ import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +25,11 @@ _HISTOGRAMS = {
     "preempted_seconds": "Time that a request which gave way to others waited for them.",
     "request_seconds": "Time from a request's acceptance to its end.",
 }
+#: Counts of a stage; seconds of generation go from first token to last.
+_Counts = dict[str, float]
+_GENERATION: _Counts = {"requests": 0, "tokens": 0, "seconds": 0.0}
+#: Besides, of answers that might be drafted, by a draft model, from what was said or what rules force.
+_DRAFTED: _Counts = {"rounds": 0, "plain_steps": 0, "drafted_tokens": 0, "accepted_tokens": 0}
 
 
 class Histogram:
@@ -65,59 +69,6 @@ class Histogram:
         return {"count": count, "sum": self.total, "mean": mean, **shares}
 
 
-@dataclass
-class PrefillMetrics:
-    """Tokens of prompts, how many of them were reused from KV rows, and the seconds that the rest took."""
-
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
-class VanillaGenerationMetrics:
-    """Answers without a draft: requests, their tokens, and the seconds from first token to last."""
-
-    requests: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-    def count(self, response: Response) -> None:
-        """Add an answer."""
-        self.requests += 1
-        self.tokens += response.usage.completion_tokens
-        self.seconds += response.timings.decode_seconds
-
-
-@dataclass
-class EagleGenerationMetrics(VanillaGenerationMetrics):
-    """Answers that might be drafted, by a draft model, from what was said or what rules force: besides, the rounds,
-    plain steps, and what was drafted and accepted."""
-
-    rounds: int = 0
-    plain_steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    def count(self, response: Response) -> None:
-        """Add an answer."""
-        super().count(response)
-        if response.drafting is not None:
-            for name in ("rounds", "plain_steps", "drafted_tokens", "accepted_tokens"):
-                setattr(self, name, getattr(self, name) + getattr(response.drafting, name))
-
-
-@dataclass
-class MultimodalMetrics:
-    """Images in prompts (a history's again with each turn), their tokens, the seconds that encoding them took, and how
-    many had been encoded before."""
-
-    images: int = 0
-    image_tokens: int = 0
-    seconds: float = 0.0
-    reused_images: int = 0
-
-
 class Metrics:
     """Counts since the model was opened; any thread may count and read.
 
@@ -131,11 +82,15 @@ class Metrics:
         self._rounds = self._steps = self._tokens = 0
         self._preemptions = {"kept": 0, "recomputed": 0}
         self._kept = {"rows": 0, "bytes": 0}
-        self.prefill = PrefillMetrics()
-        self.vanilla_generation = VanillaGenerationMetrics()
-        self.eagle_generation = EagleGenerationMetrics()
-        self.multimodal = MultimodalMetrics()
-        self.adapters: dict[str, EagleGenerationMetrics] = {}
+        self._stages: dict[str, _Counts] = {
+            # Of all prompts' tokens some are reused from KV rows; the seconds are those of the rest.
+            "prefill": {"prompt_tokens": 0, "reused_tokens": 0, "seconds": 0.0},
+            "vanilla_generation": {**_GENERATION},
+            "eagle_generation": _GENERATION | _DRAFTED,
+            # Images of a history count again with each turn; those that had been encoded before are reused.
+            "multimodal": {"images": 0, "image_tokens": 0, "seconds": 0.0, "reused_images": 0},
+        }
+        self._adapters: dict[str, _Counts] = {}
         self._histograms = {name: Histogram() for name in _HISTOGRAMS}
 
     def accepted(self) -> None:
@@ -179,11 +134,10 @@ class Metrics:
     def encoded(self, images: int, tokens: int, seconds: float, reused: int) -> None:
         """Images of a prompt were encoded, `reused` of them before."""
         with self._lock:
-            counts = self.multimodal
-            counts.images += images
-            counts.image_tokens += tokens
-            counts.seconds += seconds
-            counts.reused_images += reused
+            _add(
+                self._stages["multimodal"],
+                {"images": images, "image_tokens": tokens, "seconds": seconds, "reused_images": reused},
+            )
 
     def ended(self, response: Response | None, adapter: str | None = None) -> None:
         """A request, which was asked of a LoRA adapter (None: of none), has ended with a response, or failed."""
@@ -198,15 +152,15 @@ class Metrics:
             self._histograms["request_seconds"].add(response.timings.total_seconds)
 
     def _count(self, response: Response, adapter: str | None) -> None:
-        usage, timings = response.usage, response.timings
-        self.prefill.prompt_tokens += usage.prompt_tokens
-        self.prefill.reused_tokens += usage.reused_tokens
-        self.prefill.seconds += timings.prefill_seconds
-        counted = [self.vanilla_generation if response.drafting is None else self.eagle_generation]
+        usage, timings, stages = response.usage, response.timings, self._stages
+        prompt = {"prompt_tokens": usage.prompt_tokens, "reused_tokens": usage.reused_tokens}
+        _add(stages["prefill"], prompt | {"seconds": timings.prefill_seconds})
+        answer: _Counts = {"requests": 1, "tokens": usage.completion_tokens, "seconds": timings.decode_seconds}
+        if response.drafting is not None:
+            answer |= {name: getattr(response.drafting, name) for name in _DRAFTED}
+        _add(stages["vanilla_generation" if response.drafting is None else "eagle_generation"], answer)
         if adapter is not None:
-            counted.append(self.adapters.setdefault(adapter, EagleGenerationMetrics()))
-        for generation in counted:
-            generation.count(response)
+            _add(self._adapters.setdefault(adapter, _GENERATION | _DRAFTED), answer)
         self._histograms["queue_seconds"].add(timings.queue_seconds)
         self._histograms["time_to_first_token_seconds"].add(timings.time_to_first_token)
         if timings.preemptions:
@@ -223,8 +177,8 @@ class Metrics:
                 "steps": self._steps,
                 "tokens": self._tokens,
                 "preemptions": {**self._preemptions, **{f"kept_{name}": count for name, count in self._kept.items()}},
-                **{name: asdict(counts) for name, counts in self._stages().items()},
-                "adapters": {name: asdict(counts) for name, counts in sorted(self.adapters.items())},
+                **{name: dict(counts) for name, counts in self._stages.items()},
+                "adapters": {name: dict(counts) for name, counts in sorted(self._adapters.items())},
                 **{name: histogram.snapshot() for name, histogram in self._histograms.items()},
             }
 
@@ -236,14 +190,6 @@ class Metrics:
                 families.append((name, "histogram", _HISTOGRAMS[name], histogram.samples()))
         families += [(name, "gauge", text, {"": value}) for name, (text, value) in (gauges or {}).items()]
         return "".join(f"{line}\n" for each in families for line in family(*each))
-
-    def _stages(self) -> dict[str, Any]:
-        return {
-            "prefill": self.prefill,
-            "vanilla_generation": self.vanilla_generation,
-            "eagle_generation": self.eagle_generation,
-            "multimodal": self.multimodal,
-        }
 
     def _counters(self) -> Iterator[tuple[str, str, Samples]]:
         """Name, help and samples of each counter."""
@@ -260,21 +206,26 @@ class Metrics:
         for name, count in self._kept.items():
             text = f"{name.capitalize()} of requests that gave way, kept on the host."
             yield f"preempted_{name}_kept", text, {"": count}
-        for stage, counts in self._stages().items():
+        for stage, counts in self._stages.items():
             group = stage.removesuffix("_generation")
-            for name, value in asdict(counts).items():
+            for name, value in counts.items():
                 text = f"{name.replace('_', ' ').capitalize()} of {group}, over the requests that got tokens."
                 yield f"{group}_{name}", text, {"": value}
-        adapters = {f'{{adapter="{_escaped(name)}"}}': counts for name, counts in sorted(self.adapters.items())}
-        for field in fields(EagleGenerationMetrics) if adapters else ():
-            text = f"{field.name.replace('_', ' ').capitalize()} of generation under a LoRA adapter."
-            yield f"adapter_{field.name}", text, {key: getattr(each, field.name) for key, each in adapters.items()}
+        adapters = {f'{{adapter="{_escaped(name)}"}}': counts for name, counts in sorted(self._adapters.items())}
+        for name in _GENERATION | _DRAFTED if adapters else ():
+            text = f"{name.replace('_', ' ').capitalize()} of generation under a LoRA adapter."
+            yield f"adapter_{name}", text, {key: counts[name] for key, counts in adapters.items()}
 
 
 def family(name: str, kind: str, text: str, samples: Samples) -> list[str]:
     """The lines of one metric."""
     lines = [f"# HELP edgellm_{name} {text}", f"# TYPE edgellm_{name} {kind}"]
     return lines + [f"edgellm_{name}{rest} {_number(value)}" for rest, value in samples.items()]
+
+
+def _add(counts: _Counts, more: Mapping[str, float]) -> None:
+    for name, count in more.items():
+        counts[name] += count
 
 
 def _escaped(value: str) -> str:

@@ -1,20 +1,15 @@
-"""`Request` and `Response`, and checks of the arguments that the public classes take."""
+"""`Request` and `Response`."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import InitVar, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-import numpy as np
-
 from edgellm.drafting.acceptance import DraftingStatistics
-from edgellm.drafting.config import DraftingConfig
 from edgellm.errors import RequestError, did_you_mean, is_whole, require, require_kind, shown
 from edgellm.sampling_params import LARGEST_SEED, SamplingParams, as_float, with_structure
 from edgellm.structure.description import Structure
@@ -26,8 +21,6 @@ from edgellm.tool_calls.functions import described_tools
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: What Linux takes, in bytes.
-_LONGEST_PATH, _LONGEST_NAME = 4096, 255
 #: A conversation: dictionaries with "role" and "content".
 Messages = Sequence[dict[str, Any]]
 #: A tool: an object as OpenAI's API has it, or a Python function.
@@ -226,9 +219,14 @@ def require_request(value: Any) -> None:
 def request_list(requests: Any) -> list[Any]:
     """Several requests; RequestError for what is no list. Each is checked when its turn comes."""
     require_kind(
-        _is_list(requests) and not isinstance(requests, Mapping), "requests", requests, "a list of Request(...)"
+        is_list(requests) and not isinstance(requests, Mapping), "requests", requests, "a list of Request(...)"
     )
     return list(requests)
+
+
+def is_list(value: Any) -> bool:
+    """Whether values stand in it: text and numbers are no lists."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) > 0
 
 
 def check_choices(params: Any, adapter: Any) -> None:
@@ -244,11 +242,10 @@ def _check_prompt(prompt: Any) -> None:
         raise RequestError("the prompt is bytes: expected text (bytes.decode()), or a list of token ids")
     is_list = isinstance(prompt, Collection) and not isinstance(prompt, (Mapping, Set))
     require_kind(is_list and getattr(prompt, "ndim", 1) == 1, "the prompt", prompt, "text, or a list of token ids")
-    for each in prompt:
+    for each in prompt:  # the engine knows its vocabulary
         if not isinstance(each, Integral):
             raise RequestError(f"the prompt has {shown(each)} among its token ids: expected whole numbers, or text")
-    for each in prompt:  # the engine knows its vocabulary
-        if not -_IDS <= each < _IDS:
+        if not -_IDS <= int(each) < _IDS:
             raise RequestError(
                 f"the prompt has the token id {shown(int(each))}: expected 32 bits, use the model's own tokenizer"
             )
@@ -395,70 +392,3 @@ class Response:
         """Whether there is an answer, which a conversation goes on with: not where it was ended before its first
         word."""
         return bool(self.text or self.tool_calls) or self.finish_reason not in ("cancelled", "deadline")
-
-
-def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Of each token, drawn from a row of `logits` [n, V] float32 (forbidden ones -inf), and of the `top` likeliest
-    (ties: the lower id)."""
-    found = []
-    for row, token in zip(logits.astype(np.float64), token_ids, strict=True):
-        largest = row.max()
-        values = row - (largest + np.log(np.exp(row - largest).sum()))
-        likeliest: np.ndarray = np.empty(0, np.int64)
-        if top:
-            least = np.partition(values, -top)[-top] if top < len(values) else values.min()
-            candidates = np.flatnonzero((values >= least) & (values > -np.inf))
-            likeliest = candidates[np.argsort(-values[candidates], kind="stable")][:top]
-        pairs = tuple((int(each), float(values[each])) for each in likeliest)
-        found.append(TokenLogprobs(int(token), float(values[token]), pairs))
-    return found
-
-
-def check_options(
-    path: Any, vision_path: Any, backend: Any, adapters: Any, drafting: Any, snapshots: Any, progress: Any
-) -> None:
-    """Raise RequestError for an argument of `SpecDecodeRuntime` that has another type than it should have."""
-    check_path("engine_directory", path)
-    if vision_path is not None:
-        check_path("multimodal_engine_directory", vision_path)
-    require(isinstance(backend, str), "backend", backend, "one of auto, numpy, tensorrt")
-    expected = "directories by name, as in {'json': 'adapter-dir'}"
-    require(isinstance(adapters, (Mapping, type(None))), "adapters", adapters, expected)
-    for name, path in (adapters or {}).items():
-        if not isinstance(name, str):
-            raise RequestError(f"adapters has the name {shown(name)}: expected text")
-        check_path(f"the adapter {name!r}", path)
-    if not isinstance(drafting, str) or drafting != "auto":
-        check_drafting(drafting, 'DraftingConfig(...), "auto" or None')
-    require(_is_list(snapshots), "snapshots", _plain(snapshots), "a list of files")
-    expected = "a callable that takes bytes done and in all, or None"
-    require(progress is None or callable(progress), "progress", progress, expected)
-
-
-def check_path(name: str, path: Any) -> None:
-    """Raise RequestError for what is no path."""
-    require(isinstance(path, (str, Path)), name, path, "a path, as text or pathlib.Path")
-    try:
-        encoded = os.fsencode(path)
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{name} is {shown(_plain(path))}: half of a surrogate pair is no character") from error
-    if b"\0" in encoded:
-        raise RequestError(f"{name} is {shown(_plain(path))}: a path has no null characters")
-    if len(encoded) >= _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
-        raise RequestError(
-            f"{name} is {shown(_plain(path))}: a path has less than {_LONGEST_PATH} bytes, a name in it {_LONGEST_NAME}"
-        )
-
-
-def check_drafting(drafting: Any, expected: str = "DraftingConfig(...), or None") -> None:
-    """Raise RequestError for what is neither a DraftingConfig nor None."""
-    require(isinstance(drafting, (DraftingConfig, type(None))), "drafting", drafting, expected)
-
-
-def _is_list(value: Any) -> bool:
-    """Whether values stand in it: text and numbers are no lists."""
-    return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and getattr(value, "ndim", 1) > 0
-
-
-def _plain(path: Any) -> Any:
-    return str(path) if isinstance(path, Path) else path

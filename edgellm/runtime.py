@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import numpy as np
 
+from edgellm.arguments import check_drafting, check_options, check_path
 from edgellm.decoding.loop import DecodingLoop
 from edgellm.decoding.preparation import Preparation
 from edgellm.decoding.runner import open_runner, read_adapters
@@ -25,21 +26,12 @@ from edgellm.engines.backends.opening import open_backend
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
-from edgellm.errors import EdgeLLMError, RequestError, closed_error, is_whole, require, require_kind
+from edgellm.errors import EdgeLLMError, RequestError, closed_error, require, require_kind
 from edgellm.generation import RequestState
 from edgellm.kernels.user_paths import user_path
 from edgellm.metrics import Metrics
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
-from edgellm.requests import (
-    Request,
-    Response,
-    check_choices,
-    check_drafting,
-    check_options,
-    check_path,
-    request_list,
-    require_request,
-)
+from edgellm.requests import Request, Response, check_choices, request_list, require_request
 from edgellm.sampling_params import SamplingParams
 from edgellm.serving.batch_handling import OnChunk, callbacks_of_each, serve_all
 from edgellm.snapshots.contents import KVContents
@@ -94,12 +86,12 @@ class SpecDecodeRuntime:
         metrics: Metrics | None = None,
     ) -> None:
         path, vision_path = SHIPPED_MODEL if engine_directory is None else engine_directory, multimodal_engine_directory
-        check_options(path, vision_path, backend, adapters, drafting, snapshots, progress)
-        budgets = {"snapshot": snapshot_budget, "preemption": preemption_budget, "state": state_budget}
-        for name, budget in budgets.items():
-            require(is_whole(budget, 0), f"{name}_budget", budget, "a whole number of bytes, 0 or more")
-        is_counter = isinstance(metrics, (Metrics, type(None)))
-        require_kind(is_counter, "metrics", metrics, "edgellm.metrics.Metrics(), or None")
+        budgets = {
+            "snapshot_budget": snapshot_budget,
+            "preemption_budget": preemption_budget,
+            "state_budget": state_budget,
+        }
+        check_options(path, vision_path, backend, adapters, drafting, snapshots, budgets, progress, metrics)
         self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
@@ -131,17 +123,11 @@ class SpecDecodeRuntime:
                 self._vision = open_vision_encoder(opened, self.directory, self._multimodal_directory, self.metrics)
             vision_memory = None if self._vision is None else self._vision.memory
             self._runner = open_runner(opened, self.directory, chosen, loras, progress, vision_memory)
-        except BaseException:
-            if self._vision is not None:
-                self._vision.close()
-            opened.close()
-            raise
-        self._drafters = Drafters(self.directory, self._runner)
-        self._keeper = RowKeeper(self._runner, preemption_budget)
-        if self._runner.base.states.is_recurrent:
-            self._states = StateKeeper(self._runner, state_budget)
-        self._forget_contents()
-        try:
+            self._drafters = Drafters(self.directory, self._runner)
+            self._keeper = RowKeeper(self._runner, preemption_budget)
+            if self._runner.base.states.is_recurrent:
+                self._states = StateKeeper(self._runner, state_budget)
+            self._forget_contents()
             if self._vision is not None:
                 self._vision.load(progress)
             self._preparation = Preparation(self.directory, self.tokenizer, self._vision, self._defaults)
@@ -153,6 +139,7 @@ class SpecDecodeRuntime:
                 self.load_snapshot(path)
         except BaseException:
             self.close()
+            opened.close()
             raise
 
     @property
@@ -418,10 +405,11 @@ class SpecDecodeRuntime:
             for part in (self._runner, self._keeper, self._states, self._snapshots, self._vision):
                 if part is not None:
                     last_first.callback(part.close)
-            if self._runner is not None and self._observer is not None:
-                last_first.callback(self._observer.finish)
+            if self._runner is not None:
+                last_first.callback(self._drafters.close)
+                if self._observer is not None:
+                    last_first.callback(self._observer.finish)
             self._vision = self._snapshots = self._runner = self._following = self._keeper = self._states = None
-            self._drafters.close()
 
     def __enter__(self) -> SpecDecodeRuntime:
         return self

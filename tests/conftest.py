@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import signal
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,6 +43,11 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import find_gpu
+
+# Asserts are rewritten and modules compiled once, not in every worker and every process that a test starts, also where
+# the environment says that no bytecode is to be kept: that is a third of the time of all tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -88,6 +95,17 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--as {name}: {error}") from error
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each worker a run of neighbours, which share fixtures, and take from the slower one at the end; with
+    `--dist` as it says."""
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
     """A test for which the device that is measured has too little shared memory is skipped, with the reason."""
@@ -128,15 +146,37 @@ NOT_FAST = (
 )
 
 
+#: Files whose `slow` cases take seconds, which are marked `ci`: more targets, families and settings of the same.
+SECONDS = (
+    "commands/test_commands_",
+    "engines/backends",
+    "engines/building",
+    "engines/families/test_families_images.py",
+    "engines/lora",
+    "engines/model",
+    "engines/speculation/test_fixed_shapes.py",
+    "kernels/sampling",
+)
+#: Files whose `slow` cases are many such: a fourth of them, the same ones every time, are marked `ci`.
+MANY_OF_SECONDS = (
+    "engines/speculation/test_drafted_answers.py",
+    "engines/speculation/test_eagle_equality.py",
+    "engines/speculation/test_image_rounds.py",
+    "kernels/acceptance",
+)
+
 #: Files with many like cases, each a process of its own: three in four of them are `slow`, the same ones every time.
 SAMPLED = ("commands/test_hostile_models.py", "commands/test_hostile_settings.py")
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Mark what is fast, and what of many like cases is slow."""
+    """Mark what is fast, what of many like cases is slow, and what of all that is slow takes seconds."""
     path = item.path.relative_to(Path(__file__).parent).as_posix()
-    if path in SAMPLED and zlib.crc32(item.nodeid.partition("::")[2].encode()) % 4:
+    is_sampled = zlib.crc32(item.nodeid.partition("::")[2].encode()) % 4 == 0
+    if path in SAMPLED and not is_sampled:
         item.add_marker(pytest.mark.slow)
+    if path.startswith((*SECONDS, *MANY_OF_SECONDS) if is_sampled else SECONDS) and item.get_closest_marker("slow"):
+        item.add_marker(pytest.mark.ci)
     if path.startswith(FAST) and path not in NOT_FAST and not item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.fast)
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PLAIN_NAME = "plain"
 _MOST_DIGITS = 9
+#: What the numbers behind a kind may set.
+_NUMBERS: dict[str, list[tuple[str, ...]]] = {"chain": [("draft_steps",)], "tree": [SIZES], "adaptive": [(), SIZES]}
 EXPECTED = (
     "expected plain, suffix, chain:STEPS, tree:TOP_K/STEPS/SIZE, choices:NAME or FILE, or adaptive[:TOP_K/STEPS/SIZE]; "
     "behind a chain there may be :sampled, behind what a draft model proposes :typical or :suffix"
@@ -105,15 +107,12 @@ def _settings_of(name: str) -> dict[str, Any]:
     if kind == "choices" and rest:
         return chosen | {"choices": ":".join(rest)}
     sizes = [part for given in rest for part in given.split("/")]
-    if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in sizes) or len(rest) > 1:
+    named = next((names for names in _NUMBERS.get(kind, ()) if len(names) == len(sizes)), None)
+    if named is None or len(rest) > 1 or not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in sizes):
         raise RequestError(f"the configuration {name!r} is unknown: {EXPECTED}")
-    if kind == "chain" and len(sizes) == 1:
-        return chosen | {"kind": "chain", "draft_steps": int(sizes[0])}
-    if (kind == "tree" and len(sizes) == 3) or (kind == "adaptive" and len(sizes) in (0, 3)):
-        if kind == "tree":
-            chosen["kind"] = kind
-        return chosen | dict(zip(SIZES, map(int, sizes), strict=False))
-    raise RequestError(f"the configuration {name!r} is unknown: {EXPECTED}")
+    if kind != "adaptive":
+        chosen["kind"] = kind
+    return chosen | dict(zip(named, map(int, sizes), strict=True))
 
 
 DEFAULT_PROMPTS = "bench_prompts.yaml"
@@ -141,17 +140,15 @@ def load_prompts(path: Path) -> list[BenchPrompt]:
     texts, of which the first is asked), and, if there is one, "task" or "category".
     """
     text = read_text(user_path(path), PROMPT_BYTES, RequestError, "the prompts file", takes_pipes=True)
-    lines = text.splitlines()
-    prompts = [_from_line(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    prompts = []
+    for number, line in enumerate(text.splitlines(), 1):
+        place, is_object = f"{path}, line {number}", line.lstrip().startswith("{")
+        if line.strip():
+            values = parse_json(line, place, RequestError) if is_object else {"prompt": line.strip()}
+            prompts.append(_from_object(values, place))
     if not prompts:
         raise RequestError(f"the prompts file {path} is empty: expected a prompt on each line")
     return prompts
-
-
-def _from_line(line: str, place: str) -> BenchPrompt:
-    if not line.lstrip().startswith("{"):
-        return BenchPrompt(({"role": "user", "content": line.strip()},))
-    return _from_object(parse_json(line, place, RequestError), place)
 
 
 def _from_object(values: dict[str, Any], place: str) -> BenchPrompt:

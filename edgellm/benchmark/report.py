@@ -11,11 +11,7 @@ from xml.etree.ElementTree import Element, SubElement, indent, tostring
 def report_lines(results: dict[str, Any]) -> Iterator[str]:
     """The results of `commands.bench.measure` for people: speeds, acceptance by position and by task, equality."""
     configurations = results["configurations"]
-    yield (
-        f"{results['model']} on the {results['backend']} backend: {results['prompts']} prompts, each answered "
-        f"{_times(results['repeat'])} with up to {results['sampling']['max_tokens']} tokens, temperature "
-        f"{results['sampling']['temperature']:g}"
-    )
+    yield f"{results['model']} on the {results['backend']} backend: {_asked(results)}"
     yield ""
     yield from _table([_HEADER, *map(_row, configurations)])
     drafted = [values for values in configurations if "rounds" in values]
@@ -35,8 +31,13 @@ def report_lines(results: dict[str, Any]) -> Iterator[str]:
             yield f"{values['name']} chose {values['controller']['reason']}"
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
+def _asked(results: dict[str, Any]) -> str:
+    sampling, repeat = results["sampling"], results["repeat"]
+    times = "once" if repeat == 1 else f"{repeat} times"
+    return (
+        f"{results['prompts']} prompts, each answered {times} with up to {sampling['max_tokens']} tokens, temperature "
+        f"{sampling['temperature']:g}"
+    )
 
 
 _HEADER = ["configuration", "tokens/s", "ratio", "tokens/round", "rounds", "plain steps", "drafting s", "verifying s"]
@@ -123,12 +124,8 @@ def speed_plot(results: dict[str, Any]) -> str:
     drafted = [values for values in configurations if values.get("acceptance_by_position")]
     bars = _TOP + _ROW * len(configurations) + _AXIS
     height = bars + (_LINES_HEIGHT + 110 if drafted else 0)
-    title, sampling = f"Decoding speed of {results['model']}", results["sampling"]
-    measured = [
-        f"{results['machine']}, {results['backend']} backend, {results['date']}",
-        f"{results['prompts']} prompts, each answered {_times(results['repeat'])} with up to {sampling['max_tokens']} "
-        f"tokens, temperature {sampling['temperature']:g}",
-    ]
+    title = f"Decoding speed of {results['model']}"
+    measured = [f"{results['machine']}, {results['backend']} backend, {results['date']}", _asked(results)]
     svg = Element("svg", {"xmlns": "http://www.w3.org/2000/svg", "font-family": "sans-serif", "font-size": "13"})
     svg.attrib |= {"width": str(_WIDTH), "height": str(height), "viewBox": f"0 0 {_WIDTH} {height}", "role": "img"}
     _add(svg, "title", title)

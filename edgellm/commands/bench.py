@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS = 64
 #: What has `messages` to answer.
-_Asking = TypeVar("_Asking", "BenchPrompt", "Example")
+_Asking = TypeVar("_Asking", bound="BenchPrompt | Example")
 
 
 class BenchOptions(
@@ -38,8 +38,6 @@ class BenchOptions(
     options.ComputingOptions,
     options.LogOptions,
 ):
-    """All options of the command."""
-
     prompts: Path | None = option(
         "A prompt a line, or JSON lines with prompt, messages or turns, and task [default: a few]."
     )
@@ -116,13 +114,10 @@ def with_system_prompt(prompts: Sequence[_Asking], text: str | None) -> list[_As
     if text is None:
         return list(prompts)
     system = {"role": "system", "content": text}
-
-    def under_it(prompt: _Asking) -> _Asking:
-        if prompt.messages[0]["role"] == "system":
-            return prompt
-        return replace(prompt, messages=(system, *prompt.messages))
-
-    return list(map(under_it, prompts))
+    return [
+        prompt if prompt.messages[0]["role"] == "system" else replace(prompt, messages=(system, *prompt.messages))
+        for prompt in prompts
+    ]
 
 
 def require_writable(path: Path | None, option: str) -> None:

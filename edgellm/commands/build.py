@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import typer
 
-from edgellm.commands import descriptions
-from edgellm.commands.console import MEBIBYTE, ProgressDisplay, progress_display
+from edgellm.commands.console import ProgressDisplay, mebibytes, progress_display
+from edgellm.commands.descriptions import named_directories
+from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
@@ -21,7 +21,6 @@ from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.shipped_draft import choose_draft
 from edgellm.engines.directories.engine_directory import DTYPES
 from edgellm.engines.model.config import HEADS, MTP
-from edgellm.engines.model.decoder import head_format
 from edgellm.engines.quantization.config import folder_quantization
 from edgellm.errors import MissingDependencyError
 from edgellm.tool_calls.formats import FORMATS, checkpoint_format
@@ -34,8 +33,6 @@ _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_opt
 
 
 class BuildOptions(ModelOption):
-    """All options of the command."""
-
     checkpoint: Path | None = argument("Hugging Face directory with config.json, tokenizer.json and safetensors.")
     engine_directory: Path | None = argument("The engine directory to make.", metavar="engine_dir")
     model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
@@ -137,7 +134,7 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
-        config, adapters = read_decoder_config(checkpoint), descriptions.named_directories(given.lora or [])
+        config, adapters = read_decoder_config(checkpoint), named_directories(given.lora or [])
         drafted = None if given.no_mtp and draft is None else choose_draft(checkpoint, config, draft)
         limits = choose_limits(
             **given.arguments_of(
@@ -165,7 +162,8 @@ def build(given: BuildOptions) -> None:
                     check=partial(_try, given.try_token, display),
                 ),
             )
-    typer.echo("\n".join(report_lines(report)))
+    facts = directory_facts(report.path, verify=False)
+    typer.echo("\n".join([*fact_lines(facts), *report_lines(report)]))
 
 
 def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: BuildReport) -> None:
@@ -192,49 +190,17 @@ def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: Build
 
 
 def report_lines(report: BuildReport) -> Iterator[str]:
-    """The table that ends a build."""
-    config, limits = report.config, report.limits
-    yield f"{report.path}: {config.family}, {report.dtype}, {config.num_layers} layers of {config.hidden_size}"
-    yield (
-        f"  limits            batch {limits.max_batch}, prefill chunk {limits.prefill_chunk}, "
-        f"context {limits.kv_capacity}{descriptions.kv_cache_in_words(limits.kv_cache)}"
-    )
-    if report.draft is not None:
-        yield f"  draft             {descriptions.draft_in_words(asdict(report.draft))}"
-        yield f"  draft limits      {descriptions.draft_limits_in_words(asdict(limits))}"
-    if report.vision is not None:
-        patches = report.vision.patches_within(limits.image_rows[-1])
-        yield f"  vision            {descriptions.vision_in_words(asdict(report.vision))}"
-        yield f"  vision limits     {descriptions.vision_limits_in_words(patches, limits.image_rows)}"
-    for name, rank in report.adapters.items():
-        yield f"  adapter           {name}, rank {rank}"
-    if limits.has_lora:
-        yield f"  adapter limits    {descriptions.lora_limits_in_words(asdict(limits))}"
-    models = {"base": config, "draft": report.draft, "vision": report.vision}
-    for target in report.targets:
-        executors = descriptions.executor_facts(models, limits, report.dtype, target)
-        yield from (
-            f"  {target:<7} {line}" for line in descriptions.executors_in_words(executors) if line.startswith("kernels")
-        )
+    """What building took: each plan, bytes, seconds and memory, then the notes."""
     for plan in report.plans:
         took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
-        yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{_mebibytes(plan.size)}  {took}"
-    if report.weight_bytes:
-        yield f"  {'weights (linked)' if report.weights == 'link' else 'weights':<42}{_mebibytes(report.weight_bytes)}"
-    if report.head_bytes:
-        format = head_format(config.head, config.hidden_size, report.dtype)
-        looked_up = ", tokens are looked up in it" if config.embeds_by_head else ""
-        yield f"  {f'head ({format})':<42}{_mebibytes(report.head_bytes)}{looked_up}"
-    plan_bytes = sum(plan.size for plan in report.plans)
-    kept = 0 if report.weights == "link" else report.weight_bytes
-    yield f"  {'total on disk':<42}{_mebibytes(kept + plan_bytes + report.published_bytes + report.head_bytes)}"
+        yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{mebibytes(plan.size):>13}  {took}"
+    is_link = report.weights == "link"
+    own = sum(plan.size for plan in report.plans) + report.published_bytes + report.head_bytes
+    total = f"  {'total on disk':<42}{mebibytes(own + (0 if is_link else report.weight_bytes)):>13}"
+    yield total + (f"    (beside {mebibytes(report.weight_bytes)} of linked weights)" if is_link else "")
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items() if seconds >= 0.05)
     yield f"  {'time':<42}{report.total_seconds:9.1f} s" + (f"    ({stages})" if stages else "")
     if report.token_seconds:
         yield f"  {'first token':<42}{report.token_seconds:9.1f} s    (what was compiled for it is kept)"
-    yield f"  {'peak host memory':<42}{_mebibytes(report.peak_host_bytes)}"
+    yield f"  {'peak host memory':<42}{mebibytes(report.peak_host_bytes):>13}"
     yield from report.notes
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / MEBIBYTE:9,.1f} MiB"

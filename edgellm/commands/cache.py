@@ -11,7 +11,7 @@ import typer
 
 from edgellm.commands import cache_prompts, options
 from edgellm.commands.cache_building import build_snapshots
-from edgellm.commands.console import MEBIBYTE, write_error, write_note
+from edgellm.commands.console import mebibytes, write_error, write_note
 from edgellm.commands.convert import size_in_bytes
 from edgellm.commands.panels import PanelCommand, PanelGroup
 from edgellm.commands.settings import chosen_settings
@@ -32,8 +32,6 @@ cache = typer.Typer(
 
 
 class FolderOptions(options.LogOptions):
-    """Where snapshots are."""
-
     folder: Path | None = option("Where snapshots lie [default: in the user's cache directory].")
 
     def files(self) -> list[cache_prompts.SnapshotOnDisk]:
@@ -48,8 +46,6 @@ class BuildOptions(
     FolderOptions,
     options.ComputingOptions,
 ):
-    """All options of `edgellm cache build`."""
-
     prompt: str | None = option("The system prompt.", is_free=True)
     file: Path | None = option("Read the system prompt from a file.", "--file", "-f")
     prompts: Path | None = option(
@@ -69,14 +65,10 @@ class BuildOptions(
 
 
 class ListOptions(FolderOptions):
-    """All options of `edgellm cache list`."""
-
     as_json: bool = option("Print JSON instead of text.", "--json")
 
 
 class NameOptions(FolderOptions):
-    """Snapshots."""
-
     name: list[str] | None = argument("Snapshots: the prompt's name, or what the file's name begins with, or a path.")
 
     def named(self) -> list[cache_prompts.SnapshotOnDisk]:
@@ -91,8 +83,6 @@ class ShowOptions(NameOptions, ListOptions):
 
 
 class RemoveOptions(NameOptions):
-    """All options of `edgellm cache remove`."""
-
     everything: bool = option("Every snapshot in the folder.", "--all")
 
     def chosen(self) -> list[cache_prompts.SnapshotOnDisk]:
@@ -103,8 +93,6 @@ class RemoveOptions(NameOptions):
 
 
 class VerifyOptions(RemoveOptions):
-    """All options of `edgellm cache verify`."""
-
     model: Path | None = option("Also check that it was made for this engine directory.", "--model", "-m")
 
 
@@ -234,7 +222,7 @@ def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
         for key, value in (("tools", prompt.tools), ("template", prompt.template_variables)):
             if value is not None:
                 yield key, json.dumps(value, ensure_ascii=False)
-    yield "size", f"{snapshot.nbytes / MEBIBYTE:,.1f} MiB in {len(snapshot.rows)} tensors of rows"
+    yield "size", f"{mebibytes(snapshot.nbytes)} in {len(snapshot.rows)} tensors of rows"
     yield "model", facts.model
     yield "created", f"{facts.created}, EdgeLLM {facts.created_with}, format {facts.format_version}"
     for key, value in asdict(facts.binding).items():
@@ -243,5 +231,5 @@ def _rows(snapshot: Snapshot) -> Iterator[tuple[str, str]]:
 
 def _counted(found: list[cache_prompts.SnapshotOnDisk]) -> str:
     usable = [item.found.nbytes for item in found if not isinstance(item.found, SnapshotError)]
-    words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {sum(usable) / MEBIBYTE:,.1f} MiB"
+    words = f"{len(usable)} snapshot{'' if len(usable) == 1 else 's'}, {mebibytes(sum(usable))}"
     return words if len(usable) == len(found) else f"{words}, and {len(found) - len(usable)} that cannot be used"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.commands.cache_prompts import CachePrompt, read_snapshot_file, snapshot_files
-from edgellm.commands.console import MEBIBYTE, progress_display
+from edgellm.commands.console import mebibytes, progress_display
 from edgellm.errors import EdgeLLMError, RequestError
 from edgellm.kernels.user_paths import printable
 from edgellm.snapshots.file import require_snapshot_file, write_snapshot
@@ -65,7 +65,7 @@ def build_snapshots(
                 adapted = "" if item.adapter is None else f" for the adapter {item.adapter}"
                 lines += [
                     f"{printable(path)}: {item.label!r}{adapted}, {snapshot.facts.tokens:,} tokens, "
-                    f"{snapshot.nbytes / MEBIBYTE:,.1f} MiB, read back and verified, "
+                    f"{mebibytes(snapshot.nbytes)}, read back and verified, "
                     f"{time.perf_counter() - started:.1f} s",
                     *(f"{printable(file)}: replaced" for file in old if not file.exists()),
                     *(f"{printable(gone)}: removed to keep within the disk budget" for gone in removed),

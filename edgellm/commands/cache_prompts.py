@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from edgellm.commands import options
+from edgellm.commands.console import mebibytes
 from edgellm.commands.descriptions import named_directories
 from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_yaml
-from edgellm.engines.model.memory_plan import MEBIBYTE
 from edgellm.errors import RequestError, SnapshotError, did_you_mean
 from edgellm.kernels.user_paths import printable, user_path
 from edgellm.snapshots.binding import NONE
@@ -65,16 +64,9 @@ def read_cache_prompts(given: Any) -> list[CachePrompt]:
         if given.name is not None or given.output is not None or given.lora is not None:
             raise typer.BadParameter("--name, --output and --lora are for one prompt: write them into the YAML file")
         return load_cache_prompts(prompts)
-    if file is not None:
-        text, place = options.read_text_file(file, "--file"), f"the file {file}"
-    elif prompt is not None:
-        text, place = prompt, "--prompt"
-    elif sys.stdin is None or sys.stdin.isatty():
-        raise typer.BadParameter(
-            "missing: give it with --prompt, --file or --prompts, or on standard input", param_hint="--prompt"
-        )
-    else:
-        text, place = options.read_standard_input(), "standard input"
+    text, place = prompt, "--prompt"
+    if prompt is None:
+        text, place = options.read_source(file, "with --prompt, --file or --prompts", "--prompt")
     return [_cache_prompt(text, place, given.name, given.output, given.lora, Path())]
 
 
@@ -180,7 +172,7 @@ class SnapshotOnDisk:
         drafted = ", draft" if binding.has_draft else ""
         adapted = "" if binding.adapter == NONE else f", adapter {binding.adapter[:8]}"
         return (
-            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {self.found.nbytes / MEBIBYTE:>9,.1f} MiB  "
+            f"{printable(facts.label):<42}{facts.tokens:>7,} tokens {mebibytes(self.found.nbytes):>13}  "
             f"{binding.backend} {binding.dtype}{drafted}{adapted}, {printable(facts.model)}"
         )
 
@@ -214,13 +206,14 @@ def find_snapshot(name: str, folder: Path) -> SnapshotOnDisk:
             f"{name!r} may be {', '.join(printable(item.path.stem) for item in found)}: write more of one of them"
         )
     path = user_path(name)
-    is_there = bool(name) and os.path.lexists(path)
-    if is_there and is_snapshot_path(name):
+    if not name or not os.path.lexists(path):
+        raise RequestError(
+            f"there is no snapshot {name!r}, neither a file nor in {folder}: edgellm cache list shows them"
+        )
+    if is_snapshot_path(name):
         return read_snapshot_file(path)
-    if is_there:
-        hint = f"the file of that name is written {os.curdir}{os.sep}{name}"
-        raise RequestError(f"there is no snapshot {name!r} in {folder} ({hint}): edgellm cache list shows them")
-    raise RequestError(f"there is no snapshot {name!r}, neither a file nor in {folder}: edgellm cache list shows them")
+    hint = f"the file of that name is written {os.curdir}{os.sep}{name}"
+    raise RequestError(f"there is no snapshot {name!r} in {folder} ({hint}): edgellm cache list shows them")
 
 
 def with_cached_prompt(

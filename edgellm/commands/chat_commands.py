@@ -14,9 +14,8 @@ from edgellm.commands.chat_file import load_conversation, save_conversation
 from edgellm.commands.console import statistics_lines
 from edgellm.commands.descriptions import adapters_in_words
 from edgellm.commands.models import model_name
+from edgellm.commands.options import json_or_text, read_schema
 from edgellm.commands.settings import SAMPLING_KEYS
-from edgellm.commands.structures import read_schema
-from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import RequestError, did_you_mean
 from edgellm.kernels.user_paths import user_path
 from edgellm.sampling_params import SamplingParams, checked_value
@@ -228,10 +227,7 @@ def _value(name: str, text: str) -> Any:
     """What the user wrote: "none" for the default, a number, true or false, a JSON string or list, or plain text."""
     if text == "none":
         return getattr(SamplingParams, name)
-    try:
-        value = parse_json(text, name, RequestError)
-    except RequestError:
-        return text
+    value = json_or_text(text)
     return text if name == "stop" and not isinstance(value, (str, list)) else value
 
 

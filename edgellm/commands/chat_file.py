@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,15 +76,13 @@ def _check_replaced(path: Path, replaces_any: bool) -> None:
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "no ordinary file"
         raise RequestError(f"{path} is {kind}: expected the name of a file for a conversation")
-    try:
-        content = None if replaces_any else _read_json(path)
-    except RequestError:
-        content = None
-    found = content.get("format") if isinstance(content, dict) else None
-    if not replaces_any and not (isinstance(found, str) and found.startswith(_ANY_FORMAT)):
-        raise RequestError(
-            f"{path} is there and no conversation: choose another name, or overwrite it with /save! FILE"
-        )
+    if replaces_any:
+        return
+    with suppress(RequestError):
+        content = _read_json(path)
+        if isinstance(content, dict) and str(content.get("format")).startswith(_ANY_FORMAT):
+            return
+    raise RequestError(f"{path} is there and no conversation: choose another name, or overwrite it with /save! FILE")
 
 
 def load_conversation(path: Path) -> Conversation:

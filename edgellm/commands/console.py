@@ -32,8 +32,12 @@ LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
 #: Control characters that a model's text could steer a terminal with; tab and line end are none of them.
 CONTROLS = {code: "\ufffd" for code in [*range(0x20), *range(0x7F, 0xA0)] if chr(code) not in "\t\n"}
-MEBIBYTE = 1 << 20
 FAILED, INTERRUPTED, BROKEN_PIPE = 1, 130, 141
+
+
+def mebibytes(size: float) -> str:
+    """ "1,234.5 MiB"."""
+    return f"{size / (1 << 20):,.1f} MiB"
 
 
 class StatusLine:
@@ -84,7 +88,7 @@ class ProgressDisplay:
     def _amount(self, stage: str) -> str:
         done, total = self._stages[stage]
         if stage == "weights":
-            return f" {done / MEBIBYTE:,.0f} of {total / MEBIBYTE:,.0f} MiB"
+            return f" {done >> 20:,} of {total >> 20:,} MiB"
         return f" {done} of {total}" if stage in ("plans", "layers") else ""
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from edgellm.commands.console import MEBIBYTE, progress_display
+from edgellm.commands.console import mebibytes, progress_display
 from edgellm.commands.table import Options, argument, option, takes_options
 from edgellm.engines.building.conversion import ConversionReport, convert_checkpoint
 
@@ -16,8 +16,6 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1
 
 
 class ConvertOptions(Options):
-    """All options of the command."""
-
     source: Path = argument("Directory with pytorch_model.bin (or shards), or a .bin/.pt/.pth file.", default=...)
     target: Path = argument("The checkpoint directory to make.", default=...)
     max_shard_size: str = option(
@@ -52,7 +50,7 @@ def report_lines(report: ConversionReport) -> Iterator[str]:
     dtypes = ", ".join(f"{dtype} ({count})" for dtype, count in sorted(report.dtypes.items()))
     yield f"{report.path}: every tensor was read back and is the same"
     yield f"  {'tensors':<10}{report.tensors:,}"
-    yield f"  {'weights':<10}{report.nbytes / MEBIBYTE:,.1f} MiB in {report.files} file{'s' * (report.files > 1)}"
+    yield f"  {'weights':<10}{mebibytes(report.nbytes)} in {report.files} file{'s' * (report.files > 1)}"
     yield f"  {'dtypes':<10}{dtypes}"
     yield f"  {'copied':<10}{', '.join(report.copied) or 'no other files'}"
     yield f"  {'time':<10}{report.seconds:.1f} s"

@@ -1,4 +1,4 @@
-"""LoRA adapters on the command line: `NAME=DIR`, and an engine directory's limits and executors in words."""
+"""LoRA adapters on the command line: `NAME=DIR`, and in words what mixes tokens, what drafts, and what computes."""
 
 from __future__ import annotations
 
@@ -34,29 +34,6 @@ def adapters_in_words(names: Sequence[str], chosen: str | None) -> str:
     return f"LoRA adapters {', '.join(names)}; answers are given {f'with {chosen}' if chosen else 'without one'}"
 
 
-def kv_cache_in_words(kind: str) -> str:
-    """What follows other limits where KV rows are not of the dtype that engines compute in."""
-    return "" if kind == "compute" else f", KV cache of {kind}"
-
-
-def lora_limits_in_words(limits: Mapping[str, Any]) -> str:
-    """What engines take of adapters; `limits` as JSON values."""
-    return f"{limits['lora_slots']} at once, rank up to {limits['max_lora_rank']}"
-
-
-def vision_in_words(config: Mapping[str, Any]) -> str:
-    """A vision encoder's family and dimensions, from the values of its `VisionConfig`."""
-    words = f"{config['family']}, {config['num_layers']} layers of {config['hidden_size']}"
-    if config["image_size"] is not None:
-        return f"{words}, images of {config['image_size']} x {config['image_size']} pixels"
-    return f"{words}, patches of {config['patch_size']} x {config['patch_size']} pixels"
-
-
-def vision_limits_in_words(max_patches: int, rows: Sequence[int]) -> str:
-    """Which images the engines take, and their rows."""
-    return f"images of up to {max_patches:,} patches (engines of {', '.join(f'{count:,}' for count in rows)} rows)"
-
-
 def mixers_in_words(config: Mapping[str, Any]) -> str:
     """What mixes the tokens of how many layers of a `DecoderConfig` as a dictionary; nothing where it is attention over
     all of them."""
@@ -88,14 +65,6 @@ def draft_in_words(config: dict[str, Any]) -> str:
         f"{kind}, {layer['num_heads']} query and {layer['num_kv_heads']} key-value heads of {layer['head_dim']}, "
         f"FFN {layer['intermediate_size']}, {config['draft_vocab_size']:,} tokens, takes {features}"
         + (f", shares the base's {' and '.join(shared)}" if shared else "")
-    )
-
-
-def draft_limits_in_words(limits: dict[str, Any]) -> str:
-    """The largest tree of an `EngineLimits` as a dictionary."""
-    return (
-        f"trees up to {limits['draft_top_k']} wide and {limits['draft_steps']} deep, up to "
-        f"{limits['verify_tree_size']} nodes verified"
     )
 
 

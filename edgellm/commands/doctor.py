@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import typer
 
-from edgellm.commands.console import status_line
+from edgellm.commands.console import mebibytes, status_line
 from edgellm.commands.descriptions import draft_in_words, executor_facts, executors_in_words
 from edgellm.commands.options import ModelOptions
 from edgellm.commands.table import option, takes_options
@@ -20,7 +20,7 @@ from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.engines.backends.plan_files import platforms_with_plans, present_platform
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
-from edgellm.engines.model.memory_plan import MEBIBYTE, recurrent_bytes
+from edgellm.engines.model.memory_plan import recurrent_bytes
 from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import CheckpointError, EdgeLLMError
@@ -36,8 +36,6 @@ _DRAFTED_TOKENS = 32
 
 
 class DoctorOptions(ModelOptions):
-    """All options of the command."""
-
     as_json: bool = option("Print one JSON object.", "--json")
 
 
@@ -187,10 +185,10 @@ def _kv_cache(directory: EngineDirectory) -> str:
     layers = decoder_states(directory.config, limits.kv_cache, limits)
     edge, recurrent = state_edge(layers, limits.max_batch, limits.kv_rows), recurrent_bytes(layers, limits.max_batch)
     dtype = directory.dtype if limits.kv_cache == "compute" else limits.kv_cache
-    size = (state_bytes(edge, directory.dtype) - recurrent) / MEBIBYTE
-    beside = f", and {recurrent / MEBIBYTE:,.1f} MiB of recurrent states" if recurrent else ""
+    size = mebibytes(state_bytes(edge, directory.dtype) - recurrent)
+    beside = f", and {mebibytes(recurrent)} of recurrent states" if recurrent else ""
     slots = f"{limits.kv_capacity:,} tokens in each of {limits.max_batch} slots"
-    return f"{dtype}, {size:,.1f} MiB on a GPU for {slots}{beside}"
+    return f"{dtype}, {size} on a GPU for {slots}{beside}"
 
 
 def _draft(directory: EngineDirectory) -> str:

@@ -20,7 +20,6 @@ from edgellm.commands.console import read_answer, write_note
 from edgellm.commands.images import read_image_file, require_vision, shown_content
 from edgellm.commands.models import open_model, sampling_params, with_cached_prompt
 from edgellm.commands.settings import chosen_settings
-from edgellm.commands.structures import StructureOptions
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.errors import RequestError
 
@@ -37,7 +36,7 @@ class GenerateOptions(
     options.SystemCacheOptions,
     options.ImageOptions,
     options.SamplingOptions,
-    StructureOptions,
+    options.StructureOptions,
     options.DraftingOptions,
     options.AdapterOptions,
     options.ToolOptions,
@@ -46,8 +45,6 @@ class GenerateOptions(
     options.LogOptions,
     panel="Prompt",
 ):
-    """All options of the command."""
-
     prompt: str | None = argument(
         "What to say to the model; '-' reads standard input.", rich_help_panel="Arguments", is_free=True
     )
@@ -105,18 +102,12 @@ def generate(given: GenerateOptions) -> None:
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from wherever it is given; raises RequestError where it is empty or no text."""
-    if file is not None:
-        if prompt is not None:
-            raise typer.BadParameter("give a prompt or --file, not both", param_hint="--file")
-        text, where = options.read_text_file(file, "--file"), f"the file {file}"
-    elif prompt is not None and prompt != "-":
-        text, where = with_piped_text(prompt), "the prompt"
-    elif prompt is None and (sys.stdin is None or sys.stdin.isatty()):
-        raise typer.BadParameter(
-            "missing: give it as an argument, with --file, or on standard input", param_hint="PROMPT"
-        )
+    if file is not None and prompt is not None:
+        raise typer.BadParameter("give a prompt or --file, not both", param_hint="--file")
+    if prompt is None or prompt == "-":
+        text, where = options.read_source(file, "as an argument, with --file", "PROMPT", takes_terminal=prompt == "-")
     else:
-        text, where = options.read_standard_input(), "standard input"
+        text, where = with_piped_text(prompt), "the prompt"
     if not text.strip():
         raise RequestError(f"{where} is empty: expected something for the model to answer")
     return text

@@ -12,17 +12,17 @@ from typing import Any
 import typer
 
 from edgellm.commands import descriptions
+from edgellm.commands.console import mebibytes
 from edgellm.commands.options import ModelOptions
 from edgellm.commands.table import option, takes_options
 from edgellm.engines.backends import plan_files
-from edgellm.engines.backends.device_layouts import PackedLayouts, model_layouts, packed_memory
+from edgellm.engines.backends.device_layouts import PackedLayouts, gpu_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
-from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.families.vision_encoders import host_weights
 from edgellm.engines.formats.digests import FileDigest
@@ -40,8 +40,6 @@ from edgellm.tool_calls.formats import checkpoint_format
 
 
 class InfoOptions(ModelOptions):
-    """All options of the command."""
-
     verify: bool = option("Hash every file; exit with 1 on any difference.")
     as_json: bool = option("Print one JSON object.", "--json")
 
@@ -53,7 +51,7 @@ def info(given: InfoOptions) -> None:
     Example: edgellm info robot --verify
     """
     facts = directory_facts(given.chosen_model() or SHIPPED_MODEL, given.verify)
-    typer.echo(json.dumps(facts, indent=2) if given.as_json else "\n".join(_lines(facts)))
+    typer.echo(json.dumps(facts, indent=2) if given.as_json else "\n".join(fact_lines(facts)))
     if facts["differences"]:
         raise typer.Exit(1)
 
@@ -68,11 +66,13 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     config, limits, draft, vision = directory.config, directory.limits, directory.draft, directory.vision
     differences = directory.differences(verify, hash_weights=False)
     packed = {} if differences else _packed_facts(directory)
-    layouts, refusal = _gpu_layouts(directory) if not differences and directory.packed_names else ({}, None)
+    layouts: PackedLayouts = {}
+    refusal = None  # why GPUs do not run the model
+    if not differences and directory.packed_names:
+        layouts, refusal = gpu_layouts(directory.models, directory.checkpoints, directory.dtype)
     computed = directory.dtype if refusal is None else "float32"  # in which NumPy runs what GPUs do not
     known = [] if refusal is not None else _known_platforms(directory, layouts)
     platforms = [_platform_facts(directory, layouts, platform) for platform in known]
-    described = directory.models, limits, directory.dtype
     planned = planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}
     draft_config = None if draft is None else draft.config
     state = recurrent_bytes(decoder_states(config), 1)  # of one place of a text
@@ -89,7 +89,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "limits": plain_values(limits),
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "executors": {
-            name: descriptions.executor_facts(*described, name, layouts)
+            name: descriptions.executor_facts(directory.models, limits, directory.dtype, name, layouts)
             for name in sorted({platform.compute_capability for platform in known})
         },
         "plans": platforms,
@@ -167,14 +167,6 @@ def _head_facts(directory: EngineDirectory) -> dict[str, Any]:
     }
 
 
-def _gpu_layouts(directory: EngineDirectory) -> tuple[PackedLayouts, str | None]:
-    """What packed weights are in a GPU's memory, or why GPUs do not run the model."""
-    try:
-        return model_layouts(directory.models, directory.checkpoints, directory.dtype), None
-    except EngineError as error:
-        return {}, str(error)
-
-
 def _known_platforms(directory: EngineDirectory, packed: PackedLayouts) -> list[plan_files.Platform]:
     """Those with plans in the directory or in the user's cache, and this machine's."""
     # Shapes are the same for all that have kernels.
@@ -219,7 +211,7 @@ def _platform_facts(directory: EngineDirectory, packed: PackedLayouts, platform:
     }
 
 
-def _lines(facts: dict[str, Any]) -> Iterator[str]:
+def fact_lines(facts: dict[str, Any]) -> Iterator[str]:
     """The facts in words: the path, then rows of a name and a text, the name once for rows that belong together."""
     yield facts["path"]
     yield from (f"  {name:<12}{text}" for name, text in _rows(facts))
@@ -245,7 +237,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         "limits",
         f"context {limits['kv_capacity']:,} (model: {config['max_position_embeddings']:,}), batch "
         f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}"
-        + descriptions.kv_cache_in_words(limits.get("kv_cache", "compute")),
+        + (f", KV cache of {limits['kv_cache']}" if "kv_cache" in limits else ""),
     )
     if facts["tool_format"] is not None:
         yield "tools", f"calls in the format {facts['tool_format']}"
@@ -254,25 +246,33 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield (
             "draft",
             f"{descriptions.draft_in_words(draft['config'])}, {draft['parameters'] / 1e6:,.1f} M parameters of its "
-            f"own, {_mebibytes(sum(draft['weights'].values()))} of files",
+            f"own, {mebibytes(sum(draft['weights'].values()))} of files",
         )
-        yield "", descriptions.draft_limits_in_words(limits)
+        yield (
+            "",
+            f"trees up to {limits['draft_top_k']} wide and {limits['draft_steps']} deep, up to "
+            f"{limits['verify_tree_size']} nodes verified",
+        )
     if "vision" in facts:
-        vision = facts["vision"]
+        vision, encoder = facts["vision"], facts["vision"]["config"]
+        shown, side = ("patches", "patch_size") if encoder["image_size"] is None else ("images", "image_size")
         yield (
             "vision",
-            f"{descriptions.vision_in_words(vision['config'])}, {vision['parameters'] / 1e6:,.1f} M parameters",
+            f"{encoder['family']}, {encoder['num_layers']} layers of {encoder['hidden_size']}, {shown} of "
+            f"{encoder[side]} x {encoder[side]} pixels, {vision['parameters'] / 1e6:,.1f} M parameters",
         )
-        yield "", descriptions.vision_limits_in_words(vision["max_image_patches"], limits["image_rows"])
+        rows = ", ".join(f"{count:,}" for count in limits["image_rows"])
+        yield "", f"images of up to {vision['max_image_patches']:,} patches (engines of {rows} rows)"
     if "lora" in facts:
         for name, adapter in facts["lora"].items():
-            yield "adapter", f"{name}: rank {adapter['rank']}, {_mebibytes(adapter['bytes'])}"
-        yield "" if facts["lora"] else "adapters", descriptions.lora_limits_in_words(limits)
-    yield "weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {_mebibytes(sum(weights.values()))}"
+            yield "adapter", f"{name}: rank {adapter['rank']}, {mebibytes(adapter['bytes'])}"
+        at_once = f"{limits['lora_slots']} at once, rank up to {limits['max_lora_rank']}"
+        yield "" if facts["lora"] else "adapters", at_once
+    yield "weights", f"{len(weights)} file{'s' * (len(weights) > 1)}, {mebibytes(sum(weights.values()))}"
     for model, head in facts["heads"].items():
         own = "of the draft, " if model == "draft" else ""
         looked_up = ", tokens are looked up in it" if head["embeds"] else ""
-        yield "head", f"{own}packed: {head['format']}, {_mebibytes(head['bytes'])}{looked_up}"
+        yield "head", f"{own}packed: {head['format']}, {mebibytes(head['bytes'])}{looked_up}"
     for capability, found in facts["executors"].items():
         for number, text in enumerate(descriptions.executors_in_words(found)):
             yield "" if number else capability, text
@@ -281,13 +281,13 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield (
             "plans",
             f"{platform['platform']}: {platform['plans']} of {platform['expected']}{needless}, "
-            f"{_mebibytes(platform['bytes'])}, {platform['state']}",
+            f"{mebibytes(platform['bytes'])}, {platform['state']}",
         )
         yield from (("", problem) for problem in platform["problems"])
     for model, packed in facts["packed"].items():
         yield "packed", f"{model}, {packed['method']}"
         for words, part in packed["stored"].items():
-            yield "", f"{words}, {part['weights']} weights of {_mebibytes(part['bytes'])}"
+            yield "", f"{words}, {part['weights']} weights of {mebibytes(part['bytes'])}"
         yield from (("", note) for note in packed["notes"])
     if facts["gpu_refusal"]:
         yield "plans", f"none: {facts['gpu_refusal']}"
@@ -295,19 +295,15 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "plans", "none: the NumPy backend runs it; on a GPU with TensorRT they are made on first use"
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
     where = "on the NumPy backend, which makes float32 of the weights" if facts["gpu_refusal"] else "on a GPU"
-    yield "memory", f"{_mebibytes(sum(facts['memory'].values()))} {where}: {parts}"
+    yield "memory", f"{mebibytes(sum(facts['memory'].values()))} {where}: {parts}"
     host = facts["host_memory"]
     yield (
         "",
-        f"of the host up to {_mebibytes(host[KEPT_ROWS])}: {KEPT_ROWS}, {host[KEPT_ROWS] // host['token']:,} tokens",
+        f"of the host up to {mebibytes(host[KEPT_ROWS])}: {KEPT_ROWS}, {host[KEPT_ROWS] // host['token']:,} tokens",
     )
     if "state" in host:
         places = f"{host[KEPT_STATES] // host['state']:,} of {host['state'] / MEBIBYTE:,.2f} MiB"
-        yield "", f"of the host up to {_mebibytes(host[KEPT_STATES])}: {KEPT_STATES}, {places}"
+        yield "", f"of the host up to {mebibytes(host[KEPT_STATES])}: {KEPT_STATES}, {places}"
     if facts["verified"] and not facts["differences"]:
         yield "verified", "every file is as described"
     yield from (("differs", difference) for difference in facts["differences"])
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / MEBIBYTE:,.1f} MiB"

@@ -34,22 +34,19 @@ def open_model(
 ) -> LLM:
     """Open the model as the settings say, its progress shown on a terminal where it takes a while.
 
-    A snapshot of the system prompt is used for conversations with these `tools` and `template_variables`. The model
-    has the LoRA adapters where the settings or `adapters` name one, or `every_adapter` is wanted. Raises
-    AdapterError for an adapter that there is none of, SnapshotError for a snapshot of the system prompt that does not
-    fit.
+    The file of a snapshot of the system prompt, which `with_cached_prompt` puts into the settings, is used for
+    conversations with these `tools` and `template_variables`. The model has the LoRA adapters where the settings or
+    `adapters` name one, or `every_adapter` is wanted. Raises AdapterError for an adapter that there is none of,
+    SnapshotError for a snapshot of the system prompt that does not fit.
     """
-    drafting = chosen_drafting(settings)
-    tell_of_loss(drafting)
-    snapshot = None if settings.system_cache is None else snapshot_path(settings.system_cache)
-    llm = open_model_with(settings, drafting, chosen_adapters(settings, adapters, every_adapter))
-    if snapshot is None:
+    llm = open_model_with(settings, chosen_drafting(settings), chosen_adapters(settings, adapters, every_adapter))
+    if settings.system_cache is None:
         return llm
     from edgellm.snapshots.prefix_index import common_tokens, token_key
     from edgellm.snapshots.system_prompt import system_prompt_ids
 
     try:
-        cached = llm.load_snapshot(snapshot, [settings.adapter])
+        cached = llm.load_snapshot(settings.system_cache, [settings.adapter])
         ids = system_prompt_ids(llm.tokenizer, system_prompt(llm, settings), tools, template_variables)
     except BaseException:
         llm.close()
@@ -61,12 +58,6 @@ def open_model(
             "question."
         )
     return llm
-
-
-def tell_of_loss(drafting: DraftingConfig | None) -> None:
-    """Say so where drafting changes answers."""
-    if drafting is not None and drafting.acceptance == "typical":
-        write_note("Typical acceptance is lossy: answers may be others than without a draft.")
 
 
 def chosen_adapters(
@@ -84,15 +75,6 @@ def chosen_adapters(
             hint = did_you_mean(name, names) if names else f": {directory.path} has none. Load one with --lora NAME=DIR"
             raise AdapterError(f"there is no LoRA adapter {name!r}{hint}")
     return settings.adapters if wanted or settings.adapters or (every_adapter and names) else None
-
-
-def snapshot_path(name: str) -> Path:
-    """The file that `--system-cache` means; raises RequestError, or SnapshotError for one that cannot be used."""
-    from edgellm.commands.cache_prompts import chosen_folder, find_snapshot
-
-    found = find_snapshot(name, chosen_folder(None))
-    found.opened()
-    return found.path
 
 
 def with_cached_prompt(
@@ -139,7 +121,7 @@ def chosen_template(settings: Settings) -> ChatTemplate | None:
 
 
 def chosen_drafting(settings: Settings) -> DraftingConfig | None:
-    """How to draft with the model of the settings; None for plain decoding.
+    """How to draft with the model of the settings; None for plain decoding. Says so where it changes answers.
 
     Raises RequestError where drafting is asked for and there is no draft model, or its engines cannot serve it.
     """
@@ -157,7 +139,10 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
                 "options of drafting out"
             )
         return None
-    return drafting_config(directory.limits, backend_name(settings), chosen, settings.drafting.get("preset"))
+    found = drafting_config(directory.limits, backend_name(settings), chosen, settings.drafting.get("preset"))
+    if found is not None and found.acceptance == "typical":
+        write_note("Typical acceptance is lossy: answers may be others than without a draft.")
+    return found
 
 
 def described_directory(settings: Settings) -> EngineDirectory:

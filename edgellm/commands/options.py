@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -20,6 +19,9 @@ from edgellm.engines.model.limits import KV_CACHES
 from edgellm.errors import RequestError
 from edgellm.sampling_params import checked_value
 from edgellm.text.messages import checked_tools, checked_variables
+
+if TYPE_CHECKING:
+    from edgellm.structure.description import Structure
 
 BACKENDS = ("auto", "numpy", "tensorrt")
 #: The kinds of `DraftingConfig`, which takes longer to load than all else here.
@@ -111,9 +113,30 @@ class SamplingOptions(Options, panel="Sampling"):
     stop: list[str] | None = sampled(f"End the answer before this text; {_REPEATED}")
 
 
-class ChatTemplateOption(Options, panel="Prompt"):
-    """The chat template."""
+class StructureOptions(Options, panel="Sampling"):
+    """What is noted of each token, and the form that the answer must have."""
 
+    logprobs: int | None = sampled("Show each token's log-probability, and the N likeliest there.", metavar="N")
+    json_schema: Path | None = option("The answer is JSON of the schema in this file.", metavar="FILE")
+    regex: str | None = option("The whole answer matches this regular expression.", metavar="REGEX", is_free=True)
+    choice: list[str] | None = option(
+        "The answer is one of these texts; may be given several times.", metavar="TEXT", is_free=True
+    )
+
+    def structure(self) -> Structure | None:
+        """The structure that was given, None without one; RequestError for a wrong one, usage errors for several."""
+        given = [name for name in ("json_schema", "regex", "choice") if getattr(self, name) not in (None, [])]
+        if len(given) > 1:
+            flags = [f"--{name.replace('_', '-')}" for name in given]
+            raise typer.BadParameter(f"is given beside {flags[0]}: an answer has one form", param_hint=flags[1])
+        if self.json_schema is not None:
+            return read_schema(self.json_schema)
+        from edgellm.structure.description import Structure
+
+        return Structure(**{name: getattr(self, name) for name in given}) if given else None
+
+
+class ChatTemplateOption(Options, panel="Prompt"):
     chat_template: Path | None = option("File with a chat template, instead of the model's.")
 
 
@@ -219,23 +242,13 @@ class ToolOptions(Options, panel="Tools and template"):
                     raise RequestError(f"{text!r}: expected NAME=VALUE")
                 if name in variables:
                     raise RequestError(f"{name} is given twice")
-                variables[name] = _json_or_text(value)
+                variables[name] = json_or_text(value)
             variables = checked_variables(variables)
         except RequestError as error:
             raise typer.BadParameter(str(error), param_hint="--template-variable") from error
         if self.tools is None:
             return None, variables
         return read_json_file(self.tools, "--tools", checked_tools), variables
-
-
-def _json_or_text(text: str) -> Any:
-    def refuse(name: str) -> Any:  # NaN and Infinity, which JSON has not
-        raise ValueError(name)
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError):
-        return text
 
 
 class DraftingOptions(Options, panel="Drafting"):
@@ -299,6 +312,34 @@ def read_json_file(path: Path, what: str, checked: Callable[[Any], _Checked]) ->
         return checked(value)
     except RequestError as error:
         raise RequestError(f"{what} {path}: {error}") from error
+
+
+def read_schema(path: Path) -> Structure:
+    """The structure of a file with a JSON schema; raises RequestError that names the file."""
+    from edgellm.structure.description import Structure  # what plain answers need not load
+
+    return read_json_file(path, "the JSON schema", lambda schema: Structure(json=schema))
+
+
+def json_or_text(text: str) -> Any:
+    """The JSON value that a user wrote; what is none is a text itself."""
+    try:
+        return parse_json(text, "", RequestError)
+    except RequestError:
+        return text
+
+
+def read_source(file: Path | None, ways: str, hint: str, takes_terminal: bool = False) -> tuple[str, str]:
+    """The text of `--file`, or of standard input where there is none, and where it comes from.
+
+    A terminal is a usage error that tells other `ways` and gives a `hint`, unless `takes_terminal`. RequestError for
+    what is no text.
+    """
+    if file is not None:
+        return read_text_file(file, "--file"), f"the file {file}"
+    if not takes_terminal and (sys.stdin is None or sys.stdin.isatty()):
+        raise typer.BadParameter(f"missing: give it {ways}, or on standard input", param_hint=hint)
+    return read_standard_input(), "standard input"
 
 
 def read_standard_input() -> str:

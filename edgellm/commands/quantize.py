@@ -11,7 +11,7 @@ from typing import Any
 import typer
 import yaml
 
-from edgellm.commands.console import MEBIBYTE, progress_display, write_note
+from edgellm.commands.console import mebibytes, progress_display, write_note
 from edgellm.commands.table import Options, argument, option, takes_options
 from edgellm.engines.building.inputs import read_decoder_config
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -31,8 +31,6 @@ _MOST_TOKENS = 16_384
 
 
 class QuantizeOptions(Options):
-    """All options of the command."""
-
     checkpoint: Path = argument("Hugging Face directory with float16, bfloat16 or float32 weights.", default=...)
     target: Path = argument("The checkpoint directory to make.", default=...)
     bits: int = option("Bits of a weight: 4, or 8 with a scale for each row.", default=4)
@@ -163,6 +161,6 @@ def report_lines(report: quantizer.QuantizationReport) -> Iterator[str]:
     yield f"{report.path}: int{options.bits}, {scales}, {'symmetric' if options.symmetric else 'zero points'}"
     yield f"  {'method':<10}{options.method}{read}"
     yield f"  {'layers':<10}{report.layers}{resumed}"
-    yield f"  {'weights':<10}{report.bytes_before / MEBIBYTE:,.1f} MiB before, {report.bytes_after / MEBIBYTE:,.1f} now"
+    yield f"  {'weights':<10}{mebibytes(report.bytes_before)} before, {mebibytes(report.bytes_after)} now"
     yield f"  {'copied':<10}{', '.join(report.copied) or 'no other files'}"
     yield f"  {'time':<10}{report.seconds:.1f} s"

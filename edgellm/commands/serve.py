@@ -148,15 +148,13 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     if model.name in names:
         raise RequestError(f"{model.name!r} is the name of a LoRA adapter, too: name the model with --model-name")
     template = models.chosen_template(settings)
-    draft = models.chosen_drafting(settings)
-    models.tell_of_loss(draft)
     llm = AsyncLLM(
         settings.model,
         backend=settings.backend,
         kv_cache=settings.kv_cache,
-        drafting=draft,
+        drafting=models.chosen_drafting(settings),
         adapters=loras,
-        snapshots=[] if settings.system_cache is None else [models.snapshot_path(settings.system_cache)],
+        snapshots=[] if settings.system_cache is None else [settings.system_cache],
         preemption_budget=settings.preemption_mib << 20,
         state_budget=settings.states_mib << 20,
         queue_limit=given.queue_limit,

@@ -13,9 +13,9 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -37,13 +37,13 @@ class Option:
     name. `expected` says in errors what is right. `details` are for typer.
     """
 
-    name: str
-    type: type
-    annotation: Any
-    default: Any
     help: str
-    flags: Sequence[str]
+    flags: Sequence[str] | None
+    default: Any
     details: dict[str, Any]
+    name: str = ""
+    type: type = str
+    annotation: Any = None
     least: float | None = None
     most: float | None = None
     choices: Sequence[str] = ()
@@ -109,24 +109,21 @@ class Option:
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-class _Written(NamedTuple):
-    """An option as a class has it: without its name, its type and its panel."""
-
-    help: str
-    flags: Sequence[str] | None
-    default: Any
-    details: dict[str, Any]
-
-
 def option(help: str, *flags: str, default: Any = None, **details: Any) -> Any:
     """An option, by default --NAME or, of bool | None, --NAME/--no-NAME; one of bool is false unless it is given.
     `details` are fields of `Option`, or what typer takes."""
-    return _Written(help, flags, default, details)
+    return _written(help, flags, default, details)
 
 
 def argument(help: str, default: Any = None, **details: Any) -> Any:
     """An argument; by `default` ... it is required."""
-    return _Written(help, None, default, details)
+    return _written(help, None, default, details)
+
+
+def _written(help: str, flags: Sequence[str] | None, default: Any, details: dict[str, Any]) -> Option:
+    """An option as a class has it: `options_of` gives it its name, its type and its panel."""
+    own = {key: details.pop(key) for key in Option.__dataclass_fields__.keys() & details.keys()}
+    return Option(help, flags, default, details, **own)
 
 
 class Options:
@@ -163,12 +160,12 @@ def options_of(cls: type) -> dict[str, Option]:
     found: dict[str, Option] = {}
     for base in cls.__mro__:
         for name, written in vars(base).items():
-            if isinstance(written, _Written) and name not in found:
+            if isinstance(written, Option) and name not in found:
                 found[name] = _option(name, written, hints[name], vars(base)["panel"])
     return found
 
 
-def _option(name: str, written: _Written, annotation: Any, panel: str | None) -> Option:
+def _option(name: str, written: Option, annotation: Any, panel: str | None) -> Option:
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)] or [annotation]
     kind = get_args(kinds[0])[0] if get_origin(kinds[0]) is list else kinds[0]
     flags = written.flags
@@ -176,10 +173,8 @@ def _option(name: str, written: _Written, annotation: Any, panel: str | None) ->
         flag = name.replace("_", "-")
         flags = (f"--{flag}/--no-{flag}" if annotation == (bool | None) else f"--{flag}",)
     default = False if annotation is bool and written.default is None else written.default
-    own = {key: value for key, value in written.details.items() if key in Option.__dataclass_fields__}
-    others = {key: value for key, value in written.details.items() if key not in own}
-    details = {"rich_help_panel": panel, "show_default": kind is not bool, **others}
-    return Option(name, kind, annotation, default, written.help, flags or (), details, **own)
+    details = {"rich_help_panel": panel, "show_default": kind is not bool, **written.details}
+    return replace(written, flags=flags, default=default, details=details, name=name, type=kind, annotation=annotation)
 
 
 def takes_options(function: Callable[[Any], None]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from edgellm.engines.runners.base_runner import StepKey
 from edgellm.engines.speculation.draft_plan import DraftPlan
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.errors import SnapshotError
-from edgellm.requests import TokenLogprobs, token_logprobs
+from edgellm.requests import TokenLogprobs
 
 logger = logging.getLogger("edgellm.serving")
 
@@ -308,3 +308,20 @@ class DecodingLoop:
                 yield EmittedToken(sequence, token, text, from_draft, logprob)
                 if sequence.finished:
                     break
+
+
+def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Of each token, drawn from a row of `logits` [n, V] float32 (forbidden ones -inf), and of the `top` likeliest
+    (ties: the lower id)."""
+    found = []
+    for row, token in zip(logits.astype(np.float64), token_ids, strict=True):
+        largest = row.max()
+        values = row - (largest + np.log(np.exp(row - largest).sum()))
+        likeliest: np.ndarray = np.empty(0, np.int64)
+        if top:
+            least = np.partition(values, -top)[-top] if top < len(values) else values.min()
+            candidates = np.flatnonzero((values >= least) & (values > -np.inf))
+            likeliest = candidates[np.argsort(-values[candidates], kind="stable")][:top]
+        pairs = tuple((int(each), float(values[each])) for each in likeliest)
+        found.append(TokenLogprobs(int(token), float(values[token]), pairs))
+    return found

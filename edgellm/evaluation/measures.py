@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ def perplexity(
     return Perplexity.of(np.concatenate(losses))
 
 
-class RecordedLogits:
+class RecordedLogits(AbstractContextManager["RecordedLogits"]):
     """A reference's logits at the tokens of `windows` that count, in a temporary file of 4 bytes for each token and
     each entry of the vocabulary; close it, or use it as a context manager. `vocabulary` are the texts of all ids."""
 
@@ -99,9 +100,6 @@ class RecordedLogits:
     def close(self) -> None:
         """Remove the file."""
         self._file.close()
-
-    def __enter__(self) -> RecordedLogits:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -118,7 +118,7 @@ class Service:
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: asgi.refuse, HTTPError: asgi.refuse})
         app.router.redirect_slashes = False
-        app.add_middleware(asgi.Guarded, service=self)
+        app.add_middleware(asgi.Guarded, sharing=self.guard.sharing, check=self.check, count=self.count)
         return app
 
     @property

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -15,9 +14,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from edgellm.http.errors import HTTPError, http_error, later
-
-if TYPE_CHECKING:
-    from edgellm.http.app import Service
 
 logger = logging.getLogger("edgellm.http")
 
@@ -134,16 +130,24 @@ class Endpoint:
 class Guarded:
     """Checks each request first, answers what browsers ask before they ask, and gives every answer its headers."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service) -> None:
-        self._app, self._service = app, service
+    def __init__(
+        self,
+        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        sharing: Callable[[Headers], dict[str, str]],
+        check: Callable[[Scope, Headers], None],
+        count: Callable[[Scope, int], None],
+    ) -> None:
+        """`sharing` gives headers by which browsers let other pages read the answer, `check` raises HTTPError for what
+        is not to be answered, `count` is told of the status of each answer that begins."""
+        self._app, self._sharing, self._check, self._count = app, sharing, check, count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        more = {"x-content-type-options": "nosniff", **self._service.guard.sharing(headers)}
+        more = {"x-content-type-options": "nosniff", **self._sharing(headers)}
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._service.count(scope, message["status"])
+                self._count(scope, message["status"])
                 pairs = [(name.encode(), value.encode("latin-1")) for name, value in more.items()]
                 message = {**message, "headers": [*message["headers"], *pairs]}
             await send(message)
@@ -155,7 +159,7 @@ class Guarded:
                 more["access-control-allow-headers"] = "authorization, content-type, x-session-id"
                 await Response(status_code=204)(scope, receive, counted)
                 return
-            self._service.check(scope, headers)
+            self._check(scope, headers)
         except HTTPError as error:
             await _response(error)(scope, receive, counted)
             return

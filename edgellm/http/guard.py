@@ -61,9 +61,11 @@ class Guard:
         host = headers.get("host", "")
         name = host_name(host)
         if name is None or not (name in self.hosts or (self.any_address and _address(name) is not None)):
-            found = f"the host {shown(host)[:200]} is not one that this server answers for"
-            expected = f"expected {', '.join(sorted(self.hosts))} (--allowed-host adds one)"
-            raise HTTPError(421, f"{found}: {expected}", code="wrong_host")
+            message = (
+                f"the host {shown(host)[:200]} is not one that this server answers for: expected "
+                f"{', '.join(sorted(self.hosts))} (--allowed-host adds one)"
+            )
+            raise HTTPError(421, message, code="wrong_host")
         origin = headers.get("origin")
         if origin is not None and not self.is_known_origin(origin, host):
             message = f"pages of {shown(origin)[:200]} may not ask this server (--allowed-origin lets them)"

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
+from edgellm.asynchronous import AsyncGeneration
 from edgellm.http.answers import AnswerReader, Writer
 from edgellm.http.errors import HTTPError, later
 from edgellm.requests import Chunk, Response
-from edgellm.serving.async_generation import AsyncGeneration
 from edgellm.tool_calls.calls import all_deltas
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from edgellm.errors import RequestError
 from edgellm.snapshots.prefix_index import common_tokens, token_key
-from edgellm.text.messages import checked_tools, checked_variables, is_image, strings_in, text_of_part
-from edgellm.text.tokenizer import Tokenizer, check_encodable
+from edgellm.text.messages import check_encodable, checked_tools, checked_variables, is_image, strings_in, text_of_part
+from edgellm.text.tokenizer import Tokenizer
 from edgellm.tool_calls.functions import described_tools
 
 #: Two first questions that have no beginning in common.

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from edgellm.errors import RequestError, shown
+from edgellm.errors import RequestError, require, shown
 from edgellm.structure.schema import enforced_schema
 from edgellm.structure.steps import check_path, folded
 from edgellm.structure.typed_values import dataclass_schema, is_dataclass_type, typed_value
+from edgellm.text.messages import check_encodable
 
 #: "spaced" is as `json.dumps` writes: ", " and ": "; "compact" has no whitespace, "free" any.
 Whitespace = Literal["spaced", "compact", "free"]
@@ -61,8 +62,7 @@ class Structure:
     grammar_text: str = field(init=False, repr=False, default="")
 
     def __post_init__(self) -> None:
-        if not isinstance(self.json_object, bool):
-            raise RequestError(f"json_object is {shown(self.json_object)}: expected true or false")
+        require(isinstance(self.json_object, bool), "json_object", self.json_object, "true or false")
         given = [kind for kind in _NAMES if getattr(self, kind) is not None and getattr(self, kind) is not False]
         if self.json is False:
             given.append("json")
@@ -70,9 +70,8 @@ class Structure:
             raise RequestError(
                 f"a structure has {' and '.join(given) or 'nothing'}: expected one of {', '.join(_NAMES)}"
             )
-        if not isinstance(self.whitespace, str) or self.whitespace not in get_args(Whitespace):
-            expected = ", ".join(get_args(Whitespace))
-            raise RequestError(f"whitespace is {shown(self.whitespace)}: expected one of {expected}")
+        space, known = self.whitespace, get_args(Whitespace)
+        require(isinstance(space, str) and space in known, "whitespace", space, f"one of {', '.join(known)}")
         if self.choice is not None:
             object.__setattr__(self, "choice", _checked_choices(self.choice))
         object.__setattr__(self, "_kind", given[0])
@@ -149,12 +148,9 @@ def structure_of(value: Any) -> Structure:
         return Structure(json_object=True)
     if isinstance(value, (list, tuple)):
         return Structure(choice=value)
-    if isinstance(value, (Mapping, type)):
-        return Structure(json=value)
-    raise RequestError(
-        f"structure is {shown(value)}: expected Structure(...), a JSON schema, a class, a list of choices, or "
-        "'json_object'"
-    )
+    expected = "Structure(...), a JSON schema, a class, a list of choices, or 'json_object'"
+    require(isinstance(value, (Mapping, type)), "structure", value, expected)
+    return Structure(json=value)
 
 
 def structure_of_response_format(value: Any) -> Structure | None:
@@ -174,18 +170,16 @@ def structure_of_response_format(value: Any) -> Structure | None:
     if kind == "json_object" and list(given) in ([], ["schema"], ["value"]):
         schema = next(iter(given.values()), None)
         return Structure(json_object=True) if schema is None else Structure(json=schema)
-    if kind != "json_schema" or list(given) != ["json_schema"]:
-        raise RequestError(
-            f"response_format is {shown(value)}: expected {{'type': 'text'}}, {{'type': 'json_object'}} or "
-            "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': ...}}"
-        )
+    expected = (
+        "{'type': 'text'}, {'type': 'json_object'} or {'type': 'json_schema', 'json_schema': {'name': ..., "
+        "'schema': ...}}"
+    )
+    require(kind == "json_schema" and list(given) == ["json_schema"], "response_format", value, expected)
     described = given["json_schema"]
-    extra = set(described) - {"name", "description", "schema", "strict"} if isinstance(described, Mapping) else {"none"}
-    if extra or "schema" not in described:
-        raise RequestError(
-            f"response_format's json_schema is {shown(described)}: expected "
-            "{'name': ..., 'schema': ..., 'strict': ...}"
-        )
+    keys = set(described) if isinstance(described, Mapping) else set()
+    is_known = "schema" in keys and keys <= {"name", "description", "schema", "strict"}
+    expected = "{'name': ..., 'schema': ..., 'strict': ...}"
+    require(is_known, "response_format's json_schema", described, expected)
     return Structure(json=described["schema"])
 
 
@@ -196,12 +190,9 @@ def schema_of(value: Any) -> Any:
         return describe()
     if is_dataclass_type(value):
         return dataclass_schema(value)
-    if isinstance(value, type) or not isinstance(value, (Mapping, bool)):
-        raise RequestError(
-            f"json is {shown(value)}: expected a JSON schema (a dictionary), a dataclass, or a class with "
-            "model_json_schema()"
-        )
-    return dict(value) if isinstance(value, Mapping) else value
+    is_schema = isinstance(value, (Mapping, bool)) and not isinstance(value, type)
+    require(is_schema, "json", value, "a JSON schema (a dictionary), a dataclass, or a class with model_json_schema()")
+    return value
 
 
 def json_options(whitespace: Whitespace = "spaced") -> Any:
@@ -229,28 +220,23 @@ def _check_rules(text: str) -> None:
     def following(rule: str) -> list[str]:
         return [each for each in rules[rule] if each in rules]
 
-    def value(rule: str, known: Callable[[str], int | None]) -> int:
-        links = max((1 + (known(each) or 0) for each in following(rule)), default=0)
+    def value(rule: str, known: Callable[[str], int]) -> int:
+        links = max((1 + known(each) for each in following(rule)), default=0)
         check_path(links, "the grammar")
         return links
 
-    folded(rules, following, value, str)
+    folded(rules, following, value, 0, str)
 
 
 def _checked_text(kind: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        raise RequestError(f"{kind} is {shown(value)}: expected text")
-    try:
-        size = len(value.encode())
-    except UnicodeEncodeError as error:
-        raise RequestError(f"{kind} has half of a surrogate pair, which is no character: remove it") from error
-    if size > MOST_BYTES[kind]:
+    require(isinstance(value, str) and value != "", kind, value, "text")
+    check_encodable(value, kind)
+    if (size := len(value.encode())) > MOST_BYTES[kind]:
         raise RequestError(f"{kind} has {size} bytes: at most {MOST_BYTES[kind]} are taken, say less in it")
     return value
 
 
 def _checked_choices(value: Any) -> tuple[str, ...]:
-    if not isinstance(value, (list, tuple)) or not value:
-        raise RequestError(f"choice is {shown(value)}: expected a list of at least one text")
+    require(isinstance(value, (list, tuple)) and len(value) > 0, "choice", value, "a list of at least one text")
     _checked_text("choice", "".join(_checked_text("choice", each) for each in value))
     return tuple(dict.fromkeys(value))

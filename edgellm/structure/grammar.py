@@ -252,12 +252,16 @@ class GrammarVocabulary:
             vocabulary = cls.of_definition(definition)
             sample = model.encode(_SAMPLE, add_special_tokens=False)
             read = vocabulary._tokenizer.decode_bytes(sample).decode(errors="replace").lstrip()
+            if read != _SAMPLE:
+                raise ValueError(f"it reads {_SAMPLE} as {read[:80]!r}")
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # Rust's cannot be named
                 raise
-            raise _unreadable(" ".join(str(error).split())[:200]) from error
-        if read != _SAMPLE:
-            raise _unreadable(f"it reads {_SAMPLE} as {read[:80]!r}")
+            reason = " ".join(str(error).split())[:200]
+            raise RequestError(
+                f"the model's tokenizer.json cannot be used for structured answers ({reason}): leave structure out, or "
+                "use a model with a byte-level or byte-fallback tokenizer"
+            ) from error
         return vocabulary
 
     @classmethod
@@ -340,13 +344,6 @@ def matcher_error(matcher: LLMatcher) -> str:
     if text.startswith("NoExtension"):
         text = "there is nothing that fulfils it"
     return text[:300] or "no reason given"
-
-
-def _unreadable(reason: str) -> RequestError:
-    return RequestError(
-        f"the model's tokenizer.json cannot be used for structured answers ({reason}): leave structure out, or use a "
-        "model with a byte-level or byte-fallback tokenizer"
-    )
 
 
 class _NamesAsText:

@@ -50,70 +50,97 @@ def reasoning_state(
     return "open" if prompt_ids[last] == marks.begin else "closed"
 
 
-class AfterReasoning:
-    """Rules that begin behind a mark: see `edgellm.engines.speculation.constraints.TokenConstraint`.
+class LateRules(TokenConstraint):
+    """Rules that begin somewhere in an answer: until then each token is allowed."""
 
-    While the model thinks each token is allowed. Where it is undecided (`begin` is a token), its first token may be
-    that, or the first one of the rules.
-    """
+    #: Whether the answer may end before they begin.
+    _may_never_begin = False
+
+    def __init__(self, vocab_size: int, rules: TokenConstraint | None = None) -> None:
+        """`rules` may be made later, where they begin."""
+        self._vocab_size, self._rules = vocab_size, rules
+        self._everything = packed_mask(np.ones(vocab_size, np.bool_))
+        self._free: list[int] = []  # tokens before the rules
+        self._ruled = 0  # tokens that the rules have consumed
+
+    @property
+    def _begun(self) -> TokenConstraint | None:
+        """The rules, where they have begun."""
+        return self._rules
+
+    def _advance_freely(self, token: int) -> bool:
+        if not 0 <= token < self._vocab_size:
+            return False
+        self._free.append(token)
+        return True
+
+    def fill_mask(self, row: np.ndarray) -> None:
+        if (rules := self._begun) is None:
+            row.view(np.uint32)[:] = self._everything
+        else:
+            rules.fill_mask(row)
+
+    def try_advance(self, token: int) -> bool:
+        if (rules := self._begun) is None:
+            return self._advance_freely(token)
+        consumed = rules.try_advance(token)
+        self._ruled += consumed
+        return consumed
+
+    def rollback(self, count: int) -> None:
+        ruled = min(count, self._ruled)
+        if ruled and self._rules is not None:
+            self._rules.rollback(ruled)
+            self._ruled -= ruled
+        del self._free[len(self._free) - (count - ruled) :]
+
+    def forced(self, most: int) -> list[int]:
+        return [] if (rules := self._begun) is None else rules.forced(most)
+
+    def is_free(self) -> bool:
+        return (rules := self._begun) is None or rules.is_free()
+
+    def is_complete(self) -> bool:
+        return self._may_never_begin if (rules := self._begun) is None else rules.is_complete()
+
+    def is_stopped(self) -> bool:
+        return (rules := self._begun) is not None and rules.is_stopped()
+
+
+class AfterReasoning(LateRules):
+    """Rules that begin behind a mark. Where the model is undecided whether to think (`begin` is a token), its first
+    token may be that, or the first one of the rules."""
 
     def __init__(self, rules: TokenConstraint, end: Sequence[int], vocab_size: int, begin: int | None = None) -> None:
         """`end` are the tokens, one or several, that end the reasoning. Without `begin` it is under way."""
-        self._rules, self._begin, self._end = rules, begin, list(end)
-        self._everything = packed_mask(np.ones(vocab_size, np.bool_))
-        self._vocab_size = vocab_size
-        self._reasoning: list[int] = []
-        self._answered = 0  # tokens that the rules have consumed
+        super().__init__(vocab_size, rules)
+        self._begin, self._end = begin, list(end)
 
     @property
     def answer_start(self) -> int | None:
         """How many tokens came before the rules; None while the model thinks."""
-        return None if self._thinks else len(self._reasoning)
+        return None if self._begun is None else len(self._free)
 
     @property
-    def _thinks(self) -> bool:
-        if self._answered:
-            return False
-        began = self._begin is None or bool(self._reasoning)
-        return began and self._reasoning[-len(self._end) :] != self._end
+    def _begun(self) -> TokenConstraint | None:
+        thinks = not self._ruled and not self._is_undecided and self._free[-len(self._end) :] != self._end
+        return None if thinks else self._rules
 
     @property
     def _is_undecided(self) -> bool:
-        return self._begin is not None and not self._reasoning and not self._answered
+        return self._begin is not None and not self._free and not self._ruled
 
     def fill_mask(self, row: np.ndarray) -> None:
-        if self._thinks:
-            row.view(np.uint32)[:] = self._everything
-            return
-        self._rules.fill_mask(row)
+        super().fill_mask(row)
         if self._begin is not None and self._is_undecided:
             row.view(np.uint32)[self._begin >> 5] |= np.uint32(1 << (self._begin & 31))
 
     def try_advance(self, token: int) -> bool:
-        if self._thinks or (self._is_undecided and token == self._begin):
-            if not 0 <= token < self._vocab_size:
-                return False
-            self._reasoning.append(token)
-            return True
-        consumed = self._rules.try_advance(token)
-        self._answered += consumed
-        return consumed
-
-    def rollback(self, count: int) -> None:
-        answered = min(count, self._answered)
-        if answered:
-            self._rules.rollback(answered)
-            self._answered -= answered
-        del self._reasoning[len(self._reasoning) - (count - answered) :]
+        begins = self._is_undecided and token == self._begin
+        return self._advance_freely(token) if begins else super().try_advance(token)
 
     def forced(self, most: int) -> list[int]:
-        return [] if self._thinks or self._is_undecided else self._rules.forced(most)
-
-    def is_free(self) -> bool:
-        return self._thinks or self._rules.is_free()
-
-    def is_complete(self) -> bool:
-        return not self._thinks and self._rules.is_complete()
+        return [] if self._is_undecided else super().forced(most)
 
     def is_stopped(self) -> bool:
-        return not self._thinks and not self._is_undecided and self._rules.is_stopped()
+        return not self._is_undecided and super().is_stopped()

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
-from itertools import count, product
-from math import inf, isfinite
+from itertools import product
+from math import inf
 from typing import Any
 from urllib.parse import unquote
 
-from edgellm.errors import RequestError, shown
-from edgellm.structure.schema_alternatives import Alternatives, allowed_types
+from edgellm.errors import RequestError, require, shown
+from edgellm.structure.schema_alternatives import Alternatives
 from edgellm.structure.schema_keywords import (
     ANNOTATIONS,
     CHECKS,
@@ -25,12 +26,15 @@ from edgellm.structure.schema_keywords import (
     MAPPINGS,
     NOT_ENFORCED,
     SCHEMAS,
+    allowed_types,
     check_pattern,
     meant_keyword,
+    require_valid,
     schema_error,
 )
 from edgellm.structure.schema_rewriting import in_the_last_draft, rewritten
 from edgellm.structure.steps import Steps, check_path, folded
+from edgellm.text.messages import JSONCopy, check_encodable
 
 #: Of JSON: values nested in others, values in all, bytes as text; of these what says what is valid.
 MOST_LEVELS, MOST_VALUES, MOST_BYTES, MOST_ENFORCED_BYTES = 60, 50_000, 2**20, 128 * 1024
@@ -49,9 +53,8 @@ def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
 
     `steps` are those that the walks may take.
     """
-    check_json(schema)
-    if not isinstance(schema, (dict, bool)):
-        raise RequestError(f"a JSON schema is {shown(schema)}: expected an object, as in {{'type': 'object'}}")
+    schema = _copied(schema)
+    require(isinstance(schema, (dict, bool)), "a JSON schema", schema, "an object, as in {'type': 'object'}")
     if schema is False:
         raise RequestError("the JSON schema is false, which no value fulfils: say what the answer may be")
     walk = _Walk({} if schema is True else schema, steps or Steps("the JSON schema"))
@@ -71,38 +74,17 @@ def enforced_schema(schema: Any, steps: Steps | None = None) -> Any:
     return enforced
 
 
-def check_json(value: Any) -> None:
-    """RequestError for what is no JSON, or more of it than a schema may have."""
-    waiting, number = [(value, 1)], 0
-    while waiting:
-        found, level = waiting.pop()
-        number += 1
-        if level > MOST_LEVELS:
-            raise RequestError(
-                f"the JSON schema nests values more than {MOST_LEVELS} deep, or holds itself: use $ref for what recurs"
-            )
-        if number > MOST_VALUES:
-            raise RequestError(
-                f"the JSON schema has more than {MOST_VALUES} values: say less in it, or name parts once in $defs"
-            )
-        if isinstance(found, dict):
-            wrong = [key for key in found if not isinstance(key, str)]
-            if wrong:
-                raise RequestError(f"the JSON schema has the key {shown(wrong[0])}: expected text")
-            waiting += [(each, level + 1) for each in found.values()]
-        elif isinstance(found, (list, tuple)):
-            waiting += [(each, level + 1) for each in found]
-        elif not (found is None or isinstance(found, (str, int)) or (isinstance(found, float) and isfinite(found))):
-            what = "NaN" if found != found else shown(found)
-            raise RequestError(f"the JSON schema has {what}: expected values as JSON has them")
+def _copied(schema: Any) -> Any:
+    """A copy of a schema; RequestError for what is no JSON, or more of it than a schema may have."""
+    document = JSONCopy("the JSON schema", MOST_VALUES, MOST_LEVELS, inf).of(schema, "the JSON schema")
     try:
-        size = len(json.dumps(value, ensure_ascii=False).encode())
-    except UnicodeEncodeError as error:
-        raise RequestError("the JSON schema has half of a surrogate pair, which is no character: remove it") from error
+        text = json.dumps(document, ensure_ascii=False)
     except ValueError as error:  # a number of more digits than Python writes
         raise RequestError(f"the JSON schema cannot be written as text: {error}") from error
-    if size > MOST_BYTES:
+    check_encodable(text, "the JSON schema")
+    if (size := len(text.encode())) > MOST_BYTES:
         raise RequestError(f"the JSON schema has {size} bytes: at most {MOST_BYTES} are taken, say less in it")
+    return document
 
 
 class _Walk:
@@ -124,8 +106,7 @@ class _Walk:
         if isinstance(schema, bool):
             self.found[place] = schema
             return schema
-        if not isinstance(schema, dict):
-            raise schema_error(place, f"is {shown(schema)}", "a schema: an object, true or false")
+        require_valid(isinstance(schema, dict), place, schema, "a schema: an object, true or false")
         enforced: dict[str, Any] = {}
         all_of: list[Any] = []
         self.found[place] = enforced
@@ -160,12 +141,10 @@ class _Walk:
 
     def _keyword(self, keyword: str, value: Any, here: str) -> Any:
         if keyword in LISTS:
-            if not isinstance(value, (list, tuple)) or not value:
-                raise schema_error(here, f"is {shown(value)}", "a list of at least one schema")
+            require_valid(isinstance(value, list) and value != [], here, value, "a list of at least one schema")
             return [self.schema(each, f"{here}/{place}") for place, each in enumerate(value)]
         if keyword in MAPPINGS:
-            if not isinstance(value, dict):
-                raise schema_error(here, f"is {shown(value)}", "schemas by name")
+            require_valid(isinstance(value, dict), here, value, "schemas by name")
             if keyword == "patternProperties":
                 for pattern in value:
                     check_pattern(pattern, here)
@@ -173,8 +152,8 @@ class _Walk:
         if keyword in SCHEMAS:
             return self.schema(value, here)
         if keyword == "$ref":
-            if not isinstance(value, str) or not value.startswith("#"):
-                raise schema_error(here, f"is {shown(value)}", "a place in this schema, as in #/$defs/NAME")
+            is_place = isinstance(value, str) and value.startswith("#")
+            require_valid(is_place, here, value, "a place in this schema, as in #/$defs/NAME")
             value = self._base + value[1:]
             self._references.append((here, value))
             return value
@@ -188,11 +167,11 @@ class _Walk:
                 raise schema_error(here, f"is {shown(reference)}, where there is no schema", "a place in this schema")
         places = {id(schema): place for place, schema in self.found.items()}
 
-        def value(schema: Any, known: Callable[[Any], tuple[int, int] | None]) -> tuple[int, int]:
+        def value(schema: Any, known: Callable[[Any], tuple[int, int]]) -> tuple[int, int]:
             """How many $refs follow a schema in a row, and how many expressions its text has to fulfil together."""
 
             def found(which: int, schemas: Iterable[Any]) -> list[int]:
-                return [0, *((known(each) or (0, 0))[which] for each in schemas)]
+                return [0, *(known(each)[which] for each in schemas)]
 
             if not isinstance(schema, dict):
                 return 0, 0
@@ -207,7 +186,7 @@ class _Walk:
                 raise schema_error(places[id(schema)], count, f"at most {MOST_EXPRESSIONS}")
             return links, met
 
-        folded(self.found.values(), self._following, value)
+        folded(self.found.values(), self._following, value, (0, 0))
 
     def _following(self, schema: Any) -> list[Any]:
         """The schemas that describe a value, or a part of it, along with this one."""
@@ -249,24 +228,16 @@ class _Walk:
         return self.found[plain]
 
     def place_references(self, enforced: dict[str, Any]) -> None:
-        """Put what $refs lead to, but the whole schema, among its `$defs`."""
-        definitions: dict[str, Any] = {}
-        places: dict[str, str] = {}
-        own = self.document.get("$defs")
-        names = (f"elsewhere-{number}" for number in count())
-        free = (name for name in names if not isinstance(own, dict) or name not in own)
-        for reference, target in self.targets.items():
-            path = _path(reference)
-            if path[1:-1] == ["$defs"]:
-                definitions[path[-1]] = target
-            elif target is not enforced:
-                name = next(free)
-                definitions[name], places[reference] = target, f"#/$defs/{name}"
-        for schema in self.found.values():
-            if isinstance(schema, dict) and schema.get("$ref") in places:
-                schema["$ref"] = places[schema["$ref"]]
-        if definitions:
-            enforced["$defs"] = definitions
+        """Put what $refs lead to, but the whole schema, among its `$defs`, under names that need no escapes."""
+        names: dict[str, str] = {}
+        for number, (reference, target) in enumerate(self.targets.items()):
+            if target is not enforced:
+                names[reference] = f"{re.sub('[^A-Za-z0-9_]+', '_', _path(reference)[-1])}-{number}"
+        for schema in {id(each): each for each in self.found.values()}.values():  # some have two places
+            if isinstance(schema, dict) and schema.get("$ref") in names:
+                schema["$ref"] = f"#/$defs/{names[schema['$ref']]}"
+        if names:
+            enforced["$defs"] = {name: self.targets[reference] for reference, name in names.items()}
 
     def _ends(self, schema: Any, ending: set[str]) -> bool:
         """Whether some value of a schema is finite, as far as is known: `ending` are the $refs that have one."""
@@ -333,7 +304,7 @@ def _path(reference: str) -> list[str]:
 
 def _within(value: Any, name: str) -> Any:
     """What a value has under a name, a list at a place; None where it has nothing there."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return value[int(name)] if name.isdecimal() and int(name) < len(value) else None
     return value.get(name) if isinstance(value, dict) else None
 

@@ -5,17 +5,16 @@ llguidance takes a oneOf as an anyOf, which is right where no value fulfils two 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from edgellm.structure.schema_keywords import TYPES, schema_error
+from edgellm.structure.schema_keywords import TYPES, allowed_types, named_values, schema_error
 from edgellm.structure.steps import Steps
 
 #: Alternatives of a oneOf that are narrowed to be apart from one another: each is compared with each.
 MOST_SEPARATED = 30
 #: So many schemas are looked into within one another, or $refs followed in a row.
 _DEEPEST = 60
-_ALL_TYPES = frozenset(TYPES)
 
 
 class Alternatives:
@@ -137,13 +136,13 @@ class Alternatives:
         if id(schema) not in self._facts:
             resolved = self._resolved(schema)
             if not isinstance(resolved, dict):
-                facts = _Facts(None, frozenset() if resolved is False else _ALL_TYPES, {}, {})
+                facts = _Facts(None, frozenset(() if resolved is False else TYPES), {}, {})
             else:
-                values = _values(resolved)
+                values = named_values(resolved)
                 self._steps.take(1 + len(values or ()) // 8)
                 facts = _Facts(
                     None if values is None else frozenset(map(_tagged, values)),
-                    frozenset(_expanded(allowed_types(resolved))),
+                    allowed_types(resolved),
                     dict.fromkeys(resolved.get("required", ())),
                     resolved,
                 )
@@ -177,38 +176,10 @@ class _Facts(NamedTuple):
         return self.schema.get("properties", {}).get(name, others)
 
 
-def allowed_types(schema: dict[str, Any]) -> set[str]:
-    """The types that a schema allows by its type, const or enum."""
-    named = schema.get("type", TYPES)
-    types = {named} if isinstance(named, str) else set(named)
-    values = _values(schema)
-    return types if values is None else _expanded(types) & {_type_of(each) for each in values}
-
-
-def _expanded(types: Iterable[str]) -> set[str]:
-    found = set(types)
-    return found | {"integer"} if "number" in found else found
-
-
-def _type_of(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, (int, float)):
-        return "integer" if value == int(value) else "number"
-    return "string" if isinstance(value, str) else "object" if isinstance(value, dict) else "array"
-
-
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    """The values that a schema names; None where it names none."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
 def _tagged(value: Any) -> Any:
     """A value to be compared as JSON compares them, where true is not 1, and 1.0 is."""
     if isinstance(value, dict):
         return "object", frozenset((key, _tagged(each)) for key, each in value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return "array", tuple(_tagged(each) for each in value)
     return isinstance(value, bool), value

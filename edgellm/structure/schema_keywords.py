@@ -9,14 +9,12 @@ from decimal import Decimal
 from itertools import combinations
 from typing import Any
 
-from edgellm.errors import RequestError, shown
+from edgellm.errors import RequestError, require, shown
 
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 LISTS = ("anyOf", "allOf", "oneOf", "prefixItems")
 MAPPINGS = ("properties", "patternProperties")
 SCHEMAS = ("items", "additionalProperties")
-NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 #: They say nothing about what is valid: those of the specification, of OpenAPI, and pydantic's hint beside a `oneOf`.
 ANNOTATIONS = frozenset(
     ["title", "description", "default", "examples", "$comment", "deprecated", "readOnly", "writeOnly", "discriminator"]
@@ -34,7 +32,7 @@ NOT_ENFORCED: dict[str, Callable[[Any, dict[str, Any]], bool]] = {
     "not": lambda value, schema: value is False,
     "uniqueItems": lambda value, schema: value is False or schema.get("maxItems") in (0, 1),
     "propertyNames": lambda value, schema: value in (True, {}, {"type": "string"}),
-    "additionalItems": lambda value, schema: not isinstance(schema.get("items"), (list, tuple)),
+    "additionalItems": lambda value, schema: not isinstance(schema.get("items"), list),
 }
 #: Whole numbers beyond are rounded on the way to masks.
 LARGEST_NUMBER = 2**53
@@ -52,18 +50,13 @@ _DATE = (  # of the years 0001 to 9999
 _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d+)?(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 _BYTE, _GROUP = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)", "[0-9A-Fa-f]{1,4}"
 _IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
+#: Up to seven groups, and "::".
+_BEFORE = ["::", *(rf"{_GROUP}(?::{_GROUP}){{{more}}}::" for more in range(7))]
 #: Eight groups, the last two of which may be an IPv4 address; "::" stands for one group or more.
 _IPV6 = "|".join(
-    [rf"(?:{_GROUP}:){{6}}(?:{_GROUP}:{_GROUP}|{_IPV4})"]
-    + [
-        rf"{f'{_GROUP}(?::{_GROUP}){{{before - 1}}}' if before else ''}::"
-        + (rf"(?:(?:{_GROUP}:){{0,{6 - before}}}{_GROUP})?" if before < 7 else "")
-        for before in range(8)
-    ]
-    + [
-        rf"{f'{_GROUP}(?::{_GROUP}){{{before - 1}}}' if before else ''}::(?:{_GROUP}:){{0,{5 - before}}}{_IPV4}"
-        for before in range(6)
-    ]
+    [rf"(?:{_GROUP}:){{6}}(?:{_GROUP}:{_GROUP}|{_IPV4})", _BEFORE[7]]
+    + [rf"{before}(?:(?:{_GROUP}:){{0,{6 - groups}}}{_GROUP})?" for groups, before in enumerate(_BEFORE[:7])]
+    + [rf"{before}(?:{_GROUP}:){{0,{5 - groups}}}{_IPV4}" for groups, before in enumerate(_BEFORE[:6])]
 )
 _SAFE = r"A-Za-z0-9._~!$&'()*+,;=@-"
 _PATH = rf"(?:[:{_SAFE}]|%[0-9A-Fa-f]{{2}})"
@@ -90,81 +83,99 @@ FORMATS_NOT_ENFORCED = frozenset(
 LONGEST_HOSTNAME = 253
 
 
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, (int, float)):
+        return "integer" if isinstance(value, int) or value.is_integer() else "number"
+    return "string" if isinstance(value, str) else "object" if isinstance(value, dict) else "array"
+
+
+def named_values(schema: dict[str, Any]) -> list[Any] | None:
+    """The values that a schema names by const or enum; None where it names none."""
+    return [schema["const"]] if "const" in schema else schema.get("enum")
+
+
+def allowed_types(schema: dict[str, Any]) -> frozenset[str]:
+    """The JSON types that a schema allows by its type, const or enum, "integer" also where it may be any "number"."""
+    named = schema.get("type", TYPES)
+    types = {named} if isinstance(named, str) else set(named)
+    types |= {"integer"} if "number" in types else set()
+    values = named_values(schema)
+    return frozenset(types if values is None else types.intersection(map(kind_of, values)))
+
+
 def schema_error(place: str, found: str, expected: str) -> RequestError:
     """What is wrong at a place (a JSON pointer) of a schema."""
     return RequestError(f"the JSON schema, at {place}, {found}: expected {expected}")
 
 
+def require_valid(condition: bool, place: str, value: Any, expected: str) -> None:
+    """Raise RequestError where the condition on the value at a place of a schema does not hold."""
+    require(condition, f"the JSON schema, at {place},", value, expected)
+
+
 def _type(value: Any, here: str) -> Any:
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, (list, tuple)) or not names or not all(each in TYPES for each in names):
-        raise schema_error(here, f"is {shown(value)}", f"one of {', '.join(TYPES)}, or a list of some")
+    is_known = isinstance(names, list) and names != [] and all(each in TYPES for each in names)
+    require_valid(is_known, here, value, f"one of {', '.join(TYPES)}, or a list of some")
     return value
 
 
 def _named_values(value: Any, here: str) -> Any:
-    if not isinstance(value, (list, tuple)) or not value:
-        raise schema_error(here, f"is {shown(value)}", "a list of at least one value")
-    return [_named_value(each, here) for each in value]
+    require_valid(isinstance(value, list) and value != [], here, value, "a list of at least one value")
+    return _named_value(value, here)
 
 
 def _named_value(value: Any, here: str) -> Any:
     """A value of an enum or a const; one that masks would change is refused."""
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, list):
         return [_named_value(each, here) for each in value]
     if isinstance(value, dict):
         return {_named_value(name, here): _named_value(each, here) for name, each in value.items()}
     if isinstance(value, str):
         wrong = [each for each in value if (ord(each) < 0x20 and each not in _ESCAPED) or ord(each) == 0x7F]
         if wrong:
-            raise schema_error(
-                here, f"has the control character {wrong[0]!r}", "text without those: no answer writes them"
-            )
-    elif not isinstance(value, bool) and isinstance(value, (int, float)):
-        return _number(value, here)
-    return value
+            found = f"has the control character {wrong[0]!r}"
+            raise schema_error(here, found, "text without those: no answer writes them")
+    return _number(value, here) if kind_of(value) in ("integer", "number") else value
 
 
 def _number(value: Any, here: str) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise schema_error(here, f"is {shown(value)}", "a number")
-    if abs(value) > LARGEST_NUMBER:
-        raise schema_error(here, f"is {shown(value)}", f"a number from -{LARGEST_NUMBER} to {LARGEST_NUMBER}")
+    is_known = kind_of(value) in ("integer", "number") and abs(value) <= LARGEST_NUMBER
+    require_valid(is_known, here, value, f"a number from -{LARGEST_NUMBER} to {LARGEST_NUMBER}")
     return value
 
 
 def _divisor(value: Any, here: str) -> int | float:
-    number = _number(value, here)
-    digits = Decimal(repr(number)).normalize().as_tuple().digits
-    if number <= 0 or int("".join(map(str, digits))) > LARGEST_DIVISOR:
-        raise schema_error(here, f"is {shown(value)}", f"a positive number whose digits are at most {LARGEST_DIVISOR}")
-    return number
+    digits = Decimal(repr(_number(value, here))).normalize().as_tuple().digits
+    is_small = value > 0 and int("".join(map(str, digits))) <= LARGEST_DIVISOR
+    require_valid(is_small, here, value, f"a positive number whose digits are at most {LARGEST_DIVISOR}")
+    return value
 
 
 def _count(value: Any, here: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**31 or value != int(value):
-        raise schema_error(here, f"is {shown(value)}", "a whole number from 0")
+    require_valid(kind_of(value) == "integer" and 0 <= value < 2**31, here, value, "a whole number from 0")
     return int(value)
 
 
 def _required(value: Any, here: str) -> list[str]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(each, str) for each in value):
-        raise schema_error(here, f"is {shown(value)}", "a list of properties' names")
+    is_known = isinstance(value, list) and all(isinstance(each, str) for each in value)
+    require_valid(is_known, here, value, "a list of properties' names")
     return list(dict.fromkeys(value))
 
 
 def check_pattern(pattern: Any, here: str) -> str:
     """Refuse what means something else elsewhere: JSON Schema's patterns are JavaScript's, masks have Rust's."""
-    if not isinstance(pattern, str):
-        raise schema_error(here, f"is {shown(pattern)}", "a regular expression")
+    require_valid(isinstance(pattern, str), here, pattern, "a regular expression")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nested sets and the like
             re.compile(pattern, re.ASCII | re.MULTILINE)
     except (re.error, Warning, RecursionError, OverflowError) as error:
-        raise schema_error(
-            here, f"is {shown(pattern)} ({error})", "a regular expression as JavaScript and Python read it"
-        ) from (error)
+        found = f"is {shown(pattern)} ({error})"
+        raise schema_error(here, found, "a regular expression as JavaScript and Python read it") from error
     extension = re.search(r"\(\?(?!:)", pattern)
     if extension:
         raise schema_error(here, f"is {shown(pattern)}, with (? at {extension.start()}", "no groups but ( and (?:")
@@ -172,8 +183,7 @@ def check_pattern(pattern: Any, here: str) -> str:
 
 
 def _format(value: Any, here: str) -> str:
-    if not isinstance(value, str):
-        raise schema_error(here, f"is {shown(value)}", f"text, such as {', '.join(FORMATS)}")
+    require_valid(isinstance(value, str), here, value, f"text, such as {', '.join(FORMATS)}")
     if value in FORMATS_NOT_ENFORCED:
         raise schema_error(here, f"is {value!r}, which would not be enforced", f"one of {', '.join(FORMATS)}")
     return value
@@ -181,8 +191,8 @@ def _format(value: Any, here: str) -> str:
 
 #: What checks the value of each keyword, and gives it as the grammar takes it.
 CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    **dict.fromkeys(COUNTS, _count),
-    **dict.fromkeys(NUMBERS, _number),
+    **dict.fromkeys(["minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"], _count),
+    **dict.fromkeys(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], _number),
     "multipleOf": _divisor,
     "type": _type,
     "enum": _named_values,

@@ -15,7 +15,7 @@ MOST_WAYS = 30
 
 def in_the_last_draft(keyword: str, value: Any, schema: dict[str, Any]) -> tuple[str, Any]:
     """A keyword of a schema and its value as the draft of 2020-12 has them, where older ones have it in another way."""
-    if isinstance(schema.get("items"), (list, tuple)) and "prefixItems" not in schema:
+    if isinstance(schema.get("items"), list) and "prefixItems" not in schema:
         keyword = {"items": "prefixItems", "additionalItems": "items"}.get(keyword, keyword)
     if keyword in ("exclusiveMinimum", "exclusiveMaximum") and isinstance(value, bool):
         bound = schema.get(keyword.replace("exclusiveM", "m"))
@@ -32,7 +32,7 @@ def rewritten(keyword: str, value: Any, schema: dict[str, Any]) -> list[Any] | N
         known = isinstance(value, dict) and len(value) <= MOST_DEPENDENCIES
         return [{"anyOf": [_without(name), _needed(each)]} for name, each in value.items()] if known else None
     properties, required = schema.get("properties"), schema.get("required", [])
-    if keyword == "minProperties" and isinstance(properties, dict) and isinstance(required, (list, tuple)):
+    if keyword == "minProperties" and isinstance(properties, dict) and isinstance(required, list):
         optional = [name for name, each in properties.items() if each is not False and name not in required]
         is_open = schema.get("additionalProperties") is not False or "patternProperties" in schema
         if is_open and value == len(required) + 1 and 0 < len(optional) <= MOST_WAYS:
@@ -61,14 +61,14 @@ def _without(*names: str) -> dict[str, Any]:
 
 def _other_types(value: Any) -> Any:
     named = [value] if isinstance(value, str) else value
-    if not isinstance(named, (list, tuple)) or ("integer" in named and "number" not in named):
+    if not isinstance(named, list) or ("integer" in named and "number" not in named):
         return None
     others = [each for each in TYPES if each not in named and (each != "integer" or "number" not in named)]
     return {"type": others} if others else False
 
 
 def _no_requirement(names: Any) -> Any:
-    if not isinstance(names, (list, tuple)) or not all(isinstance(each, str) for each in names):
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
         return None
     return {"type": "object", "anyOf": [_without(each) for each in names]} if names else False
 
@@ -82,7 +82,7 @@ def _other_values(properties: Any) -> Any:
 
 
 def _each(keyword: str, schemas: Any) -> Any:
-    parts = [negated(each) for each in schemas] if isinstance(schemas, (list, tuple)) else [None]
+    parts = [negated(each) for each in schemas] if isinstance(schemas, list) else [None]
     return None if None in parts else {keyword: parts}
 
 

@@ -36,25 +36,26 @@ class Steps:
 def folded(
     nodes: Iterable[Node],
     following: Callable[[Node], Iterable[Node]],
-    value: Callable[[Node, Callable[[Node], Value | None]], Value],
+    value: Callable[[Node, Callable[[Node], Value]], Value],
+    recurring: Value,
     key: Callable[[Node], Hashable] = id,
 ) -> list[Value]:
     """The value of each node, from those of the nodes that follow it, each computed once, without recursion.
 
-    `value` gets a node and what says the value of another one: None where that leads back to the node.
+    `value` gets a node and what says the value of one that follows: `recurring` where that leads back to the node.
     """
     nodes = list(nodes)
-    known: dict[Hashable, Value | None] = {}
+    known: dict[Hashable, Value] = {}
     for first in nodes:
         waiting = [(first, False)]
         while waiting:
             node, is_last = waiting.pop()
             if is_last:
-                known[key(node)] = value(node, lambda other: known.get(key(other)))
+                known[key(node)] = value(node, lambda other: known[key(other)])
             elif key(node) not in known:
-                known[key(node)] = None
+                known[key(node)] = recurring
                 waiting += [(node, True), *((each, False) for each in following(node))]
-    return [found for node in nodes if (found := known[key(node)]) is not None]
+    return [known[key(node)] for node in nodes]
 
 
 def check_path(links: int, what: str) -> None:

@@ -41,8 +41,8 @@ class TrialProcess:
         """`seconds` of processor time, to the next whole one, and bytes of `memory` are what one grammar may take."""
         self._seconds, self._memory = seconds, memory
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_ready = False
-        self._defined: dict[Definition, int] = {}
+        #: What the child calls the vocabularies that it was told of; None is that of single bytes.
+        self._defined: dict[Definition | None, int] = {}
         #: The error of each grammar, "" for none.
         self._answers: RecentlyUsed[tuple[Definition | None, str, bytes], str] = RecentlyUsed(_MOST_ANSWERS)
         self._lock = threading.Lock()
@@ -67,11 +67,13 @@ class TrialProcess:
         """The error of a grammar, by the child; None for one that compiles."""
         if self._process is None or self._process.poll() is not None:
             self._begin()
-        if not self._is_ready:
-            self._require(self._answer(_START_SECONDS))
-            self._is_ready = True
-        number = None if definition is None else self._number_of(definition)
-        answer = self._asked({"vocabulary": number, "grammar": grammar, "what": what}, _CLOCK_SECONDS)
+        if definition not in self._defined:
+            if self._asked({"definition": definition}, _START_SECONDS) is None:
+                code = self._end()
+                raise EngineError(f"the process that tries grammars has ended before it was ready (exit code {code})")
+            self._defined[definition] = len(self._defined)
+        question = {"vocabulary": self._defined[definition], "grammar": grammar, "what": what}
+        answer = self._asked(question, _CLOCK_SECONDS)
         if answer is None:
             self._end()
             self._begin()
@@ -81,35 +83,17 @@ class TrialProcess:
             )
         return answer["error"]
 
-    def _number_of(self, definition: Definition) -> int:
-        """What the child calls a vocabulary, which it is told once."""
-        if definition not in self._defined:
-            number = len(self._defined)
-            self._require(self._asked({"number": number, "definition": definition}, _START_SECONDS))
-            self._defined[definition] = number
-        return self._defined[definition]
-
-    def _require(self, answer: dict[str, Any] | None) -> None:
-        if answer is None:
-            code = self._end()
-            raise EngineError(f"the process that tries grammars has ended before it was ready (exit code {code})")
-
     def _asked(self, question: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """The child's answer; None where it ended, or has not answered in time."""
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps(question).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
             return None
-        return self._answer(seconds)
-
-    def _answer(self, seconds: float) -> dict[str, Any] | None:
-        assert self._process is not None and self._process.stdout is not None
-        answers = self._process.stdout
         waiting = select.poll()
-        waiting.register(answers, select.POLLIN)
-        line = answers.readline() if waiting.poll(1000 * seconds) else b""
+        waiting.register(self._process.stdout, select.POLLIN)
+        line = self._process.stdout.readline() if waiting.poll(1000 * seconds) else b""
         return json.loads(line) if line.endswith(b"\n") else None
 
     def _begin(self) -> None:
@@ -131,7 +115,7 @@ class TrialProcess:
 
     def _end(self) -> int | None:
         """End the child, and give its exit code."""
-        process, self._process, self._is_ready = self._process, None, False
+        process, self._process = self._process, None
         self._defined.clear()
         if process is None:
             return None
@@ -145,19 +129,14 @@ def serve(requests: IO[bytes], answers: IO[bytes], seconds: int, memory: int) ->
     """Answer requests until there are no more; a grammar may take so many seconds and bytes."""
     from edgellm.structure.grammar import Definition, GrammarVocabulary, byte_vocabulary
 
-    vocabularies: dict[int | None, GrammarVocabulary] = {None: byte_vocabulary()}
-    _limit_memory(memory)
-
-    def answer(error: str | None = None) -> None:
-        answers.write(json.dumps({"error": error}).encode() + b"\n")
-        answers.flush()
-
-    answer()  # it is ready
+    vocabularies: list[GrammarVocabulary] = []
     for line in requests:
         question, error = json.loads(line), None
         if "definition" in question:
             _limit(resource.RLIMIT_AS, resource.RLIM_INFINITY)
-            vocabularies[question["number"]] = GrammarVocabulary.of_definition(Definition(*question["definition"]))
+            told = question["definition"]
+            made = byte_vocabulary() if told is None else GrammarVocabulary.of_definition(Definition(*told))
+            vocabularies.append(made)
             _limit_memory(memory)
         else:
             _limit(resource.RLIMIT_CPU, math.ceil(time.process_time() + seconds))
@@ -166,7 +145,8 @@ def serve(requests: IO[bytes], answers: IO[bytes], seconds: int, memory: int) ->
             except RequestError as found:
                 error = str(found)
             _limit(resource.RLIMIT_CPU, resource.RLIM_INFINITY)
-        answer(error)
+        answers.write(json.dumps({"error": error}).encode() + b"\n")
+        answers.flush()
 
 
 def _limit_memory(more: int) -> None:

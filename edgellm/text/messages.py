@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from edgellm.errors import RequestError, shown
+from edgellm.errors import RequestError, require_kind, shown
 
 logger = logging.getLogger("edgellm.text")
 
@@ -33,8 +33,8 @@ def checked_messages(messages: Sequence[dict[str, Any]], takes_images: bool = Fa
     and `thinking`, the two names under which templates look for it, both hold what is given under one of
     `REASONING_KEYS`.
     """
-    if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Sequence):
-        raise RequestError(f"messages is a {type(messages).__name__}: expected a list of messages")
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
+    require_kind(is_list, "messages", messages, "a list of messages")
     if not messages:
         raise RequestError("there are no messages: expected at least one")
     return [_checked_message(message, number, takes_images) for number, message in enumerate(messages, 1)]
@@ -42,8 +42,7 @@ def checked_messages(messages: Sequence[dict[str, Any]], takes_images: bool = Fa
 
 def _checked_message(message: Any, number: int, takes_images: bool) -> dict[str, Any]:
     what = f"message {number}"
-    if not isinstance(message, dict):
-        raise RequestError(f"{what} is a {type(message).__name__}: expected an object with role and content")
+    require_kind(isinstance(message, dict), what, message, "an object with role and content")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise RequestError(f"{what} has the role {shown(role)}: expected one of {', '.join(ROLES)}")
@@ -67,12 +66,10 @@ def _checked_message(message: Any, number: int, takes_images: bool) -> dict[str,
 
 def _checked_calls(calls: Any, what: str) -> list[dict[str, Any]]:
     """A copy of a message's calls, whose values must be as JSON has them."""
-    copied = _JSONCopy(what).of(calls, what)
-    if not isinstance(copied, list):
-        raise RequestError(f"{what} is a {type(calls).__name__}: expected a list of calls, each {_CALL_EXAMPLE}")
-    wrong = next((place for place, call in enumerate(copied) if not isinstance(call, dict)), None)
-    if wrong is not None:
-        raise RequestError(f"{what}, [{wrong}], is a {type(copied[wrong]).__name__}: expected {_CALL_EXAMPLE}")
+    copied = JSONCopy(what).of(calls, what)
+    require_kind(isinstance(copied, list), what, calls, f"a list of calls, each {_CALL_EXAMPLE}")
+    for place, call in enumerate(copied):
+        require_kind(isinstance(call, dict), f"{what}, [{place}],", call, _CALL_EXAMPLE)
     return copied
 
 
@@ -160,8 +157,8 @@ def image_of_part(part: dict[str, Any], what: str) -> ImageReference:
     source = part[key]
     if key == "image_url" and isinstance(source, dict):
         source = source.get("url")
-    if is_url and not isinstance(source, str) and not hasattr(source, "__fspath__"):
-        raise RequestError(f"{what}: {key} is a {type(source).__name__}: expected a data: URL, a file: URL or a path")
+    is_known = not is_url or isinstance(source, str) or hasattr(source, "__fspath__")
+    require_kind(is_known, f"{what}: {key}", source, "a data: URL, a file: URL or a path")
     return ImageReference(source, is_url or isinstance(source, str), part.get("channels", "RGB"), what)
 
 
@@ -191,9 +188,6 @@ def part_name(message_number: int, part_number: int, message: dict[str, Any]) ->
 
 #: Variables that every rendering sets itself, and what Python or jinja2 would take for something else.
 RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
-#: Bounds of what is given as JSON values: lists and objects inside each other, all values of tools or of variables (a
-#: list that stands in many places counts as often), and whole numbers.
-_DEEPEST, _MOST_VALUES, _LARGEST = 64, 100_000, 1 << 63
 _CALL_EXAMPLE = '{"type": "function", "function": {"name": ..., "arguments": ...}}'
 _TOOL_EXAMPLE = '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
 
@@ -206,9 +200,9 @@ def checked_tools(tools: Any) -> list[dict[str, Any]] | None:
     """
     if tools is None:
         return None
-    if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
-        raise RequestError(f"tools is a {type(tools).__name__}: expected a list of tools, each {_TOOL_EXAMPLE}")
-    copy = _JSONCopy("tools")
+    is_list = isinstance(tools, Sequence) and not isinstance(tools, (str, bytes))
+    require_kind(is_list, "tools", tools, f"a list of tools, each {_TOOL_EXAMPLE}")
+    copy = JSONCopy("tools")
     return [_checked_tool(tool, f"tools[{index}]", copy) for index, tool in enumerate(tools)] or None
 
 
@@ -217,15 +211,14 @@ def checked_variables(variables: Any) -> dict[str, Any]:
     variable. Values are as JSON has them."""
     if variables is None:
         return {}
-    if not isinstance(variables, Mapping):
-        raise RequestError(f"template_variables is a {type(variables).__name__}: expected values by name, or None")
+    require_kind(isinstance(variables, Mapping), "template_variables", variables, "values by name, or None")
     for name in variables:
         what = f"template_variables has the name {name!r}"
         if not isinstance(name, str) or not name.isidentifier():
             raise RequestError(f"{what}: expected letters, digits and _")
         if name in RESERVED_VARIABLES:
             raise RequestError(f"{what}, which every request sets itself: leave it out")
-    copy = _JSONCopy("template_variables")
+    copy = JSONCopy("template_variables")
     return {name: copy.of(value, f"the template variable {name}") for name, value in variables.items()}
 
 
@@ -254,9 +247,8 @@ class UnreadVariables:
                 logger.warning("the chat template of %s never reads %s: setting it changes nothing", origin, name)
 
 
-def _checked_tool(tool: Any, place: str, copy: _JSONCopy) -> dict[str, Any]:
-    if not isinstance(tool, Mapping):
-        raise RequestError(f"{place} is a {type(tool).__name__}: expected an object, {_TOOL_EXAMPLE}, or a function")
+def _checked_tool(tool: Any, place: str, copy: JSONCopy) -> dict[str, Any]:
+    require_kind(isinstance(tool, Mapping), place, tool, f"an object, {_TOOL_EXAMPLE}, or a function")
     given = _without_none(copy.of(tool, place))
     kind = given.get("type", "function")
     if kind != "function":
@@ -265,8 +257,7 @@ def _checked_tool(tool: Any, place: str, copy: _JSONCopy) -> dict[str, Any]:
         function = {key: value for key, value in given.items() if key != "type"}
         return {"type": "function", "function": _checked_function(function, place)}
     function = given["function"]
-    if not isinstance(function, dict):
-        raise RequestError(f"{place}.function is a {type(function).__name__}: expected an object with a name")
+    require_kind(isinstance(function, dict), f"{place}.function", function, "an object with a name")
     given["function"] = _checked_function(_without_none(function), f"{place}.function")
     return given if "type" in given else {"type": kind, **given}
 
@@ -277,8 +268,8 @@ def _checked_function(function: dict[str, Any], place: str) -> dict[str, Any]:
         ("description", str, "text"),
         ("parameters", dict, "an object, a JSON schema"),
     ):
-        if key in function and not isinstance(function[key], kind):
-            raise RequestError(f"{place}.{key} is a {type(function[key]).__name__}: expected {expected}")
+        if key in function:
+            require_kind(isinstance(function[key], kind), f"{place}.{key}", function[key], expected)
     if not function.get("name"):
         raise RequestError(
             f"{place}.name is {'empty' if 'name' in function else 'missing'}: expected a function's name"
@@ -290,24 +281,25 @@ def _without_none(value: dict[str, Any]) -> dict[str, Any]:
     return {key: item for key, item in value.items() if item is not None}
 
 
-class _JSONCopy:
-    """Copies values that must be as JSON has them, at most `_MOST_VALUES` of them in all."""
+class JSONCopy:
+    """Copies values that must be as JSON has them, up to a number of them in all and of levels within one another."""
 
-    def __init__(self, what: str) -> None:
-        """`what` names all that is copied, in the error for too many values."""
-        self._what, self._count = what, 0
+    def __init__(self, what: str, most: int = 100_000, deepest: int = 64, largest: float = 1 << 63) -> None:
+        """`what` names all that is copied, in the error for too many values: a list that stands in many places counts
+        as often. `largest` bounds whole numbers."""
+        self._what, self._most, self._deepest, self._largest, self._count = what, most, deepest, largest, 0
 
     def of(self, value: Any, place: str, depth: int = 1) -> Any:
         """A copy; raises RequestError that names the place of what JSON has not."""
         self._count += 1
-        if self._count > _MOST_VALUES:
-            raise RequestError(f"{self._what} has more than {_MOST_VALUES:,} values")
-        if depth > _DEEPEST:
-            raise RequestError(f"{place} is nested more than {_DEEPEST} deep")
+        if self._count > self._most:
+            raise RequestError(f"{self._what} has more than {self._most:,} values")
+        if depth > self._deepest:
+            raise RequestError(f"{place} is nested more than {self._deepest} deep, or holds itself")
         if value is None or isinstance(value, (bool, str)):
             return value
         if isinstance(value, int):
-            if not -_LARGEST <= value < _LARGEST:
+            if not -self._largest <= value < self._largest:
                 raise RequestError(f"{place} is a whole number of {value.bit_length()} bits: expected at most 64")
             return value
         if isinstance(value, float):
@@ -316,12 +308,23 @@ class _JSONCopy:
             return value
         if isinstance(value, (list, tuple)):
             return [self.of(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
-        if not isinstance(value, Mapping):
-            raise RequestError(f"{place} is a {type(value).__name__}: expected a value as JSON has it")
+        require_kind(isinstance(value, Mapping), place, value, "a value as JSON has it")
         for key in value:
             if not isinstance(key, str):
                 raise RequestError(f"{place} has the key {key!r}: expected text")
         return {key: self.of(item, f"{place}.{key}", depth + 1) for key, item in value.items()}
+
+
+def check_encodable(text: str, what: str) -> None:
+    """Raise `RequestError` where `text` is none, or holds half of a surrogate pair, which is no character."""
+    require_kind(isinstance(text, str), what, text, "text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{what} has an invalid character (half of a surrogate pair, U+{ord(text[error.start]):04X}) at position "
+            f"{error.start}: remove it"
+        ) from error
 
 
 def unsplit_parts(content: Any, pattern: re.Pattern[str]) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, get_args
 
 from edgellm.engines.formats.small_files import decoded_ids
 from edgellm.errors import RequestError
+from edgellm.text.token_sizes import stages
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -195,7 +195,7 @@ class TokenText(dict[int, TokenPiece]):
         """`skipped_ids` are the special tokens, which show no text unless asked for."""
         self.tokenizer = tokenizer
         self.skipped_ids = skipped_ids
-        kinds = _decoder_kinds(tokenizer)
+        kinds = [stage["type"] for stage in stages(tokenizer.decoder, "decoders")]
         self.is_byte_level = kinds == ["ByteLevel"]
         self.has_byte_fallback = "ByteFallback" in kinds
         self._characters = byte_level_characters() if self.is_byte_level else {}
@@ -279,11 +279,3 @@ class Detokenizer:
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
-
-
-def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
-    """The names of the decoder's steps, as `tokenizer.json` has them."""
-    if tokenizer.decoder is None:
-        return []
-    state: dict[str, Any] = json.loads(tokenizer.decoder.__getstate__())
-    return [step["type"] for step in state.get("decoders", [state])]

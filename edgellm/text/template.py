@@ -18,7 +18,6 @@ from edgellm.text.template_budget import (
     LimitExceeded,
     TemplateLimits,
     TemplateRaised,
-    current_budget,
     run_with_budget,
 )
 from edgellm.text.template_trials import TOOL, TemplateTrials
@@ -170,7 +169,8 @@ class ChatTemplate:
 
     def _render(self, name: str, variables: dict[str, Any], limits: TemplateLimits) -> str:
         template = self._compiled_template(name)
-        return self._run(limits, lambda: _written(template, variables))
+        write, make_context = template.root_render_func, template.new_context
+        return self._run(limits, lambda: self._environment.concat(write(make_context(plain_values(variables)))))
 
     def _compiled_template(self, name: str) -> Any:
         """A compiled template; one that failed fails again at once."""
@@ -204,17 +204,6 @@ class ChatTemplate:
             raise TemplateError(f"{what} failed: {type(error).__name__}: {str(error)[:500]}") from error
 
 
-def _written(template: Any, variables: dict[str, Any]) -> str:
-    budget, pieces, size = current_budget.get(), [], 0
-    for piece in template.root_render_func(template.new_context(plain_values(variables))):
-        size += len(piece)
-        if size > budget.limits.output_size:
-            raise LimitExceeded(f"writes more than {budget.limits.output_size} characters")
-        budget.spend(8)
-        pieces.append(piece)
-    return "".join(pieces)
-
-
 def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:
     content = message["content"]
     if content is None:
@@ -227,20 +216,15 @@ def _fitted_content(message: dict[str, Any], trials: TemplateTrials) -> Any:
 
 
 def _fitted_call(call: Any, trials: TemplateTrials) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
+    function: Any = call.get("function") if isinstance(call, dict) else None
+    arguments: Any = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, (str, dict)) or isinstance(arguments, str) == trials.wants_argument_text:
         return call
-    arguments = function.get("arguments")
-    if isinstance(arguments, str) and not trials.wants_argument_text:
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return call
-    elif isinstance(arguments, dict) and trials.wants_argument_text:
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    else:
+    try:
+        read = json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, dict) else json.loads(arguments)
+    except (ValueError, RecursionError):
         return call
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": read}}
 
 
 def plain_values(value: Any) -> Any:

@@ -17,15 +17,14 @@ _LARGEST_INTEGER = 4096  # bits: arithmetic on such integers takes microseconds
 class TemplateLimits:
     """What one rendering may use, compiling included.
 
-    `source_size`, `output_size` and `value_size` are in characters, `source_tokens` in words and signs inside of
-    `{{ }}` and `{% %}`, `items` in the values that a list or dictionary would print, `depth` in containers within
-    containers and in macros that call macros, and `total_size` in bytes: the sum of all values that are made, whether
-    they are still there or not. A template of a published model uses less than a hundredth of each.
+    `source_size` and `value_size`, that of what is written, too, are in characters, `source_tokens` in words and signs
+    inside of `{{ }}` and `{% %}`, `items` in the values that a list or dictionary would print, `depth` in containers
+    within containers and in macros that call macros, and `total_size` in bytes: the sum of all values that are made,
+    whether they are still there or not. A template of a published model uses less than a hundredth of each.
     """
 
     source_size: int = 256 * 1024
     source_tokens: int = 16_000
-    output_size: int = 4 * 1024 * 1024
     value_size: int = 4 * 1024 * 1024
     items: int = 256 * 1024
     depth: int = 100

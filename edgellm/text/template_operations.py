@@ -357,15 +357,11 @@ def _comparison(name: str) -> Function:
     return lambda value, other: compare(value, (name,), (other,))
 
 
+_COMPARED = {function: name for name, function in _COMPARISONS.items()}
 #: All tests that templates may use, by name.
 TESTS: dict[str, Function] = {
     **JINJA_TESTS,  # type: ignore[dict-item]
-    **dict.fromkeys(("==", "eq", "equalto"), _comparison("eq")),
-    **dict.fromkeys(("!=", "ne"), _comparison("ne")),
-    **dict.fromkeys(("<", "lt", "lessthan"), _comparison("lt")),
-    **dict.fromkeys(("<=", "le"), _comparison("lteq")),
-    **dict.fromkeys((">", "gt", "greaterthan"), _comparison("gt")),
-    **dict.fromkeys((">=", "ge"), _comparison("gteq")),
+    **{name: _comparison(_COMPARED[test]) for name, test in JINJA_TESTS.items() if test in _COMPARED},
     "in": _comparison("in"),
     "divisibleby": lambda value, num: _remainder(value, num) == 0,
     "odd": lambda value: _remainder(value, 2) == 1,

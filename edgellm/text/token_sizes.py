@@ -24,17 +24,17 @@ class TokenSizes:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder().values()
-        stages = [*_parts(tokenizer.normalizer, "normalizers"), *_parts(tokenizer.pre_tokenizer, "pretokenizers")]
+        found = [*stages(tokenizer.normalizer, "normalizers"), *stages(tokenizer.pre_tokenizer, "pretokenizers")]
         #: Whether white space may go, or be swallowed by a token beside it.
-        self.drops_spaces = any(stage["type"] in ("Strip", *_DROPPING_SPACES) for stage in stages) or any(
+        self.drops_spaces = any(stage["type"] in ("Strip", *_DROPPING_SPACES) for stage in found) or any(
             token.lstrip or token.rstrip for token in added
         )
         #: The most bytes; None where that has no bound, as parts of a text are dropped, or one token stands for all
         #: that is unknown.
         self.longest: int | None = None
-        is_byte_level = any(stage["type"] == "ByteLevel" for stage in stages)
-        shrinking = [times for stage in stages if (times := _shrinking(stage)) is not None]
-        if len(shrinking) == len(stages) and _knows_all(tokenizer, is_byte_level):
+        is_byte_level = any(stage["type"] == "ByteLevel" for stage in found)
+        shrinking = [times for stage in found if (times := _shrinking(stage)) is not None]
+        if len(shrinking) == len(found) and _knows_all(tokenizer, is_byte_level):
             size = len if is_byte_level else _bytes_of  # a character of that alphabet is a byte
             forms = [token.content for token in added]
             if tokenizer.normalizer is not None:
@@ -54,9 +54,9 @@ def _bytes_of(text: str) -> int:
     return len(text.encode())
 
 
-def _parts(stage: Any, key: str) -> list[dict[str, Any]]:
-    """The parts of a normalizer or a pre-tokenizer, as `tokenizer.json` describes them."""
-    waiting, found = [] if stage is None else [json.loads(stage.__getstate__())], []
+def stages(whole: Any, key: str) -> list[dict[str, Any]]:
+    """The stages of a normalizer, a pre-tokenizer or a decoder, as `tokenizer.json` has them under `key`."""
+    waiting, found = [] if whole is None else [json.loads(whole.__getstate__())], []
     while waiting:
         part = waiting.pop()
         waiting += part.get(key, [])

@@ -17,11 +17,11 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from edgellm.engines.formats.small_files import check_tokenizer_file, encoded, largest_id, read_tokenizer
+from edgellm.engines.formats.small_files import check_tokenizer_file, encoded, read_tokenizer
 from edgellm.engines.formats.strict_formats import JSONObject
-from edgellm.errors import ContextError, EngineDirectoryError, RequestError, TemplateError, shown
+from edgellm.errors import ContextError, EngineDirectoryError, RequestError, TemplateError, require_kind, shown
 from edgellm.text.marked_messages import EarlierCalls, FinalMessage, WriteCalls
-from edgellm.text.messages import checked_messages, free_marks, strings_in, unsplit_parts
+from edgellm.text.messages import check_encodable, checked_messages, free_marks, strings_in, unsplit_parts
 from edgellm.text.output import Detokenizer, TokenText
 from edgellm.text.template import ChatTemplate
 from edgellm.text.token_sizes import TokenSizes
@@ -108,11 +108,6 @@ class Tokenizer:
         """The tokenizer as text of a `tokenizer.json`, with the special tokens that other files name."""
         return self._tokenizer.to_str()
 
-    @cached_property
-    def largest_id(self) -> int:
-        """The largest token id."""
-        return largest_id(self._tokenizer)
-
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The id of the tokenizer's own end-of-sequence token, where it names one."""
@@ -163,13 +158,13 @@ class Tokenizer:
         last message, an assistant's, is not closed: the ids end with its text. Raises RequestError where the template
         does not write that out. `capacity` is that of `encode`.
         """
-        if not isinstance(tools, (list, tuple, type(None))):
-            raise RequestError(f"tools is a {type(tools).__name__}: expected a list of tools, or None")
-        values = {
-            "messages": self._checked(messages, bool(tools)),
-            "tools": list(tools) if tools else None,
-            **variables,
-        }
+        require_kind(isinstance(tools, (list, tuple, type(None))), "tools", tools, "a list of tools, or None")
+        checked = checked_messages(messages, self.takes_images)
+        for message in checked:
+            message["content"] = unsplit_parts(message["content"], self._special_pattern)
+        template = self._required_template()
+        fitted = template.fitted(checked, bool(tools))
+        values = {"messages": fitted, "tools": list(tools) if tools else None, **variables}
         final = None
         try:
             texts = strings_in(values)
@@ -182,7 +177,6 @@ class Tokenizer:
             given = disguise.apply(values)
         except RecursionError as error:
             raise RequestError("messages, tools or variables are nested too deeply, or hold themselves") from error
-        template = self._required_template()
         calls = EarlierCalls(given, self.write_calls, template)
         rendered = calls.put_into(
             template.render(
@@ -217,13 +211,6 @@ class Tokenizer:
         """A new streaming detokenizer; special tokens of `shown_ids` are not skipped."""
         return Detokenizer(self._token_text, skip_special_tokens, frozenset(shown_ids))
 
-    def _checked(self, messages: Sequence[dict[str, Any]], with_tools: bool) -> list[dict[str, Any]]:
-        """The messages as the template takes them."""
-        checked = checked_messages(messages, self.takes_images)
-        for message in checked:
-            message["content"] = unsplit_parts(message["content"], self._special_pattern)
-        return self._required_template().fitted(checked, with_tools)
-
     def _check_size(self, text: str, capacity: int | None) -> None:
         """Raise ContextError for a text that has, whatever is in it, too many tokens for a context."""
         least = 0 if capacity is None or len(text.encode()) < capacity else self._sizes.least_tokens(text)
@@ -257,19 +244,6 @@ def _checked_ids(token_ids: Iterable[int]) -> list[int]:
     if wrong:
         raise RequestError(f"{shown(wrong[0])} is among the token ids: expected whole numbers")
     return [int(each) for each in ids if 0 <= each < _IDS]
-
-
-def check_encodable(text: str, what: str) -> None:
-    """Raise `RequestError` where `text` is none, or holds half of a surrogate pair, which is no character."""
-    if not isinstance(text, str):
-        raise RequestError(f"{what} is a {type(text).__name__}: expected text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{what} has an invalid character (half of a surrogate pair, U+{ord(text[error.start]):04X}) at position "
-            f"{error.start}: remove it"
-        ) from error
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

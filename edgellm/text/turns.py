@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate, compress
 from typing import Any, Literal, NamedTuple, get_args
 
-from edgellm.errors import ContextError, RequestError
-from edgellm.text.messages import SYSTEM_ROLES
+from edgellm.errors import ContextError, require
+from edgellm.text.messages import SYSTEM_ROLES, shown_texts
 
 #: What a conversation does that outgrows the context: its oldest turns leave, or its next message raises ContextError.
 Overflow = Literal["drop_oldest", "error"]
@@ -30,9 +30,8 @@ class OngoingConversation:
     overflow: Overflow = "drop_oldest"
 
     def __post_init__(self) -> None:
-        if self.overflow not in get_args(Overflow):
-            expected = " or ".join(map(repr, get_args(Overflow)))
-            raise RequestError(f"overflow is {self.overflow!r}: expected {expected}")
+        known = get_args(Overflow)
+        require(self.overflow in known, "overflow", self.overflow, " or ".join(map(repr, known)))
 
 
 class Dropped(NamedTuple):
@@ -75,17 +74,11 @@ def without_oldest(messages: Sequence[dict[str, Any]], count: int) -> list[dict[
 
 def turn_sizes(messages: Sequence[dict[str, Any]], starts: Sequence[int], image_tokens: Sequence[int]) -> list[float]:
     """About how many tokens the turns have that begin at `starts`; each message has so many of images."""
-    sizes = [
-        tokens + (_FRAME + _characters(message.get("content"))) / _CHARACTERS_OF_A_TOKEN
-        for message, tokens in zip(messages, image_tokens, strict=True)
-    ]
+    texts = (shown_texts(message.get("content")) for message in messages)
+    characters = (_FRAME + sum(len(text or "") for text in each) for each in texts)
+    pairs = zip(characters, image_tokens, strict=True)
+    sizes = [tokens + count / _CHARACTERS_OF_A_TOKEN for count, tokens in pairs]
     return [sum(sizes[start:end]) for start, end in zip(starts, [*starts[1:], len(sizes)], strict=True)]
-
-
-def _characters(content: Any) -> int:
-    if isinstance(content, list):
-        return sum(len(part.get("text") or "") for part in content)
-    return len(content or "")
 
 
 def turns_to_drop(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from edgellm.errors import RequestError, did_you_mean, shown
+from edgellm.errors import RequestError, did_you_mean, require, shown
 from edgellm.structure.schema import enforced_schema
 from edgellm.structure.steps import Steps
 
@@ -18,8 +18,6 @@ MOST_TOOLS = 128
 #: What `tool_choice` may be beside a tool's name.
 CHOICES = ("auto", "none", "required")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-#: Of a function whose `strict` is false.
-_ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True)
@@ -82,21 +80,13 @@ def shown_calls(deltas: Iterable[ToolCallDelta], calls: Sequence[ToolCall]) -> t
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """What a request wants of its tools: `mode` is one of `CHOICES`; `tools` are those that may be called, the one
-    that was named or all; with `parallel` there may be several calls in one answer."""
+    """What a request wants of its tools: `mode` is one of `CHOICES`; `schemas` are the enforced schemas of arguments,
+    an object each, by the names of the tools that may be called, the one that was named or all; with `parallel` there
+    may be several calls in one answer."""
 
     mode: str
-    tools: tuple[Mapping[str, Any], ...]
+    schemas: Mapping[str, Any]
     parallel: bool
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the tools."""
-        return tuple(tool["function"]["name"] for tool in self.tools)
-
-    def schemas(self) -> dict[str, Any]:
-        """The enforced schema of each tool's arguments, by the tool's name; an object each."""
-        return {tool["function"]["name"]: _arguments_schema(tool["function"]) for tool in self.tools}
 
 
 def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, parallel: Any = None) -> ToolChoice | None:
@@ -105,9 +95,8 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
     `choice` is None ("auto"), one of `CHOICES`, a tool's name, or the object of OpenAI's API that names one. Raises
     RequestError that names the place.
     """
-    if not isinstance(parallel, (bool, type(None))):
-        raise RequestError(f"parallel_tool_calls is {shown(parallel)}: expected true or false")
-    name = None if choice is None or choice in CHOICES else _named_tool(choice)
+    require(isinstance(parallel, (bool, type(None))), "parallel_tool_calls", parallel, "true or false")
+    name = _named_tool(choice)
     if not tools:
         if name is not None or choice == "required":
             raise RequestError(f"tool_choice is {shown(choice)}, but the request has no tools: leave it out")
@@ -129,50 +118,48 @@ def checked_choice(tools: Sequence[Mapping[str, Any]] | None, choice: Any, paral
             f"{', '.join([*CHOICES, *places])}{did_you_mean(name, sorted(places))}"
         )
     mode = choice or "auto" if name is None else "required"
+    schemas: dict[str, Any] = {}
     if mode != "none":
         steps = Steps("what the tools' parameters say")
-        for place, tool in enumerate(tools):
-            _check_parameters(tool["function"], f"tools[{place}].function", steps)
-    wanted = tuple(tool for tool in tools if name is None or tool["function"]["name"] == name)
+        for found, place in places.items():
+            schemas[found] = _arguments_schema(tools[place]["function"], f"tools[{place}].function", steps)
+    wanted = schemas if name is None else {name: schemas[name]}
     return ToolChoice(mode, wanted, name is None and parallel is not False)
 
 
-def _named_tool(choice: Any) -> str:
-    """The name of a choice that is neither None nor one of `CHOICES`."""
-    if isinstance(choice, str):
-        return choice
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if not isinstance(name, str) or set(choice) != {"type", "function"} or set(function) != {"name"}:  # type: ignore[arg-type]
-        raise RequestError(
-            f"tool_choice is {shown(choice)}: expected {', '.join(map(repr, CHOICES))}, a tool's name, or "
-            "{'type': 'function', 'function': {'name': ...}}"
-        )
-    return name
+def _named_tool(choice: Any) -> str | None:
+    """The name of the tool that a choice names; None where it is None or one of `CHOICES`."""
+    match choice:
+        case None:
+            return None
+        case str():
+            return None if choice in CHOICES else choice
+        case {"type": "function", "function": {"name": str(name), **others}, **more} if not others and not more:
+            return name
+    expected = f"{', '.join(map(repr, CHOICES))}, a tool's name, or {{'type': 'function', 'function': {{'name': ...}}}}"
+    raise RequestError(f"tool_choice is {shown(choice)}: expected {expected}")
 
 
-def _check_parameters(function: Mapping[str, Any], place: str, steps: Steps) -> None:
-    if not isinstance(function.get("strict", False), bool):
-        raise RequestError(f"{place}.strict is {shown(function['strict'])}: expected true or false")
+def _arguments_schema(function: Mapping[str, Any], place: str, steps: Steps) -> Any:
+    """The enforced schema of a function's arguments."""
+    is_strict = function.get("strict", True)
+    require(isinstance(is_strict, bool), f"{place}.strict", is_strict, "true or false")
     kind = function.get("parameters", {}).get("type", "object")
     if kind != "object":
         raise RequestError(f"{place}.parameters has the type {shown(kind)}: expected 'object', arguments by name")
+    if not is_strict:
+        return {"type": "object"}
     try:
-        if function.get("strict") is not False:
-            steps.take(_enforced(json.dumps(function.get("parameters")))[1])
+        schema, taken = _enforced(json.dumps(function.get("parameters")))
+        steps.take(taken)
     except RequestError as error:
         raise RequestError(f"{place}.parameters: {error}; or set the function's strict to false") from error
-
-
-def _arguments_schema(function: Mapping[str, Any]) -> Any:
-    if function.get("strict") is False:
-        return _ANY_OBJECT
-    return json.loads(_enforced(json.dumps(function.get("parameters")))[0])
+    return schema
 
 
 @lru_cache(maxsize=512)
-def _enforced(parameters: str) -> tuple[str, int]:
-    """The schema of a function's arguments, as JSON text, and the steps that its walks took."""
+def _enforced(parameters: str) -> tuple[Any, int]:
+    """The schema of a function's arguments, which nobody changes, and the steps that its walks took."""
     schema = json.loads(parameters) or {"properties": {}, "additionalProperties": False}
     steps = Steps("the JSON schema")
-    return json.dumps(enforced_schema({"type": "object", **schema}, steps)), steps.taken
+    return enforced_schema({"type": "object", **schema}, steps), steps.taken

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any
 
-from edgellm.errors import RequestError, shown
+from edgellm.errors import RequestError, require, shown
 from edgellm.structure.typed_values import TypeSchemas, hints_of, typed_value
 from edgellm.tool_calls.calls import ToolCall
 
@@ -31,8 +31,7 @@ def function_tool(function: Callable[..., Any]) -> dict[str, Any]:
     is the description; what it says of parameters, in Google's, NumPy's or Sphinx's style, is theirs. Raises
     RequestError that names the parameter that cannot be described.
     """
-    if not inspect.isroutine(function):
-        raise RequestError(f"a tool is {shown(function)}: expected a function with type hints, or an object")
+    require(inspect.isroutine(function), "a tool", function, "a function with type hints, or an object")
     try:
         parameters = inspect.signature(function).parameters
     except ValueError as error:

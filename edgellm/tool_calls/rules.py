@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from edgellm.engines.speculation.constraints import TokenConstraint, packed_mask
+from edgellm.engines.speculation.constraints import TokenConstraint
 from edgellm.errors import ConstraintError, RequestError
 from edgellm.structure.description import Structure, json_options
+from edgellm.structure.reasoning import LateRules
+from edgellm.structure.schema_keywords import kind_of, named_values
 from edgellm.structure.steps import Steps
 from edgellm.tool_calls.calls import ToolChoice
 from edgellm.tool_calls.formats import ARGUMENT_END, ToolFormat
-from edgellm.tool_calls.values import all_kinds, json_text, kind_of, named_values, referred
+from edgellm.tool_calls.values import all_kinds, json_text, referred
 
 if TYPE_CHECKING:
     from edgellm.structure.grammar import GrammarVocabulary
@@ -44,10 +46,10 @@ def call_constraint(
         return compiled
     if structure is not None:
         text = vocabulary.constraint_for(structure.grammar_text, structure.name)
-        openings = " | ".join(_literal(opening, special_ids) for opening in tool_format.openings(choice.names))
+        openings = " | ".join(_literal(opening, special_ids) for opening in tool_format.openings(choice.schemas))
         begun = f"%llguidance {{}}\nstart: ({openings}) /(?s:.+)/?"
         return CallsOrText(compiled, text, vocabulary.constraint_for(begun, "the tools"))
-    names = "|".join(map(re.escape, choice.names))
+    names = "|".join(map(re.escape, choice.schemas))
     mark = re.escape(tool_format.begin)
     tags = f"|<function=(?:{names})>" if tool_format.body == "tags" else ""
     before = rf"\A\s*(?:{mark})?\s*"
@@ -67,7 +69,7 @@ def call_grammar(
 ) -> str:
     """The grammar of an answer's calls, in llguidance's form of Lark; tags may stand without the mark before them."""
     rules, alternatives, size = [], [], Steps("the grammar of the tools", _MOST_BYTES)
-    for number, (name, schema) in enumerate(choice.schemas().items()):
+    for number, (name, schema) in enumerate(choice.schemas.items()):
         head, tail = (_literal(text, special_ids) for text in tool_format.around(name))
         alternatives.append(f"call_{number}")
         rules.append(f"call_{number}: {head} args_{number} {tail}")
@@ -94,21 +96,21 @@ def _literal(text: str, special_ids: Mapping[str, int]) -> str:
     return " ".join(f"<[{special_ids[each]}]>" if each in special_ids else _text(each) for each in pieces if each)
 
 
-def _json_rule(schema: Any, definitions: dict[str, Any], size: Steps) -> str:
-    """JSON of a schema, with the definitions where it refers to some; `size` counts the bytes."""
+def _json_rule(schema: Any, root: dict[str, Any], size: Steps) -> str:
+    """JSON of a schema, with the definitions of the `root` where it refers to some; `size` counts the bytes."""
     text = json.dumps({"x-guidance": json_options(), **schema})
-    if definitions and '"$ref"' in text:
-        text = json.dumps({"x-guidance": json_options(), **schema, **definitions})
+    if "$defs" in root and '"$ref"' in text:
+        text = json.dumps({"x-guidance": json_options(), **schema, "$defs": root["$defs"]})
     size.take(len(text))
     return f"%json {text}"
 
 
-def _parts(schema: dict[str, Any]) -> tuple[list[tuple[str, Any, bool]], dict[str, Any]]:
-    """Each argument's name, schema and whether it is required, and the definitions that the schemas refer to.
+def _parts(schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Each argument's name, schema and whether it is required.
 
     Raises RequestError for what cannot be said of arguments that are written one by one.
     """
-    others = set(schema) - {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+    others = set(schema) - {"type", "properties", "required", "additionalProperties", "$defs"}
     properties, required = schema.get("properties", {}), schema.get("required", ())
     unknown = [name for name in required if name not in properties]
     if others or unknown or (not properties and schema.get("additionalProperties") is not False):
@@ -119,8 +121,7 @@ def _parts(schema: dict[str, Any]) -> tuple[list[tuple[str, Any, bool]], dict[st
             "one by one: name all of them in properties, set the function's strict to false, or ask with tool_choice "
             "'none'"
         )
-    definitions: dict[str, Any] = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    return [(name, each, name in required) for name, each in properties.items()], definitions
+    return [(name, each, name in required) for name, each in properties.items()]
 
 
 def _is_open(schema: dict[str, Any]) -> bool:
@@ -149,17 +150,17 @@ def _argument_rules(tool_format: ToolFormat, number: int, name: str, schema: dic
     if _is_open(schema):
         some = f"args_{number}: (/<parameter=[^<>\\n]+>\\n/ TEXT_{number})*"
         return [some, _tagged_text(f"TEXT_{number}", {})]
-    parts, definitions = _parts(schema)
+    parts = _parts(schema)
     rules = [f"args_{number}: from_{number}_0", *_listed(number, parts, '", "' if is_python else "")]
     for place, (key, each, _) in enumerate(parts):
         value, what = f"value_{number}_{place}", f"the tool {name} has the argument {key!r}"
         rules.append(f"arg_{number}_{place}: {_text(tool_format.around_argument(key)[0])} {value}")
         if not is_python:
-            rules += _tagged_value(value, what, each, schema, definitions, size)
+            rules += _tagged_value(value, what, each, schema, size)
         elif re.fullmatch(r"[^\W\d]\w*", key):
             plain = each if isinstance(each, dict) else {}
             own = _PYTHON_WORDS.get(str(plain["type"])) if set(plain) == {"type"} else None
-            rules.append(f"{value}: {own or _json_rule(plain, definitions, size)}")
+            rules.append(f"{value}: {own or _json_rule(plain, schema, size)}")
         else:
             expected = "expected a name of letters, digits and _"
             raise RequestError(f"{what}, which the format of this model cannot write: {expected}")
@@ -172,9 +173,7 @@ _FEW: dict[str, list[Any]] = {"boolean": [True, False], "null": [None]}
 _PYTHON_WORDS = {kind: " | ".join(_text(str(value)) for value in values) for kind, values in _FEW.items()}
 
 
-def _tagged_value(
-    value: str, what: str, schema: Any, root: dict[str, Any], definitions: dict[str, Any], size: Steps
-) -> list[str]:
+def _tagged_value(value: str, what: str, schema: Any, root: dict[str, Any], size: Steps) -> list[str]:
     """Rules of the value of one argument with the tag that ends it. RequestError, which begins with `what`, where the
     schema says more of its text than can be kept, or text could be taken for something else that is not allowed."""
     alternatives, rules, written = _alternatives(schema, root), [], []
@@ -196,7 +195,7 @@ def _tagged_value(
                 "alternatives with bounds out, or use an enum"
             )
         else:
-            rules.append(f"json_{value}_{place}: {_json_rule(each, definitions, size)}")
+            rules.append(f"json_{value}_{place}: {_json_rule(each, root, size)}")
             written.append(f"json_{value}_{place} {_text(_TAG_END)}")
     if not written:
         raise RequestError(f"{what} which nothing can be: expected a schema that some value fulfils")
@@ -244,65 +243,40 @@ def _spelled(value: Any) -> tuple[str, ...]:
     return (value if isinstance(value, str) else json_text(value),)
 
 
-class FromCall:
-    """Rules that begin where an answer begins a call: see `edgellm.engines.speculation.constraints.TokenConstraint`.
+class FromCall(LateRules):
+    """Rules that begin where an answer begins a call.
 
-    Until then each token is allowed. The tokens that began the call, or what of them belongs to it, are the first that
-    the rules consume; where they do not take them, the call is no concern of theirs.
+    The tokens that began the call, or what of them belongs to it, are the first that the rules consume; where they do
+    not take them, the call is no concern of theirs.
     """
+
+    _may_never_begin = True
 
     def __init__(
         self, vocabulary: GrammarVocabulary, grammar: str, opening: re.Pattern[bytes], mark_id: int | None
     ) -> None:
         """A call begins with the first group of `opening`, and with the token `mark_id`; `grammar` is that of calls."""
+        super().__init__(vocabulary.size)
         self._vocabulary, self._grammar, self._opening, self._mark_id = vocabulary, grammar, opening, mark_id
-        self._text = bytearray()
-        self._ends: list[int] = []  # of the text, behind each free token
-        self._rules: TokenConstraint | None = None
-        self._ruled = 0  # tokens that the rules have consumed, without those that began the call
+        self._text = bytearray()  # of the free tokens
 
-    def fill_mask(self, row: np.ndarray) -> None:
-        if self._rules is None:
-            row.view(np.uint32)[:] = packed_mask(np.ones(self._vocabulary.size, np.bool_))
-        else:
-            self._rules.fill_mask(row)
-
-    def try_advance(self, token: int) -> bool:
-        if self._rules is not None:
-            consumed = self._rules.try_advance(token)
-            self._ruled += consumed
-            return consumed
-        if not 0 <= token < self._vocabulary.size:
-            return False
-        begin = len(self._text)
-        self._text += self._vocabulary.bytes_of(token)
-        self._ends.append(len(self._text))
-        self._rules = self._begun(token, begin)
-        return True
+    def _advance_freely(self, token: int) -> bool:
+        is_known = super()._advance_freely(token)
+        if is_known:
+            begin = len(self._text)
+            self._text += self._vocabulary.bytes_of(token)
+            self._rules = self._begun_with(token, begin)
+        return is_known
 
     def rollback(self, count: int) -> None:
-        ruled = min(count, self._ruled)
-        if ruled and self._rules is not None:
-            self._rules.rollback(ruled)
-            self._ruled -= ruled
-        if count > ruled:
+        before = len(self._free)
+        taken_back = self._free[before - max(0, count - self._ruled) :]
+        super().rollback(count)
+        if taken_back:
             self._rules = None
-            del self._ends[len(self._ends) - (count - ruled) :]
-            del self._text[self._ends[-1] if self._ends else 0 :]
+            del self._text[len(self._text) - sum(len(self._vocabulary.bytes_of(each)) for each in taken_back) :]
 
-    def forced(self, most: int) -> list[int]:
-        return [] if self._rules is None else self._rules.forced(most)
-
-    def is_free(self) -> bool:
-        return self._rules is None
-
-    def is_complete(self) -> bool:
-        return self._rules is None or self._rules.is_complete()
-
-    def is_stopped(self) -> bool:
-        return self._rules is not None and self._rules.is_stopped()
-
-    def _begun(self, token: int, begin: int) -> TokenConstraint | None:
+    def _begun_with(self, token: int, begin: int) -> TokenConstraint | None:
         """The rules, where a call begins with this token, whose text is that from `begin` on."""
         first = [token]
         if token != self._mark_id:
@@ -318,12 +292,9 @@ class FromCall:
         return None
 
 
-class CallsOrText:
-    """Rules of an answer that is calls, or text of a structure: see
-    `edgellm.engines.speculation.constraints.TokenConstraint`.
-
-    What begins as a call does is one, whatever the structure allows: as it is read.
-    """
+class CallsOrText(TokenConstraint):
+    """Rules of an answer that is calls, or text of a structure. What begins as a call does is one, whatever the
+    structure allows: as it is read."""
 
     def __init__(self, calls: TokenConstraint, text: TokenConstraint, opening: TokenConstraint) -> None:
         """`opening` takes each text that begins as a call does, and is complete from there on."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from edgellm.structure.schema_keywords import TYPES
+from edgellm.structure.schema_keywords import TYPES, allowed_types, kind_of
 from edgellm.structure.steps import folded
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -97,46 +97,21 @@ def all_kinds(schemas: Iterable[Any], root: Any) -> list[frozenset[str]]:
         all_of = [*schema.get("allOf", ()), *([referred(schema["$ref"], root)] if "$ref" in schema else ())]
         return [*([each] for each in all_of), *(schema[word] for word in ("anyOf", "oneOf") if word in schema)]
 
-    def value(schema: Any, known: Callable[[Any], frozenset[str] | None]) -> frozenset[str]:
-        kinds = everything
-        if isinstance(schema, dict) and "type" in schema:
-            named = {schema["type"]} if isinstance(schema["type"], str) else set(schema["type"])
-            kinds &= named | ({"integer"} if "number" in named else set())
-        values = named_values(schema) if isinstance(schema, dict) else None
-        if values is not None:
-            kinds &= set(map(kind_of, values))
+    def value(schema: Any, known: Callable[[Any], frozenset[str]]) -> frozenset[str]:
+        kinds = allowed_types(schema) if isinstance(schema, dict) else everything
         for alternatives in conditions(schema):
-            found = [everything if (kinds_there := known(each)) is None else kinds_there for each in alternatives]
-            kinds &= frozenset().union(*found)
+            kinds &= frozenset().union(*map(known, alternatives))
         return kinds
 
-    return folded(schemas, lambda schema: [each for listed in conditions(schema) for each in listed], value)
+    return folded(schemas, lambda schema: [each for listed in conditions(schema) for each in listed], value, everything)
 
 
-def named_values(schema: dict[str, Any]) -> list[Any] | None:
-    """The values that a schema names by const or enum; None where it names none."""
-    return [schema["const"]] if "const" in schema else schema.get("enum")
+def referred(reference: str, root: dict[str, Any]) -> Any:
+    """The schema that a $ref of an enforced schema leads to: the whole, or one of its definitions."""
+    return root if reference == "#" else root["$defs"][reference.removeprefix("#/$defs/")]
 
 
-def referred(reference: str, root: Any) -> Any:
-    """The schema that a $ref leads to; True, which allows all, where there is none."""
-    found = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        found = found.get(name, True) if isinstance(found, dict) else True
-    return found
-
-
-def kind_of(value: Any) -> str:
-    """The JSON type of a value."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else "boolean"
-    if isinstance(value, (int, float)):
-        return "integer" if isinstance(value, int) or value.is_integer() else "number"
-    return "string" if isinstance(value, str) else "object" if isinstance(value, dict) else "array"
-
-
-def typed_text(text: str, schema: Any, root: Any = None) -> str:
+def typed_text(text: str, schema: Any, root: Any) -> str:
     """A value that stands as text between tags, as JSON: of a type that the schema allows where there is one, and text
     where nothing else fits. Beside JSON itself, literals of Python count, as templates write true, false and null."""
     (kinds,) = all_kinds([schema], root)

@@ -44,6 +44,16 @@ def model_layouts(
     return found
 
 
+def gpu_layouts(
+    models: Mapping[str, ModelConfig], checkpoints: Mapping[str, Callable[[], Checkpoint]], dtype: str
+) -> tuple[PackedLayouts, str | None]:
+    """`model_layouts`, and why the kernels of GPUs do not take them, if they do not."""
+    try:
+        return model_layouts(models, checkpoints, dtype), None
+    except EngineError as error:
+        return {}, str(error)
+
+
 def with_delta_products(config: DecoderConfig, checkpoint: Checkpoint) -> DecoderConfig:
     """The same with the `delta_products` by which one linear layer multiplies what the checkpoint has in one format, in
     every layer that has the delta rule.

@@ -203,11 +203,11 @@ def load_or_build_plan(
         return found, False
     if build is None:
         others = [other.describe() for other, plans in platforms_with_plans(directory.plans_path) if plans]
+        had = f"plans for {'; '.join(others)}" if others else "no plans"
         raise PlanError(
             "\n".join(refusals)
-            or f"{directory.path} has no plan {shape.name} for {platform.describe()}: it has "
-            + (f"plans for {'; '.join(others)}" if others else "no plans")
-            + f". Build it: {refresh_command(directory, platform, shape)}"
+            or f"{directory.path} has no plan {shape.name} for {platform.describe()}: it has {had}. Build it: "
+            f"{refresh_command(directory, platform, shape)}"
         )
     for refusal in refusals:
         logger.warning("%s (doing so now)", refusal)

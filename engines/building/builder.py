@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from edgellm.engines.backends.device_layouts import PackedLayouts, model_layouts, packed_memory
+from edgellm.engines.backends.device_layouts import PackedLayouts, gpu_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.plan_files import (
     Platform,
@@ -47,7 +47,6 @@ from edgellm.engines.building.inputs import (
 )
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, PlanBytes, build_plans, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
-from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
 from edgellm.engines.directories.engine_directory import (
     EngineDirectory,
@@ -56,7 +55,7 @@ from edgellm.engines.directories.engine_directory import (
     write_description,
 )
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
-from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError, EngineError
+from edgellm.engines.errors import BuildError, CheckpointError, EdgeLLMError
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.digests import FileDigest, copy_hashed, current_digest, remember_digest
 from edgellm.engines.formats.small_files import size_limit
@@ -127,7 +126,7 @@ def build_engine_directory(
         inputs.config, head, embedding, lambda: _planned_bytes(inputs, head, known_limits, dtype)
     )
     inputs = with_packed_heads(inputs, head, embeds, dtype)
-    packed, refusal = _packed_layouts(inputs.models, inputs.checkpoints, dtype)
+    packed, refusal = gpu_layouts(inputs.models, inputs.checkpoints, dtype)
     if refusal is not None and platforms:
         if targets:
             raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
@@ -135,7 +134,6 @@ def build_engine_directory(
     limits = replace(known_limits, packed=any(".layers." in name for name in packed.get("base", ())))
     config, encoder, size = inputs.config, inputs.vision, inputs.weight_bytes
     report = BuildReport(target, config, dtype, limits, inputs.draft, encoder, weights, size, inputs.head_bytes)
-    report.adapters = dict(inputs.adapter_ranks)
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
     copied = inputs.head_bytes + (size if weights == "copy" else 0)
     needed = copied + plan_bytes_bound(config, _shapes_of(plans), encoder)
@@ -179,7 +177,7 @@ def refresh_plans(
     if not platforms:
         raise BuildError(f"There is no target to build plans for. {note}")
     config, dtype, attention = directory.config, directory.dtype, directory.attention
-    packed, refusal = _packed_layouts(directory.models, directory.checkpoints, dtype)
+    packed, refusal = gpu_layouts(directory.models, directory.checkpoints, dtype)
     if refusal is not None:
         raise BuildError(refusal)
     draft = None if directory.draft is None else directory.draft.config
@@ -206,16 +204,6 @@ def refresh_plans(
     _build_plans(missing, directory.models, attention, report, progress, keep)
     report.seconds["plans"] = time.perf_counter() - started
     return _finished(report, started)
-
-
-def _packed_layouts(
-    models: Mapping[str, ModelConfig], checkpoints: Mapping[str, Callable[[], Checkpoint]], dtype: str
-) -> tuple[PackedLayouts, str | None]:
-    """`model_layouts`, and why the kernels of GPUs do not take them, if they do not."""
-    try:
-        return model_layouts(models, checkpoints, dtype), None
-    except EngineError as error:
-        return {}, str(error)
 
 
 def _choose_plans(
@@ -411,7 +399,7 @@ def _planned_bytes(inputs: BuildInputs, head: str, limits: EngineLimits, dtype: 
     """What a model with a packed head plans on a GPU, its embedding table kept."""
     config = replace(inputs.config, head=head)
     models = inputs.models | {"base": config}
-    packed, _ = _packed_layouts(models, inputs.checkpoints, dtype)
+    packed, _ = gpu_layouts(models, inputs.checkpoints, dtype)
     known = packed_memory(models, packed, dtype) | planned_engines(models, limits, dtype, packed)
     return plan_memory(config, limits, decoder_weights(config), dtype, known, draft=inputs.draft).total
 

@@ -58,8 +58,7 @@ class BuiltPlan:
 @dataclass
 class BuildReport:
     """What was built. Sizes in bytes, of all models and adapters together; `seconds` by stage (weights and plans side
-    by side). `adapters` are the ranks of the LoRA adapters by name, `targets` the compute capabilities built for;
-    `head_bytes` are those of packed heads.
+    by side). `targets` are the compute capabilities built for; `head_bytes` are those of packed heads.
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
     upper bound, as they share libraries. `notes` are what a user should know. `token_seconds` are those that a check
@@ -82,7 +81,6 @@ class BuildReport:
     peak_host_bytes: int = 0
     notes: list[str] = field(default_factory=list)
     workers_peak_bytes: int = 0
-    adapters: dict[str, int] = field(default_factory=dict)
     targets: list[str] = field(default_factory=list)
     token_seconds: float = 0.0
 

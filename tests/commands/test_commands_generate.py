@@ -309,7 +309,7 @@ def test_top_level_knows_its_commands(edgellm):
         ("create_app()", {"app", "console"}),
         (
             "load_command('generate')",
-            {"app", "console", "descriptions", "generate", "images", "models", "settings", "structures"},
+            {"app", "console", "descriptions", "generate", "images", "models", "settings"},
         ),
     ],
 )

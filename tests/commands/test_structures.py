@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from edgellm.commands.structures import StructureOptions
+from edgellm.commands.options import StructureOptions
 from edgellm.structure.description import Structure
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}}

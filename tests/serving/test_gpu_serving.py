@@ -14,13 +14,13 @@ import pytest
 from gpu_device import cuda_device
 
 from edgellm import Request, SamplingParams, SpecDecodeRuntime
+from edgellm.decoding.loop import token_logprobs
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, open_runner, teacher_forced_logits
-from edgellm.requests import token_logprobs
 
 pytestmark = pytest.mark.gpu
 

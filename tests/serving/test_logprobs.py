@@ -11,10 +11,11 @@ import pytest
 from fixed_shape_backend import FixedShapeBackend
 
 from edgellm import LLM, Request, SamplingParams, SpecDecodeRuntime
+from edgellm.decoding.loop import token_logprobs
 from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.comparison import open_runner, teacher_forced_logits
-from edgellm.requests import Response, TokenLogprobs, token_logprobs
+from edgellm.requests import Response, TokenLogprobs
 
 PROMPT = [7, 8, 9, 10, 11]
 ASKED = {

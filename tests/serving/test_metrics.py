@@ -9,7 +9,8 @@ import pytest
 
 from edgellm import DraftingConfig, SamplingParams
 from edgellm.llm import LLM
-from edgellm.metrics import EagleGenerationMetrics, Histogram, Metrics
+from edgellm.metrics import Histogram, Metrics
+from edgellm.requests import Response, Timings, Usage
 
 LINE = re.compile(r'edgellm_[a-z_]+(\{[a-z_]+="[^"\\\n]*"\})? (\+Inf|[0-9.e+-]+)')
 
@@ -88,5 +89,6 @@ def test_what_drafting_gains_is_counted_for_each_adapter() -> None:
 
 def test_labels_are_escaped() -> None:
     metrics = Metrics()
-    metrics.adapters['a "b"\\\n'] = EagleGenerationMetrics(rounds=3)
-    assert 'edgellm_adapter_rounds_total{adapter="a \\"b\\"\\\\\\n"} 3\n' in metrics.prometheus()
+    response = Response("", (1,), "length", Usage(1, 0, 1), Timings(0.0, 0.0, 0.0, 0.0))
+    metrics.ended(response, 'a "b"\\\n')
+    assert 'edgellm_adapter_requests_total{adapter="a \\"b\\"\\\\\\n"} 1\n' in metrics.prometheus()

@@ -29,13 +29,22 @@ def runtime(request: pytest.FixtureRequest, priority_engines: Path) -> Iterator[
         yield opened
 
 
-@pytest.fixture
-def schedules(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(scope="module")
+def schedules(repository: Path) -> Iterator[Any]:
     """The module that serves random schedules."""
-    monkeypatch.syspath_prepend(str(repository))
-    from tools.bench import preemption_schedules
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(repository))
+        from tools.bench import preemption_schedules
 
-    return preemption_schedules
+        yield preemption_schedules
+
+
+@pytest.fixture(scope="module")
+def thirty(schedules: Any, priority_engines: Path) -> tuple[list[Request], list[Any]]:
+    """Requests and their answers, each alone."""
+    pool = pool_of(30)
+    with SpecDecodeRuntime(priority_engines, backend="numpy") as plain:
+        return pool, list(schedules.alone(plain, pool))
 
 
 def pool_of(count: int, seed: int = 0) -> list[Request]:
@@ -82,13 +91,12 @@ def check(
 def test_answers_that_gave_way_are_what_they_are_undisturbed(
     schedules: Any,
     runtime: SpecDecodeRuntime,
-    plain_runtime: SpecDecodeRuntime,
+    thirty: tuple[list[Request], list[Any]],
     ahead: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With every kind of draft; kept, computed again, and both; with the next step under way, as on a GPU, too."""
-    pool = pool_of(30)
-    expected = list(schedules.alone(plain_runtime, pool))
+    pool, expected = thirty
     monkeypatch.setattr(runtime._open_runner().backend, "steps_ahead", ahead)
     assert check(schedules, runtime, expected, pool, range(9 * ahead, 9 * ahead + 9)) >= 5
 

@@ -90,8 +90,8 @@ def test_a_look_up_among_many_long_sequences_takes_no_time_that_matters() -> Non
     for number in range(2000):
         index.add(token_key([*system[: 2 * number + 1], 100_001 + number]), number)
     prompt = [*system[:3001], 7, 8, 9]
-    started = time.perf_counter()
+    started = time.process_time()
     for _ in range(20):
         common, _ = index.longest(token_key(prompt))
     assert common == 3001
-    assert (time.perf_counter() - started) / 20 < 0.02
+    assert (time.process_time() - started) / 20 < 0.02

@@ -209,8 +209,8 @@ def test_a_format_has_its_shape(name):
         ),
         ({"allOf": [{"exclusiveMaximum": 3}, {"minimum": 2.5}], "type": "number"}, "#/allOf/0/exclusiveMaximum, is 3"),
         ({3: 4}, "has the key 3: expected text"),
-        ({"const": float("nan")}, "has NaN"),
-        ({"const": {1, 2}}, "expected values as JSON has them"),
+        ({"const": float("nan")}, "is nan: expected a finite number"),
+        ({"const": {1, 2}}, "expected a value as JSON has it"),
         ({"title": "\ud800"}, "half of a surrogate pair"),
         ({"items": 5}, "at #/items, is 5: expected a schema"),
         ({"items": False, "prefixItems": {}}, "#/prefixItems, is"),
@@ -478,9 +478,9 @@ def shares_parts():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: nested(200), "nests values more than"),
-        (holds_itself, "nests values more than .* holds itself"),
-        (shares_parts, "more than 50000 values"),
+        (lambda: nested(200), "is nested more than"),
+        (holds_itself, "is nested more than .* holds itself"),
+        (shares_parts, "more than 50,000 values"),
         (lambda: {"const": "x" * 200_000}, "has 200\\d\\d\\d bytes without"),
         (lambda: {"const": [10**5000]}, "cannot be written as text|expected a number"),
         (
@@ -552,7 +552,8 @@ def test_an_enormous_schema_ends_soon_in_a_clear_error(make, words):
 )
 def test_walks_over_a_long_schema_are_linear(schema):
     with within_seconds(1):
-        assert enforced_schema(schema) == schema
+        enforced = enforced_schema(schema)
+    assert json.loads(re.sub(r"\bd(\d+)-\d+", r"d\1", json.dumps(enforced))) == schema  # definitions have a number
 
 
 def test_deep_and_long_schemas_within_the_limits_work():

@@ -209,7 +209,7 @@ def test_directory_with_all_files(tmp_path):
 
 def test_vocabulary_must_fit_the_model(tmp_path):
     saved(tmp_path, byte_level())
-    largest = Tokenizer.from_directory(tmp_path).largest_id
+    largest = Tokenizer.from_directory(tmp_path).vocab_size - 1
     assert Tokenizer.from_directory(tmp_path, vocab_size=largest + 1).vocab_size == largest + 1
     with pytest.raises(EngineDirectoryError, match=f"ids up to {largest}.*only {largest} entries.*another model"):
         Tokenizer.from_directory(tmp_path, vocab_size=largest)

@@ -41,6 +41,7 @@ KEPT: dict[str, tuple[Any, dict[str, Any]]] = {
     "count": ({"type": "integer", "minimum": 1, "maximum": 20}, {"7": 7}),
     "size": ({"type": "number"}, {"1.5": 1.5, "-3": -3, "1e3": 1000.0}),
     "point": ({"$ref": "#/$defs/point"}, {'{"x": 3}': {"x": 3}}),
+    "named": ({"$ref": "#/$defs/a%20point~1b"}, {'{"x": 3}': {"x": 3}}),
     "where": ({"anyOf": [{"$ref": "#/$defs/point"}, {"type": "boolean"}]}, {'{"x": 3}': {"x": 3}, "true": True}),
     "list": ({"type": "array", "items": {"type": "string"}}, {'["a", "</parameter> b"]': ["a", "</parameter> b"]}),
 }
@@ -54,7 +55,7 @@ def tool(schemas: dict[str, Any], required: bool = True) -> dict[str, Any]:
         "properties": schemas,
         "required": list(schemas) if required else [],
         "additionalProperties": False,
-        "$defs": {"point": POINT},
+        "$defs": {"point": POINT, "a point/b": POINT},
     }
     return {"name": "look", "parameters": parameters}
 
@@ -62,7 +63,7 @@ def tool(schemas: dict[str, Any], required: bool = True) -> dict[str, Any]:
 def called(name: str, text: str, given: dict[str, Any]) -> tuple[list[ToolCall], str, str | None]:
     choice = checked_choice(checked_tools([given]), "required")
     assert choice is not None
-    reader = ToolReader(FORMATS[name], choice.schemas())
+    reader = ToolReader(FORMATS[name], choice.schemas)
     shown = "".join(reader.push(place, each) for place, each in enumerate(text)) + reader.finish()
     return list(reader.calls), shown, reader.error
 

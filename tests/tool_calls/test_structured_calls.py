@@ -61,12 +61,12 @@ def rules_of(name: str, structure: str) -> CallsOrText:
 def test_an_answer_is_calls_or_text_and_is_read_so(name: str, structure: str) -> None:
     assert CHOICE is not None
     generator, counts = random.Random(f"{name} {structure}"), {"calls": 0, "text": 0}
-    openings = [opening.encode() for opening in FORMATS[name].openings(CHOICE.names)]
+    openings = [opening.encode() for opening in FORMATS[name].openings(CHOICE.schemas)]
     for begin in [*[b""] * 12, *openings * 3]:
         answer = random_answer(rules_of(name, structure), generator, begin=begin)
         if answer is None:
             continue
-        reader = ToolReader(FORMATS[name], CHOICE.schemas(), calls_first=True)
+        reader = ToolReader(FORMATS[name], CHOICE.schemas, calls_first=True)
         text = "".join(reader.push(0, each) for each in answer) + reader.finish()
         assert reader.error is None
         if begin or reader.calls:
@@ -77,7 +77,7 @@ def test_an_answer_is_calls_or_text_and_is_read_so(name: str, structure: str) ->
             assert text == answer and STRUCTURES[structure].is_complete(text)
         for call in reader.calls:
             assert call.complete
-            jsonschema.validate(call.parsed, CHOICE.schemas()[call.name])
+            jsonschema.validate(call.parsed, CHOICE.schemas[call.name])
     assert all(counts.values())
 
 

@@ -80,7 +80,7 @@ def test_required_calls_are_those_of_the_format(name: str) -> None:
     text = CALLS[name].encode()
     rules = call_constraint(FORMATS[name], choice("required"), VOCABULARY, {})
     assert not rules.is_complete() and taken(rules, text) == len(text) and rules.is_complete()
-    reader = ToolReader(FORMATS[name], choice("required").schemas())
+    reader = ToolReader(FORMATS[name], choice("required").schemas)
     assert reader.push(0, CALLS[name]) + reader.finish() == ""
     assert [(call.name, call.complete) for call in reader.calls] == [("look", True), ("stop", True)]
     for right, wrong in WRONG.items():
@@ -96,7 +96,7 @@ def test_one_call_where_there_may_be_no_more_and_the_one_that_is_named(name: str
     rules = call_constraint(FORMATS[name], choice("required", parallel=False), VOCABULARY, {})
     assert 0 < taken(rules, whole) < len(whole)
     stop = choice("stop")
-    assert (stop.mode, stop.names, stop.parallel) == ("required", ("stop",), False)
+    assert (stop.mode, tuple(stop.schemas), stop.parallel) == ("required", ("stop",), False)
     assert taken(call_constraint(FORMATS[name], stop, VOCABULARY, {}), whole) < whole.index(b"look") + 4
 
 

@@ -20,7 +20,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bench.tiny_model(tmp_path_factory.mktemp("tiny"), "numpy")
 
 
-@pytest.mark.parametrize(("answers", "prompts"), [(10, 1), pytest.param(40, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("answers", "prompts"), [(4, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((10, 1), (40, 2)))]
+)
 def test_a_sample_is_valid_and_alike_drafted_and_plain(tiny: Path, tmp_path: Path, answers: int, prompts: int) -> None:
     from tools.bench import constrained_answers as bench
 

@@ -32,7 +32,7 @@ def calls_of(text: str, signatures: list[dict]) -> tuple[str, list[tuple[str, di
     """What an answer says and calls, as EdgeLLM reads it."""
     choice = checked_choice(signatures, "auto")
     assert choice is not None
-    reader = ToolReader(tool_format("hermes"), choice.schemas())
+    reader = ToolReader(tool_format("hermes"), choice.schemas)
     said = reader.push(0, text) + reader.finish()
     assert all(call.complete for call in reader.calls)
     return said, [(call.name, json.loads(call.arguments)) for call in reader.calls]

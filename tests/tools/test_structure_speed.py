@@ -22,7 +22,7 @@ def test_robot_actions_are_of_the_schema_and_spelled_back() -> None:
     from made_vocabulary import ROBOT_ACTION, MadeVocabulary, robot_action
 
     made, structure = MadeVocabulary(2000), Structure(json=ROBOT_ACTION)
-    assert made.tokenizer.largest_id == 1999 and made.tokenizer.id_to_token(made.eos_token_id) == "<|special 0|>"
+    assert made.tokenizer.vocab_size == 2000 and made.tokenizer.id_to_token(made.eos_token_id) == "<|special 0|>"
     for seed in range(20):
         text = robot_action(random.Random(seed))
         ids = made.tokenizer.encode(text)

@@ -57,7 +57,7 @@ def check(example: ModuleType, llm: LLM, answers: list) -> None:
         assert example.ask(llm, frame, answer.question).result().text == answer.text
 
 
-@pytest.mark.parametrize("seconds", [5.0, pytest.param(20.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [4.0, pytest.param(20.0, marks=pytest.mark.slow)])
 def test_no_question_is_answered_with_a_stale_frame(example: ModuleType, llm: LLM, seconds: float) -> None:
     answers: list = []
     frames, _ = watch(example, llm, seconds=seconds, pause=0.4, tell=answers.append)

@@ -1,7 +1,7 @@
 """Clients of OpenAI's API that nobody here wrote, on a server of the shipped model: what each gets of it.
 
 Start a server as the guide of tools shows it, and in an environment of their own (pip install langchain-openai
-openai-agents llm) run: python tools/bench/http_clients.py http://127.0.0.1:8000/v1
+openai-agents pydantic-ai-slim[openai] llm) run: python tools/bench/http_clients.py http://127.0.0.1:8000/v1
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import AsyncOpenAI
 from pydantic import BaseModel, ConfigDict
+from pydantic_ai import Agent as PydanticAgent
+from pydantic_ai import NativeOutput
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIResponsesModel as PydanticResponses
+from pydantic_ai.providers.openai import OpenAIProvider
 
 MODEL = "shipped"
 WHERE, BATTERY = "Where is the red cup?", "How full is your battery?"
@@ -92,6 +97,38 @@ async def agents(url: str, kind: Any) -> None:
     show("events of a stream", dict(Counter(event.type for event in events if event is not None)))
 
 
+async def typed_tools(url: str, kind: Any) -> None:
+    """OpenAI's agents with tools and a schema for the answer, whole and streamed."""
+    print("openai-agents, tools and a schema", version("openai-agents"), kind.__name__)
+    model = kind(model=MODEL, openai_client=AsyncOpenAI(base_url=url, api_key="none"))
+    for choice in ("auto", "wave"):
+        settings = ModelSettings(max_tokens=60, tool_choice=choice)
+        agent = Agent(name="Pip", model=model, tools=[wave], output_type=Seen, model_settings=settings)
+        for question in ("Wave.", WHERE):
+            found = await Runner.run(agent, question, max_turns=3)
+            show(f"{choice}, {question}", ([type(item).__name__ for item in found.new_items], found.final_output))
+            streamed = Runner.run_streamed(agent, question, max_turns=3)
+            count = len([event async for event in streamed.stream_events()])
+            show("streamed", (count, streamed.final_output))
+
+
+def pydantic_agents(url: str, kind: Any) -> None:
+    """pydantic-ai's agents with a tool, and a schema for the answer."""
+    print("pydantic-ai", version("pydantic-ai-slim"), kind.__name__)
+    model = kind(MODEL, provider=OpenAIProvider(base_url=url, api_key="none"))
+    agent = PydanticAgent(model, output_type=NativeOutput(Seen), model_settings={"max_tokens": 80})
+
+    @agent.tool_plain
+    def wave(times: Literal[1, 2, 3]) -> str:
+        """Wave."""
+        return f"waved {times} times"
+
+    for question in ("Wave.", WHERE):
+        found = agent.run_sync(question)
+        parts = [type(part).__name__ for message in found.all_messages() for part in message.parts]
+        show(question, (found.output, parts))
+
+
 def command_line(url: str) -> None:
     """The program llm."""
     print("llm", version("llm"))
@@ -125,6 +162,9 @@ def main() -> None:
         langchain(url, with_responses)
     for kind in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
         asyncio.run(agents(url, kind))
+        asyncio.run(typed_tools(url, kind))
+    for kind in (OpenAIChatModel, PydanticResponses):
+        pydantic_agents(url, kind)
     command_line(url)
 
 

