@@ -345,11 +345,7 @@ class SpecDecodeRuntime:
             return snapshots.compute(slot, token_ids, self._contents[slot], label, lora_name, images, record)
 
     def following_logits(
-        self,
-        token_ids: Sequence[int],
-        first: int,
-        take: Callable[[np.ndarray], None],
-        adapter: str | None = None,
+        self, token_ids: Sequence[int], first: int, take: Callable[[np.ndarray], None], adapter: str | None = None
     ) -> None:
         """Let `take` see the logits that a text's tokens from number `first` (1 or more) on are drawn from, as decoding
         with the LoRA adapter `adapter` (None: without one) has them.

@@ -184,10 +184,7 @@ class Conversation(Generic[Growing, Answer]):
         return self._result(self.stream(content, params, deadline, **options))
 
     def retry(
-        self,
-        params: SamplingParams | None = None,
-        deadline: float | None = None,
-        **options: Unpack[TurnOptions],
+        self, params: SamplingParams | None = None, deadline: float | None = None, **options: Unpack[TurnOptions]
     ) -> Growing:
         """Answer the last message again, with a new seed where tokens are drawn and none is given. Gives the answer as
         `stream` does; it takes the place of the one before once there is something of it.

@@ -302,8 +302,7 @@ def test_what_runs_the_shipped_model_is_what_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "source"),
-    [("add_a_family", "engines/families/qwen.py"), ("add_a_kernel", "kernels/images/contract.py")],
+    ("name", "source"), [("add_a_family", "engines/families/qwen.py"), ("add_a_kernel", "kernels/images/contract.py")]
 )
 def test_excerpts_are_the_code_s(name: str, source: str) -> None:
     """The lines of an indented block stand in the source in this order; others may stand between them."""

@@ -162,11 +162,7 @@ def _compared(own: Sequence[BenchRun], yardstick: Sequence[BenchRun]) -> dict[st
         "compared": len(own),
         "equal": len(own) - len(different),
         "differences": [
-            {
-                "prompt": run.prompt,
-                "repeat": run.repeat,
-                "token": common_beginning(run.token_ids, expected[run.prompt]),
-            }
+            {"prompt": run.prompt, "repeat": run.repeat, "token": common_beginning(run.token_ids, expected[run.prompt])}
             for run in different
         ],
     }

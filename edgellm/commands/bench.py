@@ -32,11 +32,7 @@ _Asking = TypeVar("_Asking", bound="BenchPrompt | Example")
 
 
 class BenchOptions(
-    options.ModelOptions,
-    options.PromptOptions,
-    options.SamplingOptions,
-    options.ComputingOptions,
-    options.LogOptions,
+    options.ModelOptions, options.PromptOptions, options.SamplingOptions, options.ComputingOptions, options.LogOptions
 ):
     prompts: Path | None = option(
         "A prompt a line, or JSON lines with prompt, messages or turns, and task [default: a few]."

@@ -40,11 +40,7 @@ class FolderOptions(options.LogOptions):
 
 
 class BuildOptions(
-    options.ModelOption,
-    options.ChatTemplateOption,
-    options.ToolOptions,
-    FolderOptions,
-    options.ComputingOptions,
+    options.ModelOption, options.ChatTemplateOption, options.ToolOptions, FolderOptions, options.ComputingOptions
 ):
     prompt: str | None = option("The system prompt.", is_free=True)
     file: Path | None = option("Read the system prompt from a file.", "--file", "-f")

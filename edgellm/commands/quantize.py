@@ -35,7 +35,7 @@ class QuantizeOptions(Options):
     target: Path = argument("The checkpoint directory to make.", default=...)
     bits: int = option("Bits of a weight: 4, or 8 with a scale for each row.", default=4)
     group_size: int | None = option(
-        "Columns that share a scale: 32, 64 or 128, with 4 bits alone [default: the largest that divides all rows].",
+        "Columns that share a scale: 32, 64 or 128, with 4 bits alone [default: the largest that divides all rows]."
     )
     asymmetric: bool = option("Give each scale a zero point: better, and a little larger.")
     method: str | None = option(

@@ -133,10 +133,7 @@ class Preparation:
         return len(self._prompt(request).token_ids)
 
     def system_prompt(
-        self,
-        prompt: SystemPrompt,
-        tools: Tools | None = None,
-        template_variables: Mapping[str, Any] | None = None,
+        self, prompt: SystemPrompt, tools: Tools | None = None, template_variables: Mapping[str, Any] | None = None
     ) -> tuple[list[int], Sequence[PreparedImage]]:
         """The tokens that every conversation under a system prompt begins with, and its images.
 

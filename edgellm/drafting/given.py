@@ -171,12 +171,7 @@ class GivenDrafting:
             self.index.close(said.history)
 
     def choose(
-        self,
-        runner: Runs,
-        sequences: Sequence[Drafted],
-        room: int,
-        begun: bool = False,
-        waited: bool = False,
+        self, runner: Runs, sequences: Sequence[Drafted], room: int, begun: bool = False, waited: bool = False
     ) -> tuple[DraftPlan, list[GivenTree]] | None:
         """The best round of given candidates for sequences in the leading slots, all of whose tokens are known and none
         of which takes more than `room` tokens; None where something else is better, there is nothing to propose, or a

@@ -288,8 +288,7 @@ class Service:
 
     async def _metrics(self, request: Request) -> Response:
         return PlainTextResponse(
-            self._llm.metrics_text() + "\n".join([*self._metric_lines(), ""]),
-            media_type="text/plain; version=0.0.4",
+            self._llm.metrics_text() + "\n".join([*self._metric_lines(), ""]), media_type="text/plain; version=0.0.4"
         )
 
     def _metric_lines(self) -> list[str]:

@@ -114,10 +114,7 @@ class ObservedRunner:
         self._end_handling()
         self._steps += 1
         details = {"step": self._steps, **details}
-        with (
-            self._observer.host_span(LAUNCH, **details),
-            self._observer.device_span(self.backend, name, **details),
-        ):
+        with self._observer.host_span(LAUNCH, **details), self._observer.device_span(self.backend, name, **details):
             return _ObservedResult(cache(partial(self.wait, launch(), self._steps)))
 
     def _end_handling(self) -> None:

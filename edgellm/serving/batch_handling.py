@@ -93,10 +93,7 @@ def _result(
 
 
 def serve_all(
-    engine: Engine,
-    metrics: Metrics,
-    states: Sequence[RequestState | EdgeLLMError],
-    callbacks: Sequence[OnChunk | None],
+    engine: Engine, metrics: Metrics, states: Sequence[RequestState | EdgeLLMError], callbacks: Sequence[OnChunk | None]
 ) -> list[Response | Exception]:
     """Answer requests with an engine in this thread, and call each one's callback between rounds.
 

@@ -14,12 +14,7 @@ from edgellm.engines.formats.small_files import TEMPLATE_BYTES, read_text
 from edgellm.engines.formats.strict_formats import parse_json
 from edgellm.errors import EngineDirectoryError, RequestError, TemplateError
 from edgellm.text.messages import SYSTEM_ROLES, shown_texts
-from edgellm.text.template_budget import (
-    LimitExceeded,
-    TemplateLimits,
-    TemplateRaised,
-    run_with_budget,
-)
+from edgellm.text.template_budget import LimitExceeded, TemplateLimits, TemplateRaised, run_with_budget
 from edgellm.text.template_trials import TOOL, TemplateTrials
 
 #: The folder of a model's further templates.

@@ -115,11 +115,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self) -> None:
         super().__init__(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[loopcontrols, _Language],
-            finalize=_finalize,
-            cache_size=0,
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Language], finalize=_finalize, cache_size=0
         )
         self.optimized = False  # nothing is computed at compile time that could be left for the rendering
         self.concat = concatenated  # type: ignore[method-assign]

@@ -180,9 +180,7 @@ class Tokenizer:
         calls = EarlierCalls(given, self.write_calls, template)
         rendered = calls.put_into(
             template.render(
-                calls.values,
-                self.special_tokens,
-                add_generation_prompt=add_generation_prompt and final is None,
+                calls.values, self.special_tokens, add_generation_prompt=add_generation_prompt and final is None
             )
         )
         if final is not None:

@@ -25,11 +25,7 @@ class VisionEncoder:
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        directory: EngineDirectory,
-        vision_directory: EngineDirectory,
-        metrics: Metrics,
+        self, backend: Backend, directory: EngineDirectory, vision_directory: EngineDirectory, metrics: Metrics
     ) -> None:
         vision, config = vision_directory.vision, directory.config
         if vision is None:

@@ -56,11 +56,7 @@ from edgellm.kernels.decode.contract import (
     padded_columns,
     padded_ranks,
 )
-from edgellm.kernels.decode.geometries import (
-    linear_residual_shared_bytes,
-    norm_linear_shared_bytes,
-    norm_shared_bytes,
-)
+from edgellm.kernels.decode.geometries import linear_residual_shared_bytes, norm_linear_shared_bytes, norm_shared_bytes
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_clocks, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, fastest, few_rows_clocks, many_rows_clocks

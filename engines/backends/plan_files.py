@@ -187,10 +187,7 @@ def find_plan(
 
 
 def load_or_build_plan(
-    directory: EngineDirectory,
-    shape: EngineShape,
-    platform: Platform,
-    build: Callable[[], bytes] | None = None,
+    directory: EngineDirectory, shape: EngineShape, platform: Platform, build: Callable[[], bytes] | None = None
 ) -> tuple[bytes, bool]:
     """The verified bytes of a plan, and whether it was built just now.
 

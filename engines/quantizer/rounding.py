@@ -30,10 +30,7 @@ _SMALLEST = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126}
 
 
 def quantize_rows(
-    weights: np.ndarray,
-    format: WeightFormat,
-    factors: np.ndarray | None = None,
-    clipping: Clipping = CLIPPING,
+    weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None = None, clipping: Clipping = CLIPPING
 ) -> PackedWeight:
     """The weight float32 [N, K] in an integer `format`, each group of columns of a row by itself.
 

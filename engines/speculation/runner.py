@@ -207,11 +207,7 @@ class DecodingRunner:
         return progress.launched(StepReadback(progress, batch, None, emitted, full))
 
     def round(
-        self,
-        batch: int,
-        plan: DraftPlan,
-        rules: StepRules | None = None,
-        trees: Sequence[GivenTree] | None = None,
+        self, batch: int, plan: DraftPlan, rules: StepRules | None = None, trees: Sequence[GivenTree] | None = None
     ) -> StepReadback:
         """Draft, or take the given `trees`, and verify for the `batch` leading slots; what they got is in the readback.
 

@@ -299,11 +299,7 @@ class AcceptanceKernels(Protocol):
 
     @limited(_check_emitted)
     def advance_accepted(
-        self,
-        accepted: Accepted,
-        state: SequenceState,
-        pending: Pending,
-        emitted: Annotated[OwnArray, "BN int32"],
+        self, accepted: Accepted, state: SequenceState, pending: Pending, emitted: Annotated[OwnArray, "BN int32"]
     ) -> None:
         """Take the n accepted tokens of each active slot into its state.
 

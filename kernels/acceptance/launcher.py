@@ -98,12 +98,7 @@ class CudaAcceptance(Launcher):
         return _ROW_BYTES * batch * tree_size
 
     def eagle_accept(
-        self,
-        logits: DeviceArray,
-        tree: TreeNodes,
-        active: DeviceArray,
-        accepted: Accepted,
-        workspace: DeviceArray,
+        self, logits: DeviceArray, tree: TreeNodes, active: DeviceArray, accepted: Accepted, workspace: DeviceArray
     ) -> None:
         """Greedy acceptance in one launch; see the contract."""
         arguments = (logits, tree, active, accepted, workspace)

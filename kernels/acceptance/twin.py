@@ -35,12 +35,7 @@ class NumpyAcceptance:
         self._sampling = NumpySampling()
 
     def process_tree_logits(
-        self,
-        logits: np.ndarray,
-        token_counts: np.ndarray,
-        tree: TreeNodes,
-        rows: np.ndarray,
-        processed: np.ndarray,
+        self, logits: np.ndarray, token_counts: np.ndarray, tree: TreeNodes, rows: np.ndarray, processed: np.ndarray
     ) -> None:
         """Penalties and temperature of every node; see the contract."""
         sizes = _check("process_tree_logits", logits, token_counts, tree, rows, processed)

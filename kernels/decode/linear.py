@@ -279,11 +279,7 @@ class CudaDecodeKernels:
         return Launch(self.module, kernel, (-(-x.size // (8 * THREADS)), 1, 1), THREADS, 0, arguments)
 
     def norm_residual(
-        self,
-        normed: NormedInput,
-        residual: DeviceArray,
-        output: DeviceArray,
-        selected: DeviceArray | None = None,
+        self, normed: NormedInput, residual: DeviceArray, output: DeviceArray, selected: DeviceArray | None = None
     ) -> Launch:
         """See `NumpyDecodeKernels.norm_residual`, of up to 65,535 rows; the output may be the residual where no rows
         are selected."""
@@ -376,13 +372,7 @@ class CudaDecodeKernels:
         return linear_kernel(name, self._type, f"decode::{geometry}", *adapted)
 
     def _launch(
-        self,
-        kernel: Kernel,
-        geometry: Geometry,
-        tiles: int,
-        linear: LinearWeights,
-        shared_bytes: int,
-        arguments: Any,
+        self, kernel: Kernel, geometry: Geometry, tiles: int, linear: LinearWeights, shared_bytes: int, arguments: Any
     ) -> Launch:
         """The launch with units of `tiles` times 8 weight rows."""
         units, low_units = (-(-rows // (8 * tiles)) for rows in (linear.weight.shape[0], linear.low_rows))

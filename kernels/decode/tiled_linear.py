@@ -21,14 +21,7 @@ from edgellm.kernels.decode.arguments import (
     linear_argument,
     rows_of,
 )
-from edgellm.kernels.decode.contract import (
-    MAX_TILED_ROWS,
-    STEP,
-    Kept,
-    LinearWeights,
-    activation_number,
-    padded_columns,
-)
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, STEP, Kept, LinearWeights, activation_number, padded_columns
 from edgellm.kernels.decode.packed_linear import PackedTiling, packed_kernel, packed_tilings
 from edgellm.kernels.decode.packed_tiles import LEAST_ROWS, PackedTiles, packed_tiles, tiles_kernel
 from edgellm.kernels.decode.tilings import (
@@ -88,10 +81,7 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: 
 def direct_kernel(name: str, dtype: str, tiling: DirectTiling | GroupTiling, columns: int) -> Kernel:
     """A kernel of direct_linear.cu or group_linear.cu for matrices of so many columns, or of others whose slices end as
     often."""
-    macros = (
-        ("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES),
-        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
-    )
+    macros = (("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES), ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)))
     every, chosen = slices_end_every(columns), f"{CUDA_TYPES[dtype]}, {tiling.rows // 16}, {tiling.weight_tiles}"
     if isinstance(tiling, GroupTiling):
         expression = f"decode::direct::group_{name}<{chosen}, {tiling.depth}, {every}>"

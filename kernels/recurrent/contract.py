@@ -274,19 +274,13 @@ class RecurrentArrays(Protocol):
 
     @limited(_check_heads)
     def separate_gates(
-        self,
-        value: Annotated[OwnArray, "BTV mixed"],
-        heads: GatedHeads,
-        qkv: Annotated[OwnArray, "BTQ mixed"],
+        self, value: Annotated[OwnArray, "BTV mixed"], heads: GatedHeads, qkv: Annotated[OwnArray, "BTQ mixed"]
     ) -> Launchable:
         """`qkv`, of the dtype of `value`: its query, key and value heads without the gates."""
 
     @limited(_check_heads)
     def sigmoid_gate(
-        self,
-        value: Annotated[OwnArray, "BTV mixed"],
-        heads: GatedHeads,
-        context: Annotated[OwnArray, "BTO compute"],
+        self, value: Annotated[OwnArray, "BTV mixed"], heads: GatedHeads, context: Annotated[OwnArray, "BTO compute"]
     ) -> Launchable:
         """Multiply `context`, where it is, by the sigmoid of the gates in `value`."""
 

@@ -10,13 +10,7 @@ from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.portable_math import fixed_point_exp, gumbel, log
 from edgellm.kernels.random_numbers import philox_4x32
-from edgellm.kernels.sampling.contract import (
-    IN_PROMPT,
-    ModelTables,
-    SamplingKernels,
-    SequenceState,
-    StepInputs,
-)
+from edgellm.kernels.sampling.contract import IN_PROMPT, ModelTables, SamplingKernels, SequenceState, StepInputs
 from edgellm.kernels.sampling.record import penalizes, records
 
 _check = Contracts(SamplingKernels, np.ndarray)

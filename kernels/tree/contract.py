@@ -177,11 +177,7 @@ class TreeKernels(Protocol):
 
     @limited(_check_expansion)
     def expand_frontier(
-        self,
-        level: Level,
-        logits: Annotated[OwnArray, "BnU float32"],
-        candidates: Candidates,
-        expansion: Expansion,
+        self, level: Level, logits: Annotated[OwnArray, "BnU float32"], candidates: Candidates, expansion: Expansion
     ) -> None:
         """Write the candidates of `level`: the likeliest continuations of the root or of each frontier node.
 

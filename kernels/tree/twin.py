@@ -304,12 +304,7 @@ def _write_mask(mask: np.ndarray, committed: int, rows: list[list[int]]) -> None
 
 
 def _build_tree(
-    root: int,
-    candidates: Candidates,
-    count: int,
-    tree: TreeNodes,
-    known: list[tuple[int, int]],
-    same: list[int],
+    root: int, candidates: Candidates, count: int, tree: TreeNodes, known: list[tuple[int, int]], same: list[int]
 ) -> list[list[int]]:
     """Lay out the root, the given nodes `known` and the selected ones of the first `count` candidates of one sequence,
     as its `tree`. `same` are the candidates that given nodes are.

@@ -97,9 +97,7 @@ def test_the_distance_to_a_reference(
     assert 0 < found["mean_kl"] < found["percentile_99_kl"] <= found["largest_kl"]
     assert found["equal_tokens"] == 159 - len(found["differences"]) and len(found["differences"]) > SHOWN_DIFFERENCES
     first = found["differences"][0]
-    assert set(first) == {
-        *("window", "position", "reference_token", "token", "margin", "reference_text", "text"),
-    }
+    assert set(first) == {*("window", "position", "reference_token", "token", "margin", "reference_text", "text")}
     largest = max(each["margin"] for each in found["differences"])
     assert f"against {other_engines}" in out and f"{largest:.4f}" in out and "perplexity of the reference" in out
     assert f"and {len(found['differences']) - SHOWN_DIFFERENCES} more, with smaller margins" in out

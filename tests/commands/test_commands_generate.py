@@ -307,10 +307,7 @@ def test_top_level_knows_its_commands(edgellm):
     ("asked", "modules"),
     [
         ("create_app()", {"app", "console"}),
-        (
-            "load_command('generate')",
-            {"app", "console", "descriptions", "generate", "images", "models", "settings"},
-        ),
+        ("load_command('generate')", {"app", "console", "descriptions", "generate", "images", "models", "settings"}),
     ],
 )
 def test_only_the_command_asked_for_is_imported(asked, modules):

@@ -48,7 +48,7 @@ URGENT = [
     ],
 ]
 ASKED: list[Any] = [
-    {"role": "user", "content": [{"type": "image", "image": SCENES[0]}, {"type": "text", "text": "What do you see?"}]},
+    {"role": "user", "content": [{"type": "image", "image": SCENES[0]}, {"type": "text", "text": "What do you see?"}]}
 ]
 DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=60, repetition_penalty=1.1, logprobs=2)
 

@@ -121,10 +121,7 @@ CALLING = [
             "{% for m in messages %}{% set c = m['content'] %}{% if c is not none %}{{ c + '!' }}{% else %}-{% endif %};{% endfor %}",
             "Look.!;-;a cup!;",
         ),
-        (
-            "{% for m in messages %}{{ '-' if m.content == None else m.content }};{% endfor %}",
-            "Look.;-;a cup;",
-        ),
+        ("{% for m in messages %}{{ '-' if m.content == None else m.content }};{% endfor %}", "Look.;-;a cup;"),
         # Fails on None; prints it; says null; tests for it in one place and prints it in another.
         ("{% for m in messages %}{{ m.role + m.content }};{% endfor %}", "userLook.;assistant;toola cup;"),
         ("{% for m in messages %}{{ m.content | trim }};{% endfor %}", "Look.;;a cup;"),
@@ -132,10 +129,7 @@ CALLING = [
             "{% for m in messages %}{{ m.content if m.content is string else m.content | tojson }};{% endfor %}",
             "Look.;;a cup;",
         ),
-        (
-            "{% for m in messages %}{% if m.content is none %}!{% endif %}{{ m.content }};{% endfor %}",
-            "Look.;;a cup;",
-        ),
+        ("{% for m in messages %}{% if m.content is none %}!{% endif %}{{ m.content }};{% endfor %}", "Look.;;a cup;"),
         (
             "{% for m in messages %}{% if m.content %}{{ m.content }}{% else %}-{% endif %};{% endfor %}",
             "Look.;-;a cup;",

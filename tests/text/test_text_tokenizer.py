@@ -6,14 +6,7 @@ import json
 import random
 
 import pytest
-from byte_level_tokenizer import (
-    END,
-    LIBRARIES,
-    START,
-    WIDE,
-    byte_level,
-    specials,
-)
+from byte_level_tokenizer import END, LIBRARIES, START, WIDE, byte_level, specials
 from rendered_chats import rendered_chat
 from tokenizers import AddedToken, normalizers, processors
 from tokenizers import Tokenizer as LibraryTokenizer

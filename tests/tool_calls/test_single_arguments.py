@@ -255,8 +255,7 @@ def test_values_between_tags_as_models_write_them(value: str, parsed: Any) -> No
 
 
 @pytest.mark.parametrize(
-    "end",
-    ["<parameter=at>\ncup\n</parameter>\n</tool_call>", "<parameter=at>\ncup\n</function>\n", "<param"],
+    "end", ["<parameter=at>\ncup\n</parameter>\n</tool_call>", "<parameter=at>\ncup\n</function>\n", "<param"]
 )
 def test_tags_that_are_missing_break_the_call(end: str) -> None:
     (call,), _, error = called("qwen3_coder", f"<tool_call>\n<function=look>\n{end}", {"name": "look", "strict": False})

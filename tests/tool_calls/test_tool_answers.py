@@ -134,13 +134,7 @@ def test_drafted_answers_call_as_plain_ones_do(engines: Path, temperature: float
     for drafting in (None, DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12)):
         with LLM(engines, backend="numpy", drafting=drafting) as llm:
             requests = [
-                Request(
-                    messages=HELLO,
-                    params=params,
-                    tools=TOOLS,
-                    tool_choice=choice,
-                    structure=structure,
-                )
+                Request(messages=HELLO, params=params, tools=TOOLS, tool_choice=choice, structure=structure)
                 for seed in range(2)
                 for structure in (None, PARAMETERS)
                 for choice, params in (

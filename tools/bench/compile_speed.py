@@ -114,11 +114,7 @@ def main() -> None:
     total = 0.0
     drafted = EngineLimits(1, 512, 4096, 10, 6, 60)
     uses: list[tuple[str, list[tuple[Any, EngineShape]], list[ModuleSource]]] = [
-        (
-            "plain, greedy",
-            [(BASE, s) for s in plain.engine_shapes()],
-            [step_source(arguments.dtype)],
-        ),
+        ("plain, greedy", [(BASE, s) for s in plain.engine_shapes()], [step_source(arguments.dtype)]),
         ("drawn tokens", [], [DRAWING]),
         (
             "a draft",

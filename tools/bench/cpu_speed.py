@@ -62,11 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    results = {
-        **provenance(),
-        "tokens_per_second": tokens_per_second(),
-        "first_token_seconds": first_token_seconds(),
-    }
+    results = {**provenance(), "tokens_per_second": tokens_per_second(), "first_token_seconds": first_token_seconds()}
     report(results, arguments.output)
 
 

@@ -40,14 +40,7 @@ from gpu_timer import gpu_milliseconds
 from probes import executor_name, state_traffic, weight_bytes
 from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, SHAPES, checkpoint_in
-from random_model import (
-    WEIGHTS,
-    RandomDirectory,
-    loop_milliseconds,
-    random_prompt,
-    random_runner,
-    shape_directory,
-)
+from random_model import WEIGHTS, RandomDirectory, loop_milliseconds, random_prompt, random_runner, shape_directory
 
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.families import decoder_config

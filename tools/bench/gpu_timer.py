@@ -8,11 +8,7 @@ from typing import Any
 
 
 def gpu_milliseconds(
-    stream: Any,
-    step: Callable[[], Any],
-    repeats: int,
-    series: int = 5,
-    before: Callable[[], Any] = lambda: None,
+    stream: Any, step: Callable[[], Any], repeats: int, series: int = 5, before: Callable[[], Any] = lambda: None
 ) -> float:
     """Median over the series, each of so many repeats, of the milliseconds of one `step`.
 

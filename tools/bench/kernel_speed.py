@@ -263,12 +263,7 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
                 bench.report(f"{name} without {left_out}", rows, bench.microseconds([enqueue], "step"))
 
 
-SECTIONS = {
-    "steps": time_steps,
-    "attention": time_attention,
-    "linear": time_linear,
-    "variants": time_variants,
-}
+SECTIONS = {"steps": time_steps, "attention": time_attention, "linear": time_linear, "variants": time_variants}
 
 
 def main() -> None:

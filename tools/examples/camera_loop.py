@@ -133,11 +133,7 @@ def ask(llm: LLM, frame: Frame, question: str, params: SamplingParams = PARAMS) 
 
 
 def watch(
-    llm: LLM,
-    camera: Camera,
-    questions: Iterator[tuple[float, str]],
-    seconds: float,
-    tell: Callable[[Answer], None],
+    llm: LLM, camera: Camera, questions: Iterator[tuple[float, str]], seconds: float, tell: Callable[[Answer], None]
 ) -> int:
     """Answer questions for so many seconds; returns how many were given up for a newer one."""
     end, given_up = time.perf_counter() + seconds, 0

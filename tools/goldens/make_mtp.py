@@ -22,11 +22,7 @@ from golden_folders import VERSIONS, draw_tensors, golden_folder, whole, write_f
 from make_drafts import TOKENS, expected_values
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
-from transformers.models.qwen3_5.modeling_qwen3_5 import (
-    Qwen3_5DecoderLayer,
-    Qwen3_5RMSNorm,
-    Qwen3_5TextRotaryEmbedding,
-)
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5RMSNorm, Qwen3_5TextRotaryEmbedding
 
 BASES = ("qwen3_5_text", "qwen3_5_tied")
 CHAIN = 3
@@ -77,10 +73,9 @@ def make_head(name: str, directory: Path) -> None:
     """Write the tensors of one head and what is computed with them."""
     seed = 1900 + BASES.index(name)
     torch.manual_seed(seed)
-    model_class = {
-        "qwen3_5_text": Qwen3_5ForCausalLM,
-        "qwen3_5": Qwen3_5ForConditionalGeneration,
-    }[json.loads((_DECODERS / name / "config.json").read_text())["model_type"]]
+    model_class = {"qwen3_5_text": Qwen3_5ForCausalLM, "qwen3_5": Qwen3_5ForConditionalGeneration}[
+        json.loads((_DECODERS / name / "config.json").read_text())["model_type"]
+    ]
     base = model_class.from_pretrained(_DECODERS / name, dtype=torch.float32, attn_implementation="eager")
     base_config = AutoConfig.from_pretrained(_DECODERS / name)
     config, dtype = base_config.get_text_config(), base_config.dtype

@@ -30,12 +30,7 @@ from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import (
-    AutoImageProcessor,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlavaForConditionalGeneration,
-)
+from transformers import AutoImageProcessor, AutoModelForCausalLM, AutoTokenizer, LlavaForConditionalGeneration
 
 from edgellm import LLM, SamplingParams
 from edgellm.engines.building.builder import build_engine_directory

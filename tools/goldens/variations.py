@@ -98,12 +98,7 @@ _LONGROPE = {
     "long_factor": [1.5, 2.5, 4.0, 7.0],
 }
 
-_GRANITE = {
-    "embedding_multiplier": 6.0,
-    "residual_multiplier": 0.3,
-    "attention_multiplier": 0.2,
-    "logits_scaling": 1.5,
-}
+_GRANITE = {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2, "logits_scaling": 1.5}
 _FAR_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1000000.0,
@@ -173,12 +168,7 @@ VARIATIONS = {
     "qwen2_yarn": Variation(
         "qwen2",
         {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48},
-        {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-        },
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
         layout="old",
     ),
     "llama_longrope_short": Variation(
@@ -196,8 +186,7 @@ VARIATIONS = {
     "ministral3": Variation("ministral3", {"head_dim": 16, "max_position_embeddings": 128}, _FAR_YARN),
     "seed_oss": Variation("seed_oss", {"head_dim": 10, "attention_out_bias": False}),
     "seed_oss_biases": Variation(
-        "seed_oss",
-        {**_ONE_LAYER, "head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+        "seed_oss", {**_ONE_LAYER, "head_dim": 8, "attention_bias": False, "attention_out_bias": True, "mlp_bias": True}
     ),
     "cwm": Variation(
         "cwm",
@@ -396,13 +385,7 @@ ROTARY_CASES: dict[str, tuple[int, dict[str, Any], int]] = {
     ),
     "yarn_not_truncated": (
         16384,
-        {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-            **_PLAIN,
-        },
+        {"rope_type": "yarn", "factor": 4.0, "truncate": False, "original_max_position_embeddings": 4096, **_PLAIN},
         4096,
     ),
     # Both ends of the ramp fall on the first frequency.

@@ -51,8 +51,7 @@ def test_values_grow_with_the_chunk() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "is_packed", "expected"),
-    [(SMALL, True, 2048), (LARGE, False, 2048), (LARGE, True, 512)],
+    ("config", "is_packed", "expected"), [(SMALL, True, 2048), (LARGE, False, 2048), (LARGE, True, 512)]
 )
 def test_wide_packed_models_take_shorter_chunks(config: DecoderConfig, is_packed: bool, expected: int) -> None:
     config = replace(config, max_position_embeddings=8192)

@@ -19,13 +19,7 @@ from edgellm.engines.backends.plan_files import Platform, load_or_build_plan
 from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.building.builder import build_engine_directory, refresh_plans
 from edgellm.engines.directories.engine_directory import EngineDirectory
-from edgellm.engines.errors import (
-    BuildError,
-    CheckpointError,
-    EngineDirectoryError,
-    PlanError,
-    UnsupportedModelError,
-)
+from edgellm.engines.errors import BuildError, CheckpointError, EngineDirectoryError, PlanError, UnsupportedModelError
 from edgellm.engines.formats.digests import recall_digest
 from edgellm.engines.model.limits import EngineLimits
 

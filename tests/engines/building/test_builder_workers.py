@@ -39,8 +39,7 @@ def children() -> Callable[[], set[int]]:
 
 
 @pytest.mark.parametrize(
-    "workers",
-    [0, None, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)],
+    "workers", [0, None, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
 )
 def test_every_shape_is_built_once(
     directory: EngineDirectory, workers: int | None, children: Callable[[], set[int]]

@@ -79,12 +79,7 @@ def values_of(checkpoint: Checkpoint, shape: tuple[int, int]) -> np.ndarray:
 @pytest.mark.parametrize(("head", "embedding"), KINDS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_answers_are_those_of_a_dense_head_of_the_same_values(
-    tied: bool,
-    head: str,
-    embedding: str,
-    make_checkpoint: Callable[..., Path],
-    tiny_draft: Path,
-    tmp_path: Path,
+    tied: bool, head: str, embedding: str, make_checkpoint: Callable[..., Path], tiny_draft: Path, tmp_path: Path
 ) -> None:
     if embedding == "head" and not tied:
         pytest.skip("an embedding of its own stays")
@@ -221,21 +216,13 @@ def test_files_without_a_packed_head_are_as_they_were(tiny_checkpoint: Path, tmp
     [
         ({}, {"head": "int2"}, "--head is 'int2': expected one of as-published, int8, int4"),
         ({}, {"head": "int8", "embedding": "none"}, "--embedding is 'none': expected one of auto, as-published, head"),
-        (
-            {"hidden_size": 80},
-            {"head": "int4"},
-            "rows of 80 columns are no whole groups of 128, 64, 32: take",
-        ),
+        ({"hidden_size": 80}, {"head": "int4"}, "rows of 80 columns are no whole groups of 128, 64, 32: take"),
         ({}, {"embedding": "head"}, "--embedding is head, but the head is as published"),
         ({"tie_word_embeddings": False}, {"head": "int8", "embedding": "head"}, "is not the head's table"),
     ],
 )
 def test_heads_that_cannot_be_are_refused(
-    changes: dict[str, Any],
-    options: dict[str, str],
-    message: str,
-    make_checkpoint: Callable[..., Path],
-    tmp_path: Path,
+    changes: dict[str, Any], options: dict[str, str], message: str, make_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = make_checkpoint(tmp_path / "source", **changes)
     with pytest.raises(BuildError, match=message):

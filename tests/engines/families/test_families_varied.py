@@ -82,7 +82,7 @@ def test_phi() -> None:
     assert decoder_config(PHI_3_MINI_4K | {"num_key_value_heads": None}) == config
     names = [name for spec in decoder_weights(config) for name, _ in spec.parts if "layers.0." in name]
     assert [name.rsplit(".", 2)[1] for name in names] == [
-        *("input_layernorm", "qkv_proj", "o_proj", "post_attention_layernorm", "gate_up_proj", "down_proj"),
+        *("input_layernorm", "qkv_proj", "o_proj", "post_attention_layernorm", "gate_up_proj", "down_proj")
     ]
     assert (decoder_config(PHI_4).sliding_window, decoder_config(PHI_4).rope_theta) == (None, 250000.0)
     tied = decoder_config(PHI_4 | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True})

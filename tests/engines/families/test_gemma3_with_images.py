@@ -82,16 +82,8 @@ def test_what_the_file_leaves_out_is_that_of_the_class() -> None:
 @pytest.mark.parametrize(
     ("config", "error", "message"),
     [
-        (
-            changed(mm_tokens_per_image=255),
-            CheckpointError,
-            "mm_tokens_per_image is 255, expected the square of",
-        ),
-        (
-            changed(mm_tokens_per_image=9),
-            CheckpointError,
-            "that divides 64, the patches along",
-        ),
+        (changed(mm_tokens_per_image=255), CheckpointError, "mm_tokens_per_image is 255, expected the square of"),
+        (changed(mm_tokens_per_image=9), CheckpointError, "that divides 64, the patches along"),
         (changed(mm_tokens_per_image=0), CheckpointError, "mm_tokens_per_image is 0, expected a whole number from 1"),
         (changed(image_token_index="x"), CheckpointError, 'image_token_index is "x", expected a token id'),
         (changed(boi_token_index=-1), CheckpointError, "boi_token_index is -1, expected a token id"),

@@ -213,12 +213,7 @@ def images_at(*spans: tuple[int, int]) -> PromptImages:
 
 @pytest.mark.parametrize(
     ("first", "stop", "seen"),
-    [
-        (0, 12, [0, 1, 2, 5, 5, 5, 6, 7, 10, 10, 10, 11]),
-        (3, 8, [5, 5, 5, 6, 7]),
-        (4, 5, [5]),
-        (6, 8, [6, 7]),
-    ],
+    [(0, 12, [0, 1, 2, 5, 5, 5, 6, 7, 10, 10, 10, 11]), (3, 8, [5, 5, 5, 6, 7]), (4, 5, [5]), (6, 8, [6, 7])],
 )
 def test_the_last_token_that_each_sees(first: int, stop: int, seen: Sequence[int]) -> None:
     images = images_at((3, 3), (8, 3))

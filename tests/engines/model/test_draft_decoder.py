@@ -51,11 +51,7 @@ def positions_of(table: np.ndarray, starts: np.ndarray, depths: np.ndarray, visi
         mask[b, :, :, : start - visible.shape[1] + tokens] = True
         mask[b, 0, :, start - visible.shape[1] + tokens : start + tokens] = visible
     cos_sin = np.stack([table[start - visible.shape[1] + tokens + depths] for start in starts])
-    return {
-        "rope_rotary_cos_sin": cos_sin,
-        "attention_mask": mask,
-        "kvcache_start_index": np.asarray(starts, np.int32),
-    }
+    return {"rope_rotary_cos_sin": cos_sin, "attention_mask": mask, "kvcache_start_index": np.asarray(starts, np.int32)}
 
 
 class Base:
@@ -262,12 +258,7 @@ def test_features_do_not_change_the_logits(name: str) -> None:
         np.testing.assert_array_equal(Base(name, layers).prefill(token_ids)["logits"], plain["logits"])
 
 
-TREES = {
-    "chain": [-1, 0, 1, 2],
-    "bushy": [-1, 0, 0, 0, 1, 1, 3, 4, 6],
-    "depth one": [-1, 0, 0, 0],
-    "root alone": [-1],
-}
+TREES = {"chain": [-1, 0, 1, 2], "bushy": [-1, 0, 0, 0, 1, 1, 3, 4, 6], "depth one": [-1, 0, 0, 0], "root alone": [-1]}
 
 
 @pytest.mark.parametrize("tree", TREES)

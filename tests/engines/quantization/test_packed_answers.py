@@ -52,10 +52,7 @@ def params(number: int) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def engines(
-    tiny_checkpoint: Path,
-    tiny_draft: Path,
-    make_adapter: Callable[..., Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    tiny_checkpoint: Path, tiny_draft: Path, make_adapter: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
     """The packed tiny model with a packed draft and an adapter, and the dense twins of both."""
     folder = tmp_path_factory.mktemp("packed")

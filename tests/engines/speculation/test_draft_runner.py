@@ -19,9 +19,7 @@ TOKENS = np.array([(11 * index + 5) % 300 for index in range(20)], np.int32)
 
 @pytest.fixture(params=[1, 3])
 def eagle(
-    request: pytest.FixtureRequest,
-    make_engines: Callable[..., EngineDirectory],
-    open_eagle: Callable[..., object],
+    request: pytest.FixtureRequest, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> Iterator[DecodingRunner]:
     with open_eagle(make_engines(request.param, agreeing=False)) as runner:
         yield runner

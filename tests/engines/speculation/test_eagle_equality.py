@@ -51,9 +51,7 @@ COUNT = 28
     ids=lambda p: "-".join(map(str, p)),
 )
 def eagle(
-    request: pytest.FixtureRequest,
-    make_engines: Callable[..., EngineDirectory],
-    open_eagle: Callable[..., object],
+    request: pytest.FixtureRequest, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> Iterator[DecodingRunner]:
     generation, agreeing, *kv_cache = request.param
     with open_eagle(make_engines(generation, agreeing).with_kv_cache(*kv_cache or (None,))) as runner:

@@ -25,10 +25,7 @@ PLANS = [
     tree(3, 4, 12),
     choices_plan([[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
 ]
-SAMPLINGS = {
-    "greedy": SamplingValues(),
-    "sampled": SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5),
-}
+SAMPLINGS = {"greedy": SamplingValues(), "sampled": SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5)}
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33))]
 COUNT = 32
 
@@ -59,10 +56,7 @@ def answers(runner: DecodingRunner, sampling: SamplingValues, plans: Sequence[Dr
     ],
 )
 def test_captured_rounds_of_fixed_shapes_equal_plain_decoding(
-    generation: str,
-    sampling: str,
-    make_engines: Callable[..., EngineDirectory],
-    open_eagle: Callable[..., object],
+    generation: str, sampling: str, make_engines: Callable[..., EngineDirectory], open_eagle: Callable[..., object]
 ) -> None:
     directory, values = make_engines(int(generation)), SAMPLINGS[sampling]
     with open_eagle(directory) as runner:

@@ -28,13 +28,7 @@ from edgellm.sampling_params import SamplingParams
 pytestmark = pytest.mark.gpu
 
 LIMITS = EngineLimits(max_batch=2, prefill_chunk=16, kv_capacity=128, draft_top_k=4, draft_steps=4, verify_tree_size=16)
-PLANS = [
-    chain(4),
-    chain(1),
-    tree(4, 4, 16),
-    tree(4, 2, 7),
-    choices_plan([[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
-]
+PLANS = [chain(4), chain(1), tree(4, 4, 16), tree(4, 2, 7), choices_plan([[0], [1], [0, 0], [0, 1], [0, 0, 0]])]
 GREEDY = SamplingValues()
 SAMPLED = SamplingValues(1.0, 0, 0.9, 0.0, 1.1, 0.1, 0.05, seed=5)
 PROMPTS = [[(7 * index + 5 * seed) % 250 for index in range(length)] for seed, length in enumerate((20, 3, 33, 11))]

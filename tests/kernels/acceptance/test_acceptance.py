@@ -9,13 +9,7 @@ import pytest
 from kernel_bundles import accepted_arrays, sampling_rows, sequence_state, tree_nodes
 from random_trees import random_trees
 
-from edgellm.kernels.acceptance.contract import (
-    MAXIMUM_ACCEPTED,
-    MAXIMUM_TREE_SIZE,
-    Chain,
-    NodeLogits,
-    TypicalBounds,
-)
+from edgellm.kernels.acceptance.contract import MAXIMUM_ACCEPTED, MAXIMUM_TREE_SIZE, Chain, NodeLogits, TypicalBounds
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.sampling.contract import IN_PROMPT

@@ -170,8 +170,5 @@ def test_products_are_of_the_dtype_that_holds_their_scales(
 def test_what_kernels_do_not_take_is_refused() -> None:
     plain = WeightFormat("int4", 128, False, "float16")
     assert layout_refusal(plain, "float16") is None
-    for changes, dtype, words in (
-        ({"group": 24}, "float16", "multiples of 16"),
-        ({}, "float32", "not in float32"),
-    ):
+    for changes, dtype, words in (({"group": 24}, "float16", "multiples of 16"), ({}, "float32", "not in float32")):
         assert words in (layout_refusal(replace(plain, **changes), dtype) or "")

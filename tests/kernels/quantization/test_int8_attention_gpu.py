@@ -8,12 +8,7 @@ import pytest
 from device_bits import from_bits, relative, to_bits
 from gpu_device import device_copy
 
-from edgellm.kernels.decode.attention import (
-    AttentionGeometry,
-    AttentionShape,
-    attention_launch,
-    attention_partials,
-)
+from edgellm.kernels.decode.attention import AttentionGeometry, AttentionShape, attention_launch, attention_partials
 from edgellm.kernels.decode.contract import AttentionScratch, AttentionStep, AttentionWeights
 from edgellm.kernels.decode.numpy_twins import rotary_embedding
 from edgellm.kernels.prefill.contract import KeyValueRows, RowScales

@@ -271,13 +271,7 @@ def test_a_step_writes_no_mask_of_no_keys():
 def test_rows_of_a_slot_share_its_settings():
     """Three rows for each of two slots: what each would be with settings of its own."""
     rng, wide = np.random.default_rng(6), {}
-    settings = {
-        "temperature": [0.5, 2],
-        "top_k": [7, 0],
-        "top_p": [1, 0.7],
-        "seed": [3, 4],
-        "presence_penalty": [0, 1],
-    }
+    settings = {"temperature": [0.5, 2], "top_k": [7, 0], "top_p": [1, 0.7], "seed": [3, 4], "presence_penalty": [0, 1]}
     for name, values in settings.items():
         wide[name] = np.repeat(values, 3)
     logits, counts = rng.normal(0, 2, (6, 40)).astype(np.float32), rng.integers(0, 3, (6, 40)).astype(np.int32)

@@ -101,9 +101,7 @@ KINDS = {
         can_be_slow=True,
     ),
     "look": _kind(
-        "look look_at lookAt inspect",
-        "(Look at|Turn the camera to|Inspect) (an object|a thing|one object).",
-        "object",
+        "look look_at lookAt inspect", "(Look at|Turn the camera to|Inspect) (an object|a thing|one object).", "object"
     ),
     "point": _kind("point point_at pointAt show", "(Point at|Point to|Show) (an object|a thing|one object).", "object"),
     "go": _kind(
@@ -136,8 +134,7 @@ KINDS = {
     "dance": _kind("dance do_dance", "(Dance|Do a little dance)."),
     "time": _kind("time get_time getTime clock", "(Tell the time|Get the time|Read the clock) (of day|)."),
     "temperature": _kind(
-        "temperature get_temperature getTemperature",
-        "(Measure|Get|Read) the temperature (of the room|in the room|).",
+        "temperature get_temperature getTemperature", "(Measure|Get|Read) the temperature (of the room|in the room|)."
     ),
 }
 #: How often a kind is offered: those with more to copy are harder.

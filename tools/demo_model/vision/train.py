@@ -89,10 +89,7 @@ class Training:
             rows = self.table(torch.from_numpy(sample_cells(self.random, 2048, self.held_out)).to(device))
             self.scale = (rows - rows.mean(0)).square().mean().item()
         self.directions = self.table.directions()
-        layers = itertools.chain(
-            self.learner.eyes.vision_tower.encoder.layers,
-            self.model.model.layers,
-        )
+        layers = itertools.chain(self.learner.eyes.vision_tower.encoder.layers, self.model.model.layers)
         self.compiled = CompiledLayers(layers, self.cuda and not arguments.eager)
         self.examination = Examination(seen_items(11, arguments.items, novel=0.5), tokenizer, device)
         self.usual = Examination(seen_items(13, arguments.items), tokenizer, device)
