@@ -31,7 +31,7 @@ def require(condition: bool, name: str, value: Any, expected: str) -> None:
 
 
 def require_kind(condition: bool, name: str, value: Any, expected: str) -> None:
-    """As `require`, where the type is wrong and the value says less."""
+    """Raises as `require` does, where the type is wrong and the value says less."""
     if not condition:
         raise RequestError(f"{name} is a {type(value).__name__}: expected {expected}")
 

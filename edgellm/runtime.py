@@ -432,7 +432,7 @@ class SpecDecodeRuntime:
         self._contents = [self._empty_contents() for _ in range(self.directory.limits.max_batch)]
 
     def _empty_contents(self) -> KVContents:
-        """Of a slot of which nothing is of use."""
+        """The contents of a slot of which nothing is of use."""
         states = None if self._runner is None else self._runner.base.states
         cut = None if states is None or not states.window_reach else states.cut_windows
         return KVContents(self._states, cut, self.directory.config.image_tokens > 0)

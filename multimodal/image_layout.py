@@ -165,8 +165,8 @@ FILTERS: dict[int, tuple[float, Callable[[float], float]]] = {
 
 @lru_cache(maxsize=32)
 def resampling_weights(size: int, resized: int, resample: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each of `resized` pixels along an axis that had `size`: the first that makes it, [resized] int32, and the
-    weights of K from there on, [resized, K] int32 in units of 2^-22.
+    """The weights of each of `resized` pixels along an axis that had `size`: the first that makes it, [resized] int32,
+    and the weights of K from there on, [resized, K] int32 in units of 2^-22.
 
     `resample` is one of `FILTERS`. The filter is widened where the image shrinks, cut off at its borders, and its
     weights sum to one, then rounded.
@@ -194,7 +194,7 @@ def resampling_weights(size: int, resized: int, resample: int) -> tuple[np.ndarr
 
 @lru_cache(maxsize=32)
 def resampling_axes(size: tuple[int, int], resized: tuple[int, int], resample: int) -> tuple[int, int] | None:
-    """In which order Pillow resizes the axes (0 height, 1 width) of an image; None if as neither order does.
+    """The order in which Pillow resizes the axes (0 height, 1 width) of an image; None if as neither order does.
 
     Releases of Pillow differ in it, and results in pixels where a hard edge overshoots, so it is asked with noise.
     """

@@ -112,7 +112,7 @@ def window_rows(grid: Grid, merge: int, side: int) -> int:
 
 
 def interpolation_taps(grid: Grid, merge: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """For every patch the four entries of a `side` by `side` table around its place, and their weights, [N, 4] each.
+    """The four entries for every patch of a `side` by `side` table around its place, and their weights, [N, 4] each.
 
     Bilinear; the corners of image and table coincide (`align_corners`). float32, as published.
     """

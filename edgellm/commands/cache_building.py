@@ -76,7 +76,7 @@ def build_snapshots(
 
 
 def _replaced_files(wanted: Sequence[CachePrompt], folder: Path, replaces: bool) -> dict[str, list[Path]]:
-    """For every prompt's name the files in the folder that have it, to go once the new one is there.
+    """The files for every prompt's name in the folder that have it, to go once the new one is there.
 
     Raises RequestError for names and files that are in use and not to be replaced, or wanted twice, and SnapshotError
     for an output file that is no snapshot.

@@ -134,7 +134,7 @@ def _parameters(specs: Sequence[WeightSpec]) -> int:
 def _part_facts(
     config: ModelConfig, files: Mapping[str, FileDigest], more: Sequence[WeightSpec] = ()
 ) -> dict[str, Any]:
-    """Of a draft or a vision encoder, which has `more` weights on the host."""
+    """What there is of a draft or a vision encoder, which has `more` weights on the host."""
     return {
         "config": asdict(config),
         "parameters": _parameters([*model_weights(config), *more]),
@@ -143,7 +143,8 @@ def _part_facts(
 
 
 def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
-    """Of each model with packed weights: the method, how many weights are stored how, their bytes, what is not used."""
+    """What packs each model with packed weights: the method, how many weights are stored how, their bytes, what is not
+    used."""
     facts = {}
     for model, quantization in directory.packed_models().items():
         with directory.checkpoints[model]() as checkpoint:
@@ -154,7 +155,8 @@ def _packed_facts(directory: EngineDirectory) -> dict[str, Any]:
 
 
 def _head_facts(directory: EngineDirectory) -> dict[str, Any]:
-    """Of each packed head, by its model: its format, the bytes of its file, and whether tokens are looked up in it."""
+    """What there is of each packed head, by its model: its format, the bytes of its file, and whether tokens are looked
+    up in it."""
     return {
         model: {
             "head": part.config.head,

@@ -93,8 +93,8 @@ def with_cached_prompt(
 def open_model_with(
     settings: Settings, drafting: DraftingConfig | None, adapters: Mapping[str, Path] | None = None
 ) -> LLM:
-    """As `open_model`, but drafting in this way (None: no draft is loaded), with these directories of adapters beside
-    the engine directory's (None: with no adapter at all), and without a snapshot."""
+    """Opens as `open_model` does, but drafting in this way (None: no draft is loaded), with these directories of
+    adapters beside the engine directory's (None: with no adapter at all), and without a snapshot."""
     from edgellm.llm import LLM  # what a wrong option needs not load
 
     template = chosen_template(settings)

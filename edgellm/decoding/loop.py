@@ -311,8 +311,8 @@ class DecodingLoop:
 
 
 def token_logprobs(logits: np.ndarray, token_ids: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """Of each token, drawn from a row of `logits` [n, V] float32 (forbidden ones -inf), and of the `top` likeliest
-    (ties: the lower id)."""
+    """What is known of each token, drawn from a row of `logits` [n, V] float32 (forbidden ones -inf), and of the `top`
+    likeliest (ties: the lower id)."""
     found = []
     for row, token in zip(logits.astype(np.float64), token_ids, strict=True):
         largest = row.max()

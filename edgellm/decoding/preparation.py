@@ -63,7 +63,7 @@ class Preparation:
         vision: VisionEncoder | LazyVisionEncoder | None,
         defaults: ModelDefaults,
     ) -> None:
-        """Without `vision` images are refused."""
+        """Images are refused without `vision`."""
         self._directory, self._tokenizer, self._vision, self._defaults = directory, tokenizer, vision, defaults
         self._capacity, self._unread = directory.limits.kv_capacity, UnreadVariables()
         #: The tokens of system prompts by their JSON: few are asked with again and again.

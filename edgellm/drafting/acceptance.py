@@ -181,7 +181,7 @@ class AcceptanceModel:
                 tallies[depth - 1].accepted += length > depth
 
     def estimates(self) -> dict[str, list[float]]:
-        """For each group a_1, a_2, ..., each given that the depth before was accepted."""
+        """The shares a_1, a_2, ... of each group, each given that the depth before was accepted."""
         misses = [self._misses(depth) for depth in range(self._depth)]
         return {group: self._group_estimates(group, misses) for group in self._gains}
 

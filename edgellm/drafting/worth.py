@@ -38,8 +38,8 @@ JOINT_FIRST, JOINT_EVIDENCE, JOINT_MEMORY = 0.95, 16.0, 160.0
 
 
 def rate_name(plan: DraftPlan) -> str:
-    """Under which name the time of a plan of given candidates is kept: joint ones by what is given, whichever plan of
-    the draft model's that is beside, since their times follow those of its rounds."""
+    """The name under which the time of a plan of given candidates is kept: joint ones by what is given, whichever plan
+    of the draft model's that is beside, since their times follow those of its rounds."""
     return f"joint {plan.given_nodes}" if plan.is_joint else plan.name
 
 
@@ -61,7 +61,7 @@ class Proposed(NamedTuple):
     def of(
         cls, tree: GivenTree, chances: Sequence[float], promises: Sequence[float] = (), kinds: Sequence[int] = ()
     ) -> Proposed:
-        """With the sums."""
+        """The values with the sums."""
         return cls(tree, chances, [*accumulate(chances, initial=0.0)], promises, kinds)
 
     def expected(self, count: int) -> float:
@@ -170,7 +170,7 @@ class Trust:
                 reached[node] = depth + 1
 
     def shares(self) -> dict[str, list[float]]:
-        """By the kind of match, the ratio for each kind of promise."""
+        """The ratio by the kind of match for each kind of promise."""
         ratios, size = self._ratios, len(self.PROMISES)
         return {
             f"match of {least} or more": ratios[size * row : size * (row + 1)] for row, least in enumerate(self.MATCHES)

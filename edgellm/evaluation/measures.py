@@ -41,7 +41,7 @@ _MOST_VALUES = 1 << 20
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Of `tokens` tokens the mean negative log-likelihood, in nats."""
+    """The mean negative log-likelihood of `tokens` tokens, in nats."""
 
     tokens: int
     mean_negative_log_likelihood: float
@@ -53,7 +53,7 @@ class Perplexity:
 
     @classmethod
     def of(cls, losses: np.ndarray) -> Perplexity:
-        """Of the negative log-likelihoods of tokens."""
+        """The perplexity of the negative log-likelihoods of tokens."""
         return cls(len(losses), float(losses.mean()))
 
 

@@ -49,7 +49,7 @@ class SnapshotBinding:
         return self.draft != NONE
 
     def differences(self, expected: SnapshotBinding) -> dict[str, str]:
-        """Of each field that is not as `expected`: what was found and expected, in words."""
+        """What was found and expected of each field that is not as `expected`, in words."""
         return {
             field.name: f"{_NAMES[field.name]} {_short(found)}, expected {_short(wanted)}"
             for field in fields(self)
@@ -133,7 +133,7 @@ def _files_digest(files: Mapping[str, FileDigest], with_head: bool = False) -> s
 
 
 def _draft_digest(draft: EngineDraft, config: DecoderConfig) -> str:
-    """Without packed heads: none of its rows depends on them."""
+    """The draft's digest without packed heads: none of its rows depends on them."""
     own = replace(draft.config, head=HEADS[0], base_head=head_weight_name(as_published(config)))
     return hash_bytes(canonical_json([_files_digest(draft.files), plain_values(own)]))
 

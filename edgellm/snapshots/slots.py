@@ -124,7 +124,8 @@ class SlotSnapshots:
             raise error
 
     def _best_match(self, prompt_ids: Sequence[int], adapter: str | None, images: PromptImages | None) -> Match | None:
-        """Of snapshots with none, one, ... of the prompt's images the one that shares the longest prefix with it."""
+        """The best match of snapshots with none, one, ... of the prompt's images: the one that shares the longest
+        prefix with it."""
         digests, cut = () if images is None else images.digests, self._states["base"].cut_windows
         bindings = [
             self.binding(adapter, images_digest(digests[:count], self._encoder)) for count in range(len(digests) + 1)

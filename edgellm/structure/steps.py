@@ -70,7 +70,7 @@ class RecentlyUsed(Generic[Key, Kept]):
     """Keeps the values that were used last, by key. Any thread may use it."""
 
     def __init__(self, most: int) -> None:
-        """Of more than `most` values the one goes that was not used for the longest time."""
+        """The one of more than `most` values goes that was not used for the longest time."""
         self.most, self._lock = most, threading.Lock()
         self._kept: OrderedDict[Key, Kept] = OrderedDict()
         #: How often a value was found.

@@ -240,7 +240,7 @@ class UnreadVariables:
         self._reported: set[tuple[str, str]] = set()
 
     def report(self, variables: Mapping[str, Any], names: frozenset[str], origin: str) -> None:
-        """Of `variables` the chat template of `origin` reads those in `names`."""
+        """Says which of `variables` the chat template of `origin` reads: those in `names`."""
         for name in sorted(variables):
             if name not in names and (name, origin) not in self._reported:
                 self._reported.add((name, origin))

@@ -20,7 +20,7 @@ _SHRINKING = {
 
 
 class TokenSizes:
-    """For how many bytes of a text one token of a tokenizer can stand."""
+    """How many bytes of a text one token of a tokenizer can stand for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder().values()

@@ -61,7 +61,7 @@ def turn_starts(messages: Sequence[dict[str, Any]]) -> list[int]:
 
 
 def stays(messages: Sequence[dict[str, Any]], place: int) -> list[bool]:
-    """Of each message whether it stays when a conversation is to begin at `place`: system messages always do."""
+    """Whether each message stays when a conversation is to begin at `place`: system messages always do."""
     return [at >= place or message["role"] in SYSTEM_ROLES for at, message in enumerate(messages)]
 
 

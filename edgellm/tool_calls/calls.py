@@ -70,7 +70,7 @@ def all_deltas(calls: Iterable[ToolCall]) -> tuple[ToolCallDelta, ...]:
 
 
 def shown_calls(deltas: Iterable[ToolCallDelta], calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-    """Of the `calls` of an answer what its first deltas have shown."""
+    """What the first deltas of an answer have shown of its `calls`."""
     shown = joined_deltas(deltas)
     return tuple(
         ToolCall(call.id, call.name, delta.arguments, call.complete and delta.arguments == call.arguments)

@@ -199,7 +199,7 @@ class ToolReader(CharacterReader):
             yield from self._expect(text)
 
     def _listed_or_named(self) -> Characters:
-        """Of Mistral's two forms: a list of objects, or a name, perhaps marks and an id, and the arguments."""
+        """One of Mistral's two forms: a list of objects, or a name, perhaps marks and an id, and the arguments."""
         character = yield from self._behind_spaces()
         if character == "[":
             while True:

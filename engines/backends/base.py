@@ -150,8 +150,8 @@ class Backend(Protocol):
         """Let the copies of `upload_rows_beside` from now on wait for the work that was enqueued up to now."""
 
     def upload_rows_beside(self, target: Array, values: np.ndarray, rows: int, first: int = 0) -> Transfer:
-        """As `upload_rows`, but beside the work that is enqueued since `begin_beside`: what touches `target` must come
-        after `wait_for`. Transfers that are made one after the other end in this order."""
+        """Uploads as `upload_rows` does, but beside the work that is enqueued since `begin_beside`: what touches
+        `target` must come after `wait_for`. Transfers that are made one after the other end in this order."""
 
     def wait_for(self, transfer: Transfer) -> None:
         """Let what is enqueued from now on begin when a transfer of `upload_rows_beside` is done."""

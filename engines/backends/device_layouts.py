@@ -72,7 +72,7 @@ def with_delta_products(config: DecoderConfig, checkpoint: Checkpoint) -> Decode
 
 
 def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: str) -> dict[str, DeviceLayout]:
-    """As `model_layouts`, of one checkpoint: those of `specs` that are packed, by name."""
+    """The `model_layouts` of one checkpoint: those of `specs` that are packed, by name."""
     found: dict[str, DeviceLayout] = {}
     for spec in specs:
         formats = {checkpoint.weight_format(name, shape) for name, shape in spec.parts}

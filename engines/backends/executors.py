@@ -74,7 +74,7 @@ def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_l
 
 
 def refusal_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: str) -> str | None:
-    """As `kernel_refusal`, on GPUs of a compute capability ("sm_90")."""
+    """The `kernel_refusal` on GPUs of a compute capability ("sm_90")."""
     limit = shared_limit_of(capability)
     return f"no kernels for {capability}" if limit is None else kernel_refusal(config, shape, dtype, limit)
 

@@ -116,7 +116,8 @@ class KernelEngine:
         self._enqueue(self._launches, lambda index: None)
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
-        """As `enqueue`; `before_layer` is called before each layer's work is enqueued, and can let that wait."""
+        """Enqueues as `enqueue` does; `before_layer` is called before each layer's work is enqueued, and can let that
+        wait."""
         if not self._launches_by_layer:
             self._launches_by_layer = self._prepare()
             for number, launch in enumerate(self._launches_by_layer):

@@ -194,8 +194,8 @@ class SplitEngine:
         self.enqueue_by_layer(lambda index: None)
 
     def enqueue_by_layer(self, before_layer: Callable[[int], None]) -> None:
-        """As `enqueue`; `before_layer` is called before what touches each layer's states is enqueued, and can let that
-        wait."""
+        """Enqueues as `enqueue` does; `before_layer` is called before what touches each layer's states is enqueued, and
+        can let that wait."""
         if not self._steps:
             self._steps = self._prepare()
         for step in self._steps:

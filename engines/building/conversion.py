@@ -210,7 +210,7 @@ def _merged(files: Sequence[TorchFile], weight_map: Mapping[str, str] | None) ->
 
 
 def _sharded(tensors: Tensors, largest: int) -> list[Tensors]:
-    """In the order of the source; a tensor that is larger than a shard gets one of its own."""
+    """The shards in the order of the source; a tensor that is larger than a shard gets one of its own."""
     shards: list[Tensors] = [{}]
     size = 0
     for name, file in tensors.items():

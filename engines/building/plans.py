@@ -193,7 +193,8 @@ class _Worker:
 
 
 def _worker_count() -> int:
-    """As many as cores and free memory allow; 0 where this is not plain Python, which alone can be started again."""
+    """As many workers as cores and free memory allow; 0 where this is not plain Python, which alone can be started
+    again."""
     name = Path(sys.executable or "").name
     if not name.startswith("python") or getattr(sys, "frozen", False):
         return 0

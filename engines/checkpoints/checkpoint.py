@@ -143,7 +143,7 @@ class Checkpoint:
         return self.tensors[name]
 
     def status(self, file: Path) -> os.stat_result:
-        """That of one of the `files`, as it was when it was opened."""
+        """The status of one of the `files`, as it was when it was opened."""
         return self._files[file].status
 
     def raw_bytes(self, name: str) -> np.ndarray:
@@ -197,14 +197,14 @@ class Checkpoint:
         return [self.info(each) for each, found in stored if each in self.tensors or not found.optional]
 
     def weight_format(self, name: str, shape: Sequence[int]) -> WeightFormat | None:
-        """That of a packed weight; None for one that is stored as it is."""
+        """The format of a packed weight; None for one that is stored as it is."""
         layout = self.layout(name, shape)
         if layout is None:
             return None
         return layout.format(self.info(f"{name.removesuffix(_WEIGHT)}.{layout.scale_tensor}").dtype)
 
     def packed(self, name: str, shape: Sequence[int]) -> PackedWeight | None:
-        """As `stored`, with codes in memory, a byte each, until the weight is let go."""
+        """The weight as `stored` gives it, with codes in memory, a byte each, until the weight is let go."""
         stored = self.stored(name, shape)
         return None if stored is None else stored.unpacked()
 
@@ -286,7 +286,7 @@ class Checkpoint:
         return [f"no {layout.name}: {name} {_written(shape)}: {problem}"] if layout and problem else []
 
     def _differences(self, wanted: Mapping[str, Stored]) -> list[str]:
-        """Of wanted tensors: which are missing, mis-shaped or of dtypes of no use."""
+        """Which of the wanted tensors are missing, mis-shaped or of dtypes of no use."""
         missing, problems = [], []
         for name, stored in wanted.items():
             info = self.tensors.get(name)
@@ -330,7 +330,7 @@ class Checkpoint:
 
 
 def _unwrapped(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """By the language model's own names; CheckpointError where two tensors would have the same."""
+    """The tensors by the language model's own names; CheckpointError where two tensors would have the same."""
     named: dict[str, TensorInfo] = {}
     for name, info in tensors.items():
         own = language_model_name(name)
@@ -359,7 +359,7 @@ def converted(info: TensorInfo, values: np.ndarray, dtype: str, source: str | No
 
 
 def not_finite_error(info: TensorInfo, values: np.ndarray, index: int) -> CheckpointError:
-    """For a tensor whose `values`, as the file has them, are infinite or NaN at `index` (in C order)."""
+    """The error for a tensor whose `values`, as the file has them, are infinite or NaN at `index` (in C order)."""
     return CheckpointError(
         f"{info.file}: tensor {info.name!r} ({info.dtype} {_written(info.shape)}) is "
         f"{value_and_place(values, info.dtype, index)}, expected finite numbers: no answer computed with it is of use. "

@@ -129,7 +129,7 @@ def computed_ahead(
 
 
 def described_parts(checkpoint: Checkpoint, specs: Sequence[WeightSpec]) -> dict[str, tuple[int, int]]:
-    """By how weights are stored, in words, how many are, and their bytes in the files; none is read."""
+    """How many weights are stored how, in words, and their bytes in the files; none is read."""
     found: dict[str, tuple[int, int]] = {}
     for name, shape in (part for spec in specs for part in spec.parts):
         layout, format = checkpoint.layout(name, shape), checkpoint.weight_format(name, shape)

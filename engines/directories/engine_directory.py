@@ -170,7 +170,7 @@ class EngineDirectory:
         return Checkpoint.open(self.path, head_format(self.config.head, self.config.hidden_size, self.dtype))
 
     def packed_models(self) -> dict[str, Quantization]:
-        """By "base", "draft" and "vision" what packs the weights, of those that have packed ones. Raises
+        """What packs, by "base", "draft" and "vision", the weights, of those that have packed ones. Raises
         CheckpointError."""
         folders = {"base": self.path}
         if self.vision is not None and self.vision.files is not None:

@@ -113,7 +113,7 @@ class EngineAdapter:
 
     @property
     def digest(self) -> str:
-        """That of the `LoraAdapter` which `read` gives."""
+        """The digest of the `LoraAdapter` which `read` gives."""
         return adapter_digest({name: file.sha256 for name, file in self.files.items()})
 
     def read(self, config: DecoderConfig) -> LoraAdapter:

@@ -191,7 +191,8 @@ def vision_fields(fields: ConfigFields) -> dict[str, Any]:
 def with_image_tokens(
     config: DecoderConfig, fields: ConfigFields, key: str, default: int, merge_size: int | None = None
 ) -> DecoderConfig:
-    """With the id of image tokens, and how many patches become one (`merge_size` where the file does not say)."""
+    """The config with the id of image tokens, and how many patches become one (`merge_size` where the file does not
+    say)."""
     token = fields.token_id(key, default, largest=max(0, config.vocab_size - 1))
     if merge_size is not None:
         found = vision_fields(fields).get("spatial_merge_size")

@@ -115,7 +115,8 @@ class DraftReader:
         return self._checked(config)
 
     def _is_first_generation(self) -> bool:
-        """By what `config.json` says; most heads call themselves LlamaForCausalLM, and there the tensors say it."""
+        """Whether it is, by what `config.json` says; most heads call themselves LlamaForCausalLM, and there the tensors
+        say it."""
         kind = self.top.get("speculators_model_type")
         if self.is_speculators:
             if kind != "eagle3":
@@ -176,7 +177,7 @@ class DraftReader:
         return "each" if each else "whole" if whole else "none"
 
     def _draft_vocab_size(self, vocab_size: int, is_first: bool) -> int:
-        """As `config.json` says; where it names no reduced vocabulary, the tensors do."""
+        """The size that `config.json` says; where it names no reduced vocabulary, the tensors do."""
         if is_first:
             return vocab_size
         named = [(key, self.top[key]) for key in _VOCABULARY_KEYS if self.top.get(key) is not None]
@@ -269,7 +270,8 @@ class DraftReader:
         return layers
 
     def _convention(self, ids: list[int], usual: tuple[int, ...]) -> str:
-        """By our own key, by speculators' format, or because the ids are the usual layers by one convention alone."""
+        """The convention by our own key, by speculators' format, or because the ids are the usual layers by one
+        convention alone."""
         declared = self.top.get(CONVENTION_KEY, self.eagle.get(CONVENTION_KEY))
         if declared in _CONVENTIONS:
             return declared

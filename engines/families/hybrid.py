@@ -59,7 +59,7 @@ def _types_by_index(fields: ConfigFields) -> list[str]:
 
 
 def _inner_size(fields: ConfigFields) -> int:
-    """That of the MLP: with `block_auto_adjust_ff_dim` two thirds of what is written down, times
+    """The size of the MLP: with `block_auto_adjust_ff_dim` two thirds of what is written down, times
     `block_ffn_dim_multiplier`, rounded up to a multiple of `block_multiple_of`; each product is cut to a whole
     number."""
     size = fields.size("block_ff_dim" if fields.values.get("block_ff_dim") is not None else "intermediate_size")

@@ -163,7 +163,8 @@ def _read_smollm3(fields: ConfigFields) -> DecoderConfig:
 
 
 def _nope_layers(fields: ConfigFields) -> tuple[int, ...]:
-    """By the list of all layers, which may be longer than there are; else every so many layers, the last of these."""
+    """The layers without it, by the list of all layers, which may be longer than there are; else every so many layers,
+    the last of these."""
     count, rotated = layer_count(fields), fields.values.get("no_rope_layers")
     if rotated is None:
         interval = fields.size("no_rope_layer_interval")

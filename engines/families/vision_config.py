@@ -281,7 +281,7 @@ def _feature_layers(top: ConfigFields, depth: int) -> tuple[int, ...]:
 
 
 def _text_hidden_size(top: ConfigFields) -> int:
-    """Of the language model: newer files have it in `text_config`, older ones of Qwen's at the top; 0 if neither.
+    """The language model's: newer files have it in `text_config`, older ones of Qwen's at the top; 0 if neither.
 
     LLaVA's and Gemma 3's leave it out where it is that of their classes.
     """

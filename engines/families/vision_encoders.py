@@ -47,11 +47,11 @@ class TowerWeights(NamedWeights):
         self._epsilon = epsilon
 
     def rms_norm(self, name: str, size: int, offset: float = 0.0) -> Norm:
-        """By a weight [H] and an offset."""
+        """A norm by a weight [H] and an offset."""
         return Norm(self.weight(f"{name}.weight", size), self._epsilon, offset=offset)
 
     def layer_norm(self, name: str, size: int) -> Norm:
-        """By a weight and a bias [H]."""
+        """A norm by a weight and a bias [H]."""
         return Norm(self.weight(f"{name}.weight", size), self._epsilon, self.weight(f"{name}.bias", size))
 
     def convolution(self, name: str, rows: int, kernel: tuple[int, ...], bias: bool) -> Linear:
@@ -231,7 +231,7 @@ def _mlp(config: VisionConfig, value: str, norm: Norm, weights: NamedWeights, na
 
 
 def _projection(output: str, values: Sequence[str], linears: tuple[Linear, Linear], activation: str) -> list[Step]:
-    """From the `values`, side by side, to the width of the language model."""
+    """The projection from the `values`, side by side, to the width of the language model."""
     inputs = tuple(Input(value) for value in values)
     return [
         NormLinear("projected", inputs, linears[0], activation),

@@ -87,7 +87,7 @@ def _named(name: str, error_class: type[EdgeLLMError], advice: str) -> Iterator[
 def read_text(
     path: Path, limit: int, error_class: type[EdgeLLMError], what: str = "", advice: str = "", takes_pipes: bool = False
 ) -> str:
-    """As `read_file`, but UTF-8 text, with or without a byte order mark."""
+    """Reads as `read_file` does, but UTF-8 text, with or without a byte order mark."""
     return decoded(read_file(path, limit, error_class, what, advice, takes_pipes), path, error_class, what)
 
 
@@ -231,7 +231,7 @@ def decoded_ids(tokenizer: tokenizers.Tokenizer, token_ids: list[int]) -> str:
 
 
 def check_tokenizer_file(path: Path, vocab_size: int, error_class: type[EdgeLLMError]) -> tokenizers.Tokenizer:
-    """As `read_tokenizer`, and its ids must be below the model's `vocab_size`."""
+    """Reads as `read_tokenizer` does, and its ids must be below the model's `vocab_size`."""
     tokenizer = read_tokenizer(path, error_class)
     largest = largest_id(tokenizer)
     if largest >= vocab_size:

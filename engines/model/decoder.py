@@ -107,8 +107,9 @@ class LayerWeights(NamedWeights):
         windows: bool = False,
         ahead: bool = False,
     ) -> list[Step]:
-        """From the `inputs` of the q, k and v projections to the value "context"; see `Attention`, `NormLinear`.
-        `windows`: the context is longer than those that layers look back on; `ahead`: tokens look ahead."""
+        """The steps from the `inputs` of the q, k and v projections to the value "context"; see `Attention`,
+        `NormLinear`. `windows`: the context is longer than those that layers look back on; `ahead`: tokens look
+        ahead."""
         config, in_window = self._config, self._config.layer_kind(index) == "window"
         queries = config.query_size * (2 if config.attention_gate else 1)
         parts = {"q_proj": queries, "k_proj": config.kv_size, "v_proj": config.kv_size}
@@ -195,8 +196,8 @@ class LayerWeights(NamedWeights):
         mixed: str = "context",
         output: Linear | None = None,
     ) -> list[Step]:
-        """From the value `mixed`, which goes through `output` (attention's own), and the `residual` through the gated
-        MLP to "hidden", or with `selects` to "selected"."""
+        """The steps from the value `mixed`, which goes through `output` (attention's own), and the `residual` through
+        the gated MLP to "hidden", or with `selects` to "selected"."""
         config = self._config
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         parts = {"gate_up_proj": 2 * inner} if config.fused_projections else {"gate_proj": inner, "up_proj": inner}
@@ -316,7 +317,7 @@ def unread_tensors(config: DecoderConfig) -> tuple[str, ...]:
 
 
 def head_format(head: str, columns: int, dtype: str) -> WeightFormat | None:
-    """That of a head that is one of `HEADS`, with rows of so many columns, of a model that computes in `dtype`.
+    """The format of a head that is one of `HEADS`, with rows of so many columns, of a model that computes in `dtype`.
 
     int8: a scale for each row; int4: for each 128, 64 or 32 columns, the most that divide a row. None for one as
     published. Raises ValueError where none of these divides.

@@ -107,7 +107,7 @@ class ProgramGraph(Generic[Tensor]):
         return self._operations.layer_norm(x, weight, self._weights[norm.bias.name], norm.epsilon)
 
     def _linear(self, x: Tensor, linear: Linear) -> Tensor:
-        """With LoRA adapters where the engine has them."""
+        """A linear layer, with LoRA adapters where the engine has them."""
         weights, shape = self._weights, self._program.shape
         bias = None if linear.bias is None else weights[linear.bias.name]
         y = self._operations.linear(x, weights[linear.weight.name], bias)
@@ -319,7 +319,7 @@ class ProgramGraph(Generic[Tensor]):
 
 
 def _query_blocks(heads: int, rows: int) -> tuple[int, ...]:
-    """Into how many queries each the attention of `rows` rows is cut; `heads` are those of all sequences together."""
+    """How many queries each the attention of `rows` rows is cut into; `heads` are those of all sequences together."""
     count = min(rows, math.ceil(heads * rows * rows / _MOST_SCORES))
     size = -(-rows // max(1, count))
     return tuple(min(size, rows - start) for start in range(0, rows, size))

@@ -202,7 +202,7 @@ class EngineLimits:
 
     @cached_property
     def _cheapest_chunks(self) -> list[tuple[int, ...]]:
-        """By the number of smallest chunks that would hold the tokens."""
+        """The cheapest chunks by the number of smallest chunks that would hold the tokens."""
         step = self.prefill_chunks[0]
         best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
         for rest in range(1, self.prefill_chunk // step + 1):

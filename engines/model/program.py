@@ -121,7 +121,7 @@ class Step:
         return {}
 
     def __repr__(self) -> str:
-        """As dataclasses print, but for fields that came later where they have their defaults: a plan is built anew
+        """Prints as dataclasses do, but for fields that came later where they have their defaults: a plan is built anew
         where the text of its program is another."""
         shown = (
             f"{each.name}={getattr(self, each.name)!r}"
@@ -479,7 +479,7 @@ class Program:
 
     @cached_property
     def weights(self) -> dict[str, WeightSpec]:
-        """By name, in order of use."""
+        """The weights by name, in order of use."""
         return {spec.name: spec for step in self.steps for spec in step.weights}
 
     @cached_property

@@ -41,14 +41,14 @@ class LayerState(ABC):
     @property
     @abstractmethod
     def names(self) -> tuple[str, ...]:
-        """Of its tensors."""
+        """Names of its tensors."""
 
     @abstractmethod
     def of_sequence(self, rows: int) -> Edge:
         """The tensors of one sequence, of so many rows where there are rows at all."""
 
     def tensors(self, slots: int, rows: int) -> Edge:
-        """In memory, for so many slots, and so many rows where it has rows at all."""
+        """The tensors in memory, for so many slots, and so many rows where it has rows at all."""
         return {name: ((slots, *shape), dtype) for name, (shape, dtype) in self.of_sequence(rows).items()}
 
     def saved(self, tokens: int) -> Edge:
@@ -60,7 +60,7 @@ class LayerState(ABC):
         return {}
 
     def first_saved(self, tokens: int) -> int:
-        """Of a sequence of so many tokens, the row in memory where the first row that a snapshot holds stands; the
+        """The row in memory where, of a sequence of so many tokens, the first row that a snapshot holds stands; the
         others follow, row 0 behind the last."""
         return 0
 
@@ -84,7 +84,7 @@ class KVRows(LayerState):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of its tensors: keys, values and, of rows of int8, the scales of both."""
+        """Names of its tensors: keys, values and, of rows of int8, the scales of both."""
         parts = ("cache",) if self.dtype == "compute" else ("cache", "scale")
         return tuple(f"{kind}_{part}_{self.index}" for part in parts for kind in ("k", "v"))
 
@@ -114,7 +114,7 @@ class WindowRows(KVRows):
     reach: int = 0
 
     def tensors(self, slots: int, rows: int) -> Edge:
-        """As many rows as the ring has, whatever the context."""
+        """Tensors of as many rows as the ring has, whatever the context."""
         return super().tensors(slots, self.rows)
 
     def saved(self, tokens: int) -> Edge:
@@ -153,7 +153,7 @@ class ConvColumns(LayerState):
 
     @property
     def kept_names(self) -> tuple[str]:
-        """Of what is convolved."""
+        """The name of what is convolved."""
         return (f"conv_inputs_{self.index}",)
 
     def kept(self, slots: int, tokens: int) -> Edge:
@@ -183,7 +183,7 @@ class DeltaMatrix(LayerState):
 
     @property
     def kept_names(self) -> tuple[str, str]:
-        """Of queries, keys and values; of decays and weights."""
+        """Names of queries, keys and values; of decays and weights."""
         return f"delta_rows_{self.index}", f"delta_gates_{self.index}"
 
     def kept(self, slots: int, tokens: int) -> Edge:
@@ -262,7 +262,7 @@ def recurrent_states(states: Iterable[LayerState]) -> list[LayerState]:
 
 
 def exchange_sizes(edge: Edge) -> dict[str, int]:
-    """Of each dtype the most elements of a sequence that a tensor has: what an exchange of two sequences needs."""
+    """The most elements of a sequence that a tensor of each dtype has: what an exchange of two sequences needs."""
     sizes: dict[str, int] = {}
     for (_, *shape), dtype in edge.values():
         sizes[dtype] = max(sizes.get(dtype, 0), math.prod(shape))

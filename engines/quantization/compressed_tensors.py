@@ -154,7 +154,7 @@ class CompressedTensors(Quantization):
         self.notes = used_notes(inputs, bool(settings.values.get("kv_cache_scheme")))
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
-        """That of the first target that fits, unless the module is ignored."""
+        """The layout of the first target that fits, unless the module is ignored."""
         if any(ignored.fits(names) for ignored in self._ignored):
             return None
         return next((layout for target, layout in self._targets if target.fits(names)), None)
@@ -167,7 +167,7 @@ def used_notes(inputs: bool, caches: bool) -> tuple[str, ...]:
 
 
 def _layout(group: Settings, top: Any, dtype: str) -> Layout | None:
-    """That of one group of `config_groups`; CheckpointError names what is not read."""
+    """The layout of one group of `config_groups`; CheckpointError names what is not read."""
     if group.values.get("weights") is None:
         return None
     weights, kind = group.inner("weights"), group.values.get("format") or top

@@ -65,7 +65,8 @@ def read_quantization(path: Path, config: dict[str, Any]) -> Quantization | None
 
 
 def quantization_settings(config: dict[str, Any]) -> tuple[str, Any]:
-    """Under which key a `config.json` says how weights are quantized, and what; "" and None where it does not."""
+    """The key under which a `config.json` says how weights are quantized, and what it says; "" and None where it does
+    not."""
     found = ((key, values[key]) for values in _objects(config) for key in _KEYS if values.get(key))
     return next(found, ("", None))
 

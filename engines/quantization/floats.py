@@ -130,7 +130,7 @@ class FineGrainedFp8(Quantization):
             self.notes = ("The scales of activations are ignored: 8-bit floats are weights only here.",)
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
-        """That of all linear layers but those named; names are whole, or begin or end a module's name."""
+        """The layout of all linear layers but those named; names are whole, or begin or end a module's name."""
         if any(name.endswith(self._names) for name in names):
             return None
         return None if any(pattern.match(name) for pattern in self._patterns for name in names) else self._layout

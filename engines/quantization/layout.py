@@ -87,7 +87,7 @@ class LinearTensors:
         return self._tensor(f"{self.module}.{ending}") is not None
 
     def dtype(self, ending: str) -> str:
-        """That of a tensor which must be there."""
+        """The dtype of a tensor which must be there."""
         return self._found(ending)[0]
 
     def integers(self, ending: str) -> np.ndarray:
@@ -129,7 +129,7 @@ class LinearTensors:
             )
 
     def error(self, ending: str, found: str, expected: str) -> CheckpointError:
-        """For a tensor that holds what it must not."""
+        """The error for a tensor that holds what it must not."""
         return CheckpointError(
             f"tensor '{self.module}.{ending}' holds {found}, expected {expected}: no answer computed with it is of "
             "use. Copy the checkpoint anew from its source, config.json and weights of one release; where the source "
@@ -186,7 +186,8 @@ class Quantization(ABC):
 
     @abstractmethod
     def layout(self, names: tuple[str, ...]) -> Layout | None:
-        """That of the module which is called by one of `names` (the first is the language model's own); None: dense."""
+        """The layout of the module which is called by one of `names` (the first is the language model's own); None:
+        dense."""
 
 
 class Settings:
@@ -196,7 +197,7 @@ class Settings:
         self.values, self.place = values, place
 
     def refused(self, key: str, expected: str, advice: str = "") -> CheckpointError:
-        """For a value that is not read."""
+        """The error for a value that is not read."""
         advice = advice or "Take another release of the model, or its unquantized checkpoint"
         return CheckpointError(f"{self.place}: {key!r} is {self.values.get(key)!r:.200}, expected {expected}. {advice}")
 
@@ -267,7 +268,7 @@ def in_decoder(name: str) -> bool:
 
 
 def column_order(tensors: LinearTensors, ending: str, group: int | None) -> np.ndarray | None:
-    """From the group of each column (`ending`, int32 [K]) the order int32 [K] in which groups are together, stable;
+    """The order, from the group of each column (`ending`, int32 [K]), int32 [K] in which groups are together, stable;
     None where they are already. Raises CheckpointError for groups out of range or of another size."""
     columns = tensors.shape[1]
     of_column = tensors.integers(ending).astype(np.int64)

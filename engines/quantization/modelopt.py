@@ -46,7 +46,7 @@ class Int4Awq(Layout):
 
 
 class ModelOpt(Quantization):
-    """As `hf_quant_config.json` says, or the same in `config.json` as newer releases write it."""
+    """What `hf_quant_config.json` says, or the same in `config.json` as newer releases write it."""
 
     method = "modelopt"
 
@@ -84,7 +84,7 @@ class ModelOpt(Quantization):
         raise settings.refused("quant_algo", "FP8, FP8_PER_CHANNEL_PER_TOKEN, NVFP4 or W4A16_AWQ", _ADVICE)
 
     def layout(self, names: tuple[str, ...]) -> Layout | None:
-        """By its own name in mixed precision, else the one that all have but those excluded."""
+        """The layout by its own name in mixed precision, else the one that all have but those excluded."""
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self._dense for name in names):
             return None
         if self._by_layer is None:

@@ -97,7 +97,7 @@ def _blocks(rows: int, counts: int, group: int) -> Iterator[tuple[slice, slice]]
 def _search(
     weights: np.ndarray, format: WeightFormat, factors: np.ndarray | None, clipping: Clipping
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of groups [groups, R, size]: scales and zero points (or the middle of the codes), [groups, R]."""
+    """The best of groups [groups, R, size]: scales and zero points (or the middle of the codes), [groups, R]."""
     last = (1 << format.bits) - 1
     middle = np.float32(last + 1 >> 1)
     low, high = np.minimum(weights.min(-1), 0), np.maximum(weights.max(-1), 0)

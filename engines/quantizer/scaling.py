@@ -36,7 +36,7 @@ class Folding:
 
 
 def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
-    """Of a layer's linear layers, by their names, those whose input can be scaled.
+    """A layer's linear layers, by their names, whose input can be scaled.
 
     The input of a step behind attention is made by the rows of the value projection, where each query head has a
     key-value head of its own; that of a step behind a gate by the second half of the rows.

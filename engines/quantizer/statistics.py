@@ -29,7 +29,7 @@ class InputStatistics:
     moments: list[np.ndarray] = field(default_factory=list)
 
     def scaled(self, scales: np.ndarray) -> InputStatistics:
-        """That of inputs which are divided by `scales` [K]; `moments` are changed in place."""
+        """The statistics of inputs which are divided by `scales` [K]; `moments` are changed in place."""
         start = 0
         for each in self.moments:
             own = scales[start : start + len(each)]
@@ -74,7 +74,8 @@ class Observation:
             self._products += np.matmul(grouped.transpose(0, 2, 1), grouped)
 
     def statistics(self) -> InputStatistics:
-        """Of all rows. The products of columns are damped as Frantar et al. 2022 do, so that few rows can be enough."""
+        """The statistics of all rows. The products of columns are damped as Frantar et al. 2022 do, so that few rows
+        can be enough."""
         products = self._products / self.count
         if products.ndim == 1:
             factors = np.sqrt(products)

@@ -37,7 +37,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the elements."""
+        """The shape of the elements."""
         return self.elements.shape
 
     def pieces(self) -> Iterator[np.ndarray]:

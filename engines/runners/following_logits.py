@@ -88,7 +88,8 @@ class FollowingLogits:
         return limits.base_shape(phase, 1, tokens, limits.key_ranges[-1], tokens)
 
     def _shapes(self, tokens: int) -> list[EngineShape]:
-        """Of the largest key range, the engine without adapters and, where the runner has such, that with them."""
+        """The shapes of the largest key range: the engine without adapters and, where the runner has such, that with
+        them."""
         plain = self._shape(tokens)
         return [plain, self._base.limits.with_adapters(plain)] if self._base.adapters is not None else [plain]
 

@@ -54,7 +54,7 @@ class PromptImages:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of each image."""
+        """The digest of each image."""
         return tuple(image.digest for image in self.images)
 
     @property

@@ -197,11 +197,11 @@ class ModelStates:
 
     @property
     def window_reach(self) -> int:
-        """Of how many tokens a snapshot holds rows in layers that look back on a window; 0 without such layers."""
+        """How many tokens' rows a snapshot holds in layers that look back on a window; 0 without such layers."""
         return max((layer.reach for layer in self._layers if isinstance(layer, WindowRows)), default=0)
 
     def cut_windows(self, held: int, wanted: int) -> int:
-        """As `cut`, of the layers that look back on a window alone."""
+        """Cuts as `cut` does, the layers that look back on a window alone."""
         return self.cut(held, wanted, WindowRows)
 
     def clear(self) -> None:

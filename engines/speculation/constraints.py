@@ -237,7 +237,7 @@ class AllConstraints(TokenConstraint):
     """Several rules at a time: a token is allowed where each allows it."""
 
     def __init__(self, constraints: Sequence[TokenConstraint]) -> None:
-        """At least one, each of them over the same V tokens."""
+        """The constraints, at least one, each of them over the same V tokens."""
         self._constraints = tuple(constraints)
 
     def fill_mask(self, row: np.ndarray) -> None:

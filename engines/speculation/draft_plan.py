@@ -163,7 +163,7 @@ class DraftPlan:
 
     @cached_property
     def frontiers(self) -> tuple[tuple[int, ...], ...]:
-        """Of a static tree: the candidates that levels 1 .. D-1 go on from, K of each, -1 in unused slots."""
+        """The candidates of a static tree that levels 1 .. D-1 go on from, K of each, -1 in unused slots."""
         slots, _ = self._numbered
         levels = []
         for level in range(1, self.levels):
@@ -173,7 +173,7 @@ class DraftPlan:
 
     @cached_property
     def selection(self) -> tuple[int, ...]:
-        """Of a static tree: the V-1 candidates to verify, ascending."""
+        """The V-1 candidates of a static tree to verify, ascending."""
         return tuple(range(self.top_k)) if self.is_given else tuple(sorted(map(self._candidate, self.choices)))
 
     def shortened(self, steps: int) -> DraftPlan:

@@ -137,7 +137,8 @@ class DecodingRunner:
         generated: int = 0,
         stops: Stops | None = None,
     ) -> Readback:
-        """As `BaseEngineRunner.start`; the first `reused` rows must be there in the base and in the draft."""
+        """Starts as `BaseEngineRunner.start` does; the first `reused` rows must be there in the base and in the
+        draft."""
         if self.draft is not None:
             self.backend.upload(self.draft.pending.counts[slot : slot + 1], np.zeros(1, np.int32))
         first = self.base.start(slot, prompt_ids, reused, sampling, images, rules, generated, stops)
@@ -165,7 +166,8 @@ class DecodingRunner:
         sampling: SamplingValues,
         images: PromptImages | None = None,
     ) -> None:
-        """As `BaseEngineRunner.resume`, in a slot that has what was `held`: decoding goes on as it would have."""
+        """Resumes as `BaseEngineRunner.resume` does, in a slot that has what was `held`: decoding goes on as it would
+        have."""
         rows = len(text_ids) - 1
         self.base.resume(slot, text_ids, generated, sampling, images)
         if self.draft is not None and draft_rows is not None:

@@ -207,8 +207,8 @@ class SuffixIndex:
             self._closed.append_whole(said.tokens[max(1, 1 + sequence.prompt_size - _LONGEST) :].tolist())
 
     def propose(self, sequence: SaidSequence, nodes: int, depth: int, width: int, least: float = 0.0) -> Proposal:
-        """At most `nodes` candidates, at most `depth` below the last token, at most `width` below the same one, each
-        with a probability of at least `least`.
+        """Proposes at most `nodes` candidates, at most `depth` below the last token, at most `width` below the same
+        one, each with a probability of at least `least`.
 
         Of equally likely ones that of the longer match comes first, then the sequence's own, then the latest.
         """

@@ -90,7 +90,7 @@ class TreeVerification:
         return self._given.of(batch, plan)
 
     def reserve(self, nodes: int) -> None:
-        """Without a draft: take trees of up to `nodes` tokens, and allocate their arrays now. Raises EngineError where
+        """Take, without a draft, trees of up to `nodes` tokens, and allocate their arrays now. Raises EngineError where
         memory is short."""
         if self._draft is None and self._made is None:
             self._limits = given_limits(self._base.limits, nodes)
