@@ -73,7 +73,7 @@ class Commands:
             constraint = self._vocabulary.constraint_for(Structure(json=SCHEMA).grammar_text) if self._schema else None
             sequence, said = RuledSequence(constraint), index.open(prompt)
             rules = StepMasks([sequence]) if self._schema else None
-            self.runner.set_adapter(0, "json")
+            self.runner.base.set_adapter(0, "json")
             tokens: list[int] = []
             emitted = self.runner.start(0, prompt, 0, SamplingValues(), None, rules).wait().tolist()
             while True:
