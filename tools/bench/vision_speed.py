@@ -37,6 +37,7 @@ from edgellm.engines.model.memory_plan import MemoryPlan
 from edgellm.engines.runners.base_runner import BaseEngineRunner
 from edgellm.engines.runners.prompt_images import place_images
 from edgellm.engines.runners.sampling_state import SamplingValues
+from edgellm.kernels.arrays import leading
 from edgellm.multimodal.image_processor import ImageProcessor, PreparedImage, open_image_processor
 from edgellm.multimodal.vision_runner import VisionEngineRunner
 
@@ -114,7 +115,8 @@ def open_processor(directory: EngineDirectory) -> ImageProcessor:
 
 def patch_milliseconds(vision: VisionEngineRunner, image: PreparedImage) -> float:
     """Writing an image's rows into the encoder's memory."""
-    return timed(vision.backend, lambda: vision._upload_patches(image))[1]
+    rows = leading(vision._buffers["patches"], (image.grid[1] * image.grid[2], vision.config.patch_elements))
+    return timed(vision.backend, lambda: vision._device_patches.write(image, rows))[1]
 
 
 def measure_attention(directory: EngineDirectory, kind: str) -> float:
