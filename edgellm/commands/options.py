@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -323,9 +324,13 @@ def read_schema(path: Path) -> Structure:
 
 def json_or_text(text: str) -> Any:
     """The JSON value that a user wrote; what is none is a text itself."""
+
+    def refuse(name: str) -> Any:  # NaN and Infinity, which JSON has not
+        raise ValueError(name)
+
     try:
-        return parse_json(text, "", RequestError)
-    except RequestError:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError):
         return text
 
 

@@ -179,12 +179,11 @@ def test_an_adapter_that_is_gone_meanwhile_is_the_failure_of_that_request_alone(
     again = [driver.ask(priority=8), driver.ask(priority=8), driver.ask(priority=8)]
     driver.rounds()
     slots = driver.runtime._open_runner().base.adapters
-    removed = slots._adapters["one"]
-    slots.remove("one")
+    removed = slots._adapters.pop("one")
     found = driver.end()
     assert [type(found[0]), type(found[2])] == [AdapterError, AdapterError] and "no adapter 'one'" in str(found[0])
     assert all(len(response.token_ids) == 40 for response in (found[1], *found[6:])) and len(again) == 3
-    slots.add("one", removed)
+    slots._adapters["one"] = removed
     fresh = Driver(driver.runtime)
     fresh.states.append(expected)
     fresh.queue.put(expected)
