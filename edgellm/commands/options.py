@@ -111,6 +111,7 @@ class SamplingOptions(Options, panel="Sampling"):
     frequency_penalty: float | None = sampled("Above 0: fewer frequent tokens.")
     seed: int | None = sampled("The same seed draws the same tokens [default: a random one].")
     max_tokens: int | None = sampled("Most tokens of an answer [default: what fits].")
+    min_tokens: int | None = sampled("Fewest tokens of an answer [default: 0].")
     stop: list[str] | None = sampled(f"End the answer before this text; {_REPEATED}")
 
 

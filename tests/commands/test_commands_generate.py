@@ -92,6 +92,14 @@ def test_raw_prompt(edgellm, engines, llm):
     assert (code, out) == (0, llm.generate("once", SamplingParams(max_tokens=12)).text + "\n")
 
 
+def test_an_answer_has_the_fewest_tokens_that_are_asked_for(edgellm):
+    """The shipped model would end it earlier."""
+    for least, reason in (((), "stop"), (("--min-tokens", 30), "length")):
+        code, out, _ = edgellm("generate", "Where is the red cup?", "--json", "--max-tokens", 30, *least)
+        answer = json.loads(out)
+        assert code == 0 and answer["finish_reason"] == reason and (len(answer["token_ids"]) < 30) == (not least)
+
+
 @pytest.mark.parametrize("how", ["file", "pipe", "dash"])
 def test_prompt_from_file_and_standard_input(edgellm, engines, llm, how, tmp_path):
     text = "zwei Zeilen,\nüber 你好"
