@@ -179,7 +179,6 @@ class Scale(Step):
     factor: float
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """See `Step.results`."""
         return {self.output: (kinds[self.value][0], residual)}
 
 
@@ -191,7 +190,6 @@ class Add(Step):
     other: str | WeightSpec = field(metadata=READS)
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """See `Step.results`."""
         return {self.output: (kinds[self.value][0], residual)}
 
 
@@ -221,11 +219,9 @@ class NormLinear(Step):
 
     @property
     def title(self) -> str:
-        """See `Step.title`."""
         return f"the linear layer {self.linear.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """See `Step.results`."""
         of_keep = kinds[self.inputs[-1].value][0]
         width = self.linear.weight.shape[0] // (2 if self.gated else 1)
         return _kept(self.keep, of_keep) | {self.output: (_selected(self.selects, of_keep, width, shape), "compute")}
@@ -246,11 +242,9 @@ class LinearResidual(Step):
 
     @property
     def title(self) -> str:
-        """See `Step.title`."""
         return f"the linear layer {self.linear.name}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """See `Step.results`."""
         rows = _selected(self.selects, kinds[self.value][0], self.linear.weight.shape[0], shape)
         kept = {} if self.keep is None else _kept(self.keep, kinds[self.residual][0])
         return kept | {self.output: (rows, residual)}
@@ -293,11 +287,9 @@ class Attention(Step):
 
     @property
     def title(self) -> str:
-        """See `Step.title`."""
         return f"the attention of layer {self.index}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """See `Step.results`."""
         return {self.output: (_rows(kinds, self.value, self.heads[0] * self.heads[2]), "compute")}
 
 
@@ -325,11 +317,9 @@ class ShortConvolution(Step):
 
     @property
     def title(self) -> str:
-        """See `Step.title`."""
         return f"the short convolution of layer {self.index}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """See `Step.results`."""
         return {self.output: (_rows(kinds, self.value, self.channels), "compute" if self.gated else "float32")}
 
 
@@ -359,11 +349,9 @@ class GatedDelta(Step):
 
     @property
     def title(self) -> str:
-        """See `Step.title`."""
         return f"the gated delta rule of layer {self.index}"
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """See `Step.results`."""
         return {self.output: (_rows(kinds, self.value, self.heads[1] * self.sizes[1]), "float32")}
 
 
@@ -378,7 +366,6 @@ class GatedNorm(Step):
     norm: Norm
 
     def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
-        """See `Step.results`."""
         return {self.output: (kinds[self.value][0], "compute")}
 
 
