@@ -167,16 +167,34 @@ MANY_OF_SECONDS = (
 
 #: Files with many like cases, each a process of its own: three in four of them are `slow`, the same ones every time.
 SAMPLED = ("commands/test_hostile_models.py", "commands/test_hostile_settings.py")
+#: Files whose cases are families times drafts, or the like, in several tests: every other one is `slow`, in each test
+#: others, the same ones every time.
+HALVED = (
+    "engines/backends/test_tensorrt_operations.py",
+    "engines/building/test_window_build.py",
+    "engines/speculation/test_drafted_answers.py",
+    "engines/speculation/test_eagle_equality.py",
+    "engines/speculation/test_image_rounds.py",
+    "engines/speculation/test_recurrent_rounds.py",
+    "engines/speculation/test_suffix_answers.py",
+    "kernels/acceptance/test_acceptance_lossless.py",
+    "serving/test_constrained_answers.py",
+    "serving/test_preempted_turns.py",
+    "serving/test_recurrent_conversations.py",
+    "serving/test_recurrent_images.py",
+    "serving/test_window_conversations.py",
+    "tools/test_bench_quantization.py",
+)
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what is fast, what of many like cases is slow, and what of all that is slow takes seconds."""
     path = item.path.relative_to(Path(__file__).parent).as_posix()
-    is_sampled = zlib.crc32(item.nodeid.partition("::")[2].encode()) % 4 == 0
-    if path in SAMPLED and not is_sampled:
-        item.add_marker(pytest.mark.slow)
-    if path.startswith((*SECONDS, *MANY_OF_SECONDS) if is_sampled else SECONDS) and item.get_closest_marker("slow"):
+    number = zlib.crc32(item.nodeid.partition("::")[2].encode()) % 4
+    if item.get_closest_marker("slow") and path.startswith(SECONDS if number else (*SECONDS, *MANY_OF_SECONDS)):
         item.add_marker(pytest.mark.ci)
+    if (path in SAMPLED and number) or (path in HALVED and number % 2 and hasattr(item, "callspec")):
+        item.add_marker(pytest.mark.slow)
     if path.startswith(FAST) and path not in NOT_FAST and not item.get_closest_marker("slow"):
         item.add_marker(pytest.mark.fast)
 

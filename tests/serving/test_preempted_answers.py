@@ -98,7 +98,7 @@ def test_answers_that_gave_way_are_what_they_are_undisturbed(
     """With every kind of draft; kept, computed again, and both; with the next step under way, as on a GPU, too."""
     pool, expected = thirty
     monkeypatch.setattr(runtime._open_runner().backend, "steps_ahead", ahead)
-    assert check(schedules, runtime, expected, pool, range(9 * ahead, 9 * ahead + 9)) >= 5
+    assert check(schedules, runtime, expected, pool, range(6 * ahead, 6 * ahead + 6)) >= 3
 
 
 @pytest.mark.slow
