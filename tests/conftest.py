@@ -170,19 +170,23 @@ SAMPLED = ("commands/test_hostile_models.py", "commands/test_hostile_settings.py
 #: Files whose cases are families times drafts, or the like, in several tests: every other one is `slow`, in each test
 #: others, the same ones every time.
 HALVED = (
+    "engines/backends/test_kernel_launches.py",
     "engines/backends/test_tensorrt_operations.py",
     "engines/building/test_window_build.py",
+    "engines/quantization/test_scaling.py",
     "engines/speculation/test_drafted_answers.py",
     "engines/speculation/test_eagle_equality.py",
     "engines/speculation/test_image_rounds.py",
     "engines/speculation/test_recurrent_rounds.py",
     "engines/speculation/test_suffix_answers.py",
     "kernels/acceptance/test_acceptance_lossless.py",
+    "kernels/decode/test_decode_attention.py",
     "serving/test_constrained_answers.py",
     "serving/test_preempted_turns.py",
     "serving/test_recurrent_conversations.py",
     "serving/test_recurrent_images.py",
     "serving/test_window_conversations.py",
+    "tool_calls/test_single_arguments.py",
     "tools/test_bench_quantization.py",
 )
 
