@@ -6,10 +6,11 @@
 // that are loaded at once are the tensor cores' operand as it is: without it each operand is put together by moves,
 // more of them than products.
 #include "decode/outputs.cuh"
-#include "decode/tiled_ring.cuh"
+#include "decode/tiled_sums.cuh"
 
 namespace prompt {
 using namespace decode;
+using tiled::for_each_sum;
 using tiled::lane_offset;
 using tiled::row_of_eight;
 using tiled::TensorMap;
@@ -52,15 +53,6 @@ __device__ __forceinline__ void copy(
                      "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier),
                      "h"(static_cast<unsigned short>((1 << blocks) - 1))
                      : "memory");
-}
-
-template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
-#pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) action(r, c, i);
 }
 
 // As `multiply_add`, from zero.
@@ -122,10 +114,6 @@ __global__ void __launch_bounds__(Geometry<T, SIZES...>::THREADS, 1) multiply_ro
     const int high = ((rows + G::ROWS - 1) / G::ROWS + G::CLUSTER - 1) / G::CLUSTER;
     const int wide = (weight_rows + G::WEIGHT_ROWS - 1) / G::WEIGHT_ROWS, tiles = high * wide;
     const int chunks = (columns + 63) / 64, rank = blockIdx.x % G::CLUSTER, stride = gridDim.x / G::CLUSTER;
-    const auto cluster_barrier = [&] {
-        if (G::CLUSTER > 1)
-            asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    };
     if (threadIdx.x == 0) {
         for (int i = 0; i < G::STAGES; ++i) {
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + i * 16) : "memory");
@@ -135,7 +123,7 @@ __global__ void __launch_bounds__(Geometry<T, SIZES...>::THREADS, 1) multiply_ro
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    cluster_barrier();
+    if (G::CLUSTER > 1) cluster_barrier();
     const auto place_of = [&](int tile, int& first_row, int& first_column) {
         const int begin = tile / (band * wide) * band, within = tile - begin * wide, height = min(band, high - begin);
         first_row = ((begin + within % height) * G::CLUSTER + rank) * G::ROWS;
@@ -244,7 +232,7 @@ __global__ void __launch_bounds__(Geometry<T, SIZES...>::THREADS, 1) multiply_ro
             output[static_cast<size_t>(m) * weight_rows + n] = from_float<T>(value);
         });
     }
-    cluster_barrier();
+    if (G::CLUSTER > 1) cluster_barrier();
 }
 
 }  // namespace prompt

@@ -25,7 +25,7 @@ from provenance import provenance
 
 from edgellm.kernels.compiler import ModuleSource, compile_module
 from edgellm.kernels.decode.arguments import CUDA_TYPES
-from edgellm.kernels.decode.contract import SLICES, slice_steps
+from edgellm.kernels.decode.contract import MAX_LORA_PLACES, SLICES, slice_steps
 
 ONE, RUNNING, GROUPED = range(3)
 #: N and K of the layers of Llama-1B, then of 8B: qkv, output, gate and up, down.
@@ -90,7 +90,7 @@ class Bench:
         self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
         macros = {"HOST_SLICES": SLICES, "HOST_KEPT_BYTES": 16, "HOST_LINEAR_BYTES": "sizeof(Linear)"}
         macros |= {"HOST_TILED_WARPS": 8, "HOST_MOST_STAGES": 8, "HOST_ROW_BYTES": 128, "HOST_BARRIER_BYTES": 16}
-        macros["HOST_GELU_TANH"] = 1
+        macros |= {"HOST_GELU_TANH": 1, "HOST_MOST_PLACES": MAX_LORA_PLACES}
         text = (Path(__file__).parent / "prompt_rows.cu").read_text()
         expressions = tuple(tiling.expression(dtype) for tiling in TILINGS)
         source = ModuleSource(
