@@ -47,8 +47,6 @@ from edgellm.kernels.tree.launcher import CudaTree
 
 logger = logging.getLogger("edgellm.tensorrt")
 
-#: What runs a model's steps: kernels wherever they take them, or TensorRT wherever it does.
-EXECUTORS = ("auto", "tensorrt")
 LoadedEngine = TensorRTEngine | KernelEngine | SplitEngine
 
 
@@ -64,9 +62,9 @@ class CudaBackend(CudaDevice):
     computes_at_once = False
 
     def __init__(
-        self, directory: EngineDirectory, packed: PackedLayouts | None = None, executor: str = EXECUTORS[0]
+        self, directory: EngineDirectory, packed: PackedLayouts | None = None, executor: str = "auto"
     ) -> None:
-        """`packed` are the `model_layouts` of a directory with packed weights; `executor` is one of `EXECUTORS`."""
+        """`packed` are the `model_layouts` of a directory with packed weights; `executor` is one of `opening.EXECUTORS`."""
         self._directory, self._packed, self._executor = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
         self._opened: ExitStack | None = None

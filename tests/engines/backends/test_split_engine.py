@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, RECURRENT, SCALED
+from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, RECURRENT
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
+from prompt_arrays import PROMPT_MODELS as MODELS
+from prompt_arrays import bound_to, random_arrays
 
 from edgellm.engines.backends.executors import kernel_executor, plan_refusal, planned_shapes, refusal_on, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
@@ -34,18 +36,7 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 from edgellm.kernels.quantization.rows import quantize_rows
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
-DEEP = replace(LLAMA, num_layers=8)
-MODELS: dict[str, DecoderConfig] = {
-    **FAMILIES,
-    **SCALED,
-    **RECURRENT,
-    "deep": DEEP,
-    "features": replace(DEEP, feature_layers=(2, 4, 5)),
-    "last_feature": replace(DEEP, feature_layers=(8,)),
-    "features_of_the_end": replace(DEEP, feature_layers=(3, 7, 8)),
-    "deepstack": replace(DEEP, deepstack_layers=3),
-    "images": replace(DEEP, image_tokens=9),
-}
+DEEP = MODELS["deep"]
 
 
 class NumpySegment:
@@ -107,31 +98,6 @@ def test_scratch_of_segments_begins_where_tensorrt_takes_it(tokens: int) -> None
     whole = np.empty(engine.scratch_bytes, np.uint8)
     engine.attach(NumpyKernelDevice(), whole)
     assert begins and {(begin - whole.ctypes.data) % 512 for begin in begins} == {0}
-
-
-def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
-    """What a program is bound to, in float32; the mask is causal."""
-    random, shape = np.random.default_rng(0), program.shape
-    arrays = {}
-    for name, (size, kind) in program.edge.items():
-        if not name.startswith("present_"):
-            values = random.standard_normal(size, np.float32) * 0.1
-            arrays[name] = values if kind in ("compute", "float32") else values.astype(kind)
-    arrays["kvcache_start_index"][:] = start
-    if "last_token_ids" in arrays:
-        arrays["last_token_ids"][:] = shape.tokens - 3
-    if "state_tokens" in arrays:
-        arrays["state_tokens"][:] = shape.tokens - 2
-    rows = start + np.arange(shape.tokens)[:, None]
-    if "last_seen" in arrays:  # the last of an image's 9 tokens; all of the step's end with one
-        arrays["last_seen"][:] = np.minimum(start + np.arange(shape.tokens) // 9 * 9 + 8, start + shape.tokens - 1)
-    arrays["attention_mask"][:] = np.arange(shape.key_range) <= rows
-    return arrays
-
-
-def bound_to(arrays: Mapping[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
-    """With the caches as outputs."""
-    return {**arrays, **{f"present_{name}": arrays[name] for name in program.changed}}
 
 
 def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
