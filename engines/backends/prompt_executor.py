@@ -103,7 +103,8 @@ class PromptRows(ManyRows):
         rows, columns = packed.shape
         values = self._array(DENSE)[: rows * columns].reshape(rows, columns)
         as_coded = replace(packed, inputs=None)
-        return linear._replace(weight=values), [self._kernels.prefill.dequantize(as_coded, values, beside=False)]
+        dense = linear._replace(weight=values, arrangement=linear.arranged)
+        return dense, [self._kernels.prefill.dequantize(as_coded, values, beside=False)]
 
     def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         if selected or linear.adapters is None:

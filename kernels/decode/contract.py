@@ -96,7 +96,7 @@ class LinearWeights(NamedTuple):
         Raises KernelError for a weight that does not say so though its format does.
         """
         if not isinstance(self.weight, PackedMatrix):
-            return None
+            return self.arrangement
         format, inputs = self.weight.layout.format, self.weight.inputs
         order, scales = inputs or (None, None)
         if (format.permuted and order is None) or (format.scaled and scales is None):
