@@ -61,10 +61,9 @@ class CudaBackend(CudaDevice):
     fixed_shapes = True
     computes_at_once = False
 
-    def __init__(
-        self, directory: EngineDirectory, packed: PackedLayouts | None = None, executor: str = "auto"
-    ) -> None:
-        """`packed` are the `model_layouts` of a directory with packed weights; `executor` is one of `opening.EXECUTORS`."""
+    def __init__(self, directory: EngineDirectory, packed: PackedLayouts | None = None, executor: str = "auto") -> None:
+        """`packed` are the `model_layouts` of a directory with packed weights, `executor` is one of
+        `opening.EXECUTORS`."""
         self._directory, self._packed, self._executor = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
         self._opened: ExitStack | None = None

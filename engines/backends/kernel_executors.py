@@ -8,6 +8,7 @@ launches of their own, for all blocks of the linear layer that follows. Either g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from edgellm.engines.backends.kernel_steps import (
@@ -231,6 +232,11 @@ class FewRows:
             kernels.linear_residual(x, linear, None, self._array(step.output), step.scale, None, selected),
         ]
 
+    def _copy_kept(self, keep: Keep, values: Array) -> Any:
+        rows, width = values.size // values.shape[-1], values.shape[-1]
+        any_place = self._array(JOINED_INPUTS)[: rows * width].reshape(rows, width)
+        return self._kernels.few.norm(NormedInput(values, None), any_place, 0, self._kept(keep))
+
     def _few_or_many(self, step: NormLinear | LinearResidual, linear: LinearWeights) -> Any:
         """The kernels that multiply what is not normed by them."""
         if not linear.is_packed:
@@ -245,6 +251,9 @@ class FewRows:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
         x = self._array(step.value)
         launches = [*self._low_products(x, linear, *selected), *self._arranged(x, linear)]
+        if step.selects and step.keep is not None:  # features are those of all rows
+            launches.append(self._copy_kept(step.keep, self._array(step.residual)))
+            step = replace(step, keep=None)
         return [*launches, *self._added(step, x, linear, self._few_or_many(step, linear), *selected)]
 
     def _added(

@@ -74,9 +74,7 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if columns % 8:
         return f"widths must be multiples of 8, not {columns}"
     if isinstance(step, LinearResidual):
-        if step.norm is not None and step.keep is not None:
-            return "features are taken where what is added is normed"
-        return "features of all rows are taken where some are selected" if step.selects and step.keep else None
+        return "features are taken where what is added is normed" if step.norm and step.keep else None
     if any(norm.bias is not None for given in step.inputs for norm in given.norms):
         return "there is no kernel for layer norms"
     if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):

@@ -18,6 +18,7 @@ PROMPT_MODELS: dict[str, DecoderConfig] = {
     **RECURRENT,
     "deep": DEEP,
     "features": replace(DEEP, feature_layers=(2, 4, 5)),
+    "feature_of_the_last_layer": replace(DEEP, feature_layers=(2, 7)),
     "last_feature": replace(DEEP, feature_layers=(8,)),
     "features_of_the_end": replace(DEEP, feature_layers=(3, 7, 8)),
     "deepstack": replace(DEEP, deepstack_layers=3),
