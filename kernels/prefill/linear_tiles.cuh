@@ -103,7 +103,7 @@ template <typename G> struct Fragments {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i];
+                for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | blockIdx.z;
         }
     }
     template <typename T> __device__ void multiply(float (&sum)[4], int r, int part, int i, int half, T) const {
@@ -221,13 +221,12 @@ template <typename T, typename G> struct Copies {
     }
 
   private:
-    // At most three stages are under way, whatever their number is.
     static __device__ void wait_for_all_but(int groups) {
         if (groups == 0) wait_for_copies<0>();
         else if (groups == 1) wait_for_copies<1>();
         else wait_for_copies<2>();
     }
-    static_assert(MOST_STAGES == 6, "a case for each");
+    static_assert(MOST_STAGES == 4, "a case for each");
 };
 
 }  // namespace prefill
