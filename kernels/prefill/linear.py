@@ -29,8 +29,8 @@ _TILE_CLOCKS, _FEW_WARPS = 2500, 1.4
 class PromptTiling(NamedTuple):
     """Template arguments of `Geometry` in linear_tiles.cuh, and how many blocks registers have room for.
 
-    A warp has `row_tiles` of 16 rows of activations times `column_tiles` of 8 weight rows; `shared_total`: sums of groups
-    of slices lie in shared memory.
+    A warp has `row_tiles` of 16 rows of activations times `column_tiles` of 8 weight rows; `shared_total`: sums of
+    groups of slices lie in shared memory.
     """
 
     row_tiles: int

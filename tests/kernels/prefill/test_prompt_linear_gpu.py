@@ -57,8 +57,10 @@ class Bits(NamedTuple):
     def device(self, values: np.ndarray | None) -> DeviceArray | None:
         if values is None:
             return None
-        array = self.gpu.empty(values.shape, self.dtype if values.dtype.itemsize == 2 else str(values.dtype))
-        self.gpu.upload(array, values)
+        if values.dtype.itemsize != 2:
+            return device_copy(self.gpu, values)
+        array = self.gpu.empty(values.shape, self.dtype)
+        self.gpu.upload(array, values.view(np.float16 if self.dtype == "float16" else np.uint16))
         return array
 
     def array(self, *shape: int, scale: float = 1.0) -> DeviceArray:
