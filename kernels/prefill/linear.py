@@ -153,12 +153,19 @@ class CudaPromptLinear(CudaTiledKernels):
         if linear.is_packed:
             raise KernelError("prompts take dense weights: dequantize packed ones first")
         every_row, name = linear.weight.shape[0], name.replace("selected", "linear")
-        return self._prompt_launch(name, arguments, every_row, linear.adapters is not None)
+        return self._prompt_launch(name, arguments, every_row, linear.adapters is not None, tiling)
 
-    def _prompt_launch(self, name: str, arguments: TiledLinear, every_row: int, adapted: bool = False) -> Launch:
+    def _prompt_launch(
+        self,
+        name: str,
+        arguments: TiledLinear,
+        every_row: int,
+        adapted: bool = False,
+        tiling: PromptTiling | None = None,
+    ) -> Launch:
         """The launch of a kernel over `every_row` weight rows."""
         batch = arguments.linear.batch
-        tiling = self.tiling or prompt_tiling(batch, every_row, arguments.linear.columns, self.gpu)
+        tiling = tiling or self.tiling or prompt_tiling(batch, every_row, arguments.linear.columns, self.gpu)
         arguments.stages = tiling.stages(self.gpu)
         kernel = prompt_kernel(name, self.dtype, tiling, adapted)
         grid, shared = tiling.grid(batch, every_row, self.gpu), tiling.shared_bytes(arguments.stages)

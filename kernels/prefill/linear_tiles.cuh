@@ -119,10 +119,6 @@ template <typename T> struct Operands {
     const T *weight, *input;
     int stride, batch, rows, columns;
     SelectedRows source;
-
-    // Rows that are selected follow each other, so that none lies before the first.
-    __device__ int first_line(int row) const { return source(row); }
-    __device__ int line_behind_first(int row, int first) const { return source(row) - source(first); }
 };
 
 // The first row of activations, and the first output column, of a tile.
@@ -155,8 +151,8 @@ template <typename T, typename G> struct Copies {
     int stages, read_stage, written_stage, tile, chunk;
     int own_row, own_column;
     unsigned own;
-    const T *weights[G::SUMS], *input;                     // of the tile's first rows
-    unsigned weight_of[WEIGHT_COPIES / G::SUMS], input_of[COPIES];  // elements behind them
+    const uint4 *weights[G::SUMS], *input;                          // of the tile's first rows
+    unsigned weight_of[WEIGHT_COPIES / G::SUMS], input_of[COPIES];  // pieces of 8 elements behind them
 
     __device__ Copies(const Operands<T>& given, const Work& all, const char* shared, int count)
         : operands(given), work(all), memory(shared), stages(count), read_stage(-1), written_stage(0), tile(blockIdx.x),
@@ -171,8 +167,9 @@ template <typename T, typename G> struct Copies {
     // Behind the last column are zeros.
     __device__ void copy() {
         if (tile < work.tiles) {
-            const int first = chunk * STAGE_COLUMNS, from = first + own_column < operands.columns ? first : -own_column;
-            const bool exists = from >= 0;
+            const int first = chunk * STAGE_COLUMNS;
+            const bool exists = first + own_column < operands.columns;
+            const int from = (exists ? first : -own_column) / 8;
             const unsigned target = own + written_stage * G::STAGE_BYTES;
 #pragma unroll
             for (int i = 0; i < WEIGHT_COPIES; ++i) {
@@ -198,17 +195,19 @@ template <typename T, typename G> struct Copies {
         const Place place = work.place_of(tile);
 #pragma unroll
         for (int s = 0; s < G::SUMS; ++s)
-            weights[s] = operands.weight + static_cast<size_t>(place.column + s * operands.rows) * operands.columns;
+            weights[s] = line_of(operands.weight, place.column + s * operands.rows, operands.columns);
 #pragma unroll
         for (int i = 0; i < WEIGHT_COPIES / G::SUMS; ++i) {
             const int line = min(own_row + i * G::AT_ONCE, operands.rows - 1 - place.column);
-            weight_of[i] = line * operands.columns + own_column;
+            weight_of[i] = (line * operands.columns + own_column) / 8;
         }
-        input = operands.input + static_cast<size_t>(operands.first_line(place.row)) * operands.stride;
+        input = line_of(operands.input, operands.source(place.row), operands.stride);
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
             const int line = min(place.row + own_row + i * G::AT_ONCE, operands.batch - 1);
-            input_of[i] = operands.line_behind_first(line, place.row) * operands.stride + own_column;
+            // Rows that are selected follow each other, so that none lies before the first.
+            const unsigned behind = operands.source(line) - operands.source(place.row);
+            input_of[i] = behind * (operands.stride / 8) + own_column / 8;
         }
     }
     __device__ const char* stage() const { return memory + read_stage * G::STAGE_BYTES; }
@@ -221,6 +220,9 @@ template <typename T, typename G> struct Copies {
     }
 
   private:
+    static __device__ const uint4* line_of(const T* matrix, int line, int columns) {
+        return reinterpret_cast<const uint4*>(matrix + static_cast<size_t>(line) * columns);
+    }
     static __device__ void wait_for_all_but(int groups) {
         if (groups == 0) wait_for_copies<0>();
         else if (groups == 1) wait_for_copies<1>();

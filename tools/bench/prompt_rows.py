@@ -141,7 +141,7 @@ def speeds(bench: Bench, counts: list[int]) -> dict[str, dict[str, Any]]:
 def resources(code: bytes) -> tuple[int, int]:
     """Registers of a thread and bytes of its stack, of the only kernel of a cubin.
 
-    That is an ELF file of 64 bits. Its section .nv.info has them behind a word that says so: the symbol, then the value.
+    That is an ELF file of 64 bits. Its section .nv.info has them behind a word that says so: a symbol, then the value.
     """
     (table,), (size, count, names) = struct.unpack_from("<Q", code, 0x28), struct.unpack_from("<3H", code, 0x3A)
     every = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
