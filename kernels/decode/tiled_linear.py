@@ -51,7 +51,7 @@ _FRAGMENT_BYTES = 16 * STEP * 2
 _Map = ctypes.c_uint64 * 16
 
 
-class _TiledLinear(ctypes.Structure):
+class TiledLinear(ctypes.Structure):
     """`TiledLinear` of tiled_linear.cu."""
 
     _fields_ = [
@@ -71,7 +71,7 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: 
         ("HOST_BARRIER_BYTES", BARRIER_BYTES),
         ("HOST_SMALL_BYTES", Tiling(16, 128, 1).shared_bytes(3)),
         ("HOST_LARGE_BYTES", Tiling(64, 192, 1).shared_bytes(2, adapted=True)),
-        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
+        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)),
     )
     sizes = f"{tiling.row_tiles}, {tiling.column_tiles}, {tiling.row_warps}, {tiling.resident(gpu)}"
     sizes += ", true" if adapted else ""
@@ -81,7 +81,7 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: 
 def direct_kernel(name: str, dtype: str, tiling: DirectTiling | GroupTiling, columns: int) -> Kernel:
     """A kernel of direct_linear.cu or group_linear.cu for matrices of so many columns, or of others whose slices end as
     often."""
-    macros = (("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES), ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)))
+    macros = (("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES), ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)))
     every, chosen = slices_end_every(columns), f"{CUDA_TYPES[dtype]}, {tiling.rows // 16}, {tiling.weight_tiles}"
     if isinstance(tiling, GroupTiling):
         expression = f"decode::direct::group_{name}<{chosen}, {tiling.depth}, {every}>"
@@ -97,6 +97,8 @@ def capacity_of(module: KernelModule) -> Capacity:
 
 class CudaTiledKernels:
     """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it."""
+
+    most_rows = MAX_TILED_ROWS
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
         if dtype not in CUDA_TYPES:
@@ -157,16 +159,16 @@ class CudaTiledKernels:
         rows: int,
         scale: float,
         selected: DeviceArray | None = None,
-    ) -> _TiledLinear:
+    ) -> TiledLinear:
         columns, stride = linear.weight.shape[1], x.shape[-1]
         batch = rows_of(x) if selected is None else selected.size
-        if not 1 <= batch <= MAX_TILED_ROWS or columns % 8 or stride not in (columns, padded_columns(columns)):
+        if not 1 <= batch <= self.most_rows or columns % 8 or stride not in (columns, padded_columns(columns)):
             raise KernelError(
-                f"tiled decode kernels take 1 to {MAX_TILED_ROWS} rows of a width that is a multiple of 8, found "
+                f"tiled decode kernels take 1 to {self.most_rows} rows of a width that is a multiple of 8, found "
                 f"{x.shape} times {linear.weight.shape}"
             )
         check_room("output", output, batch, rows)
-        return _TiledLinear(
+        return TiledLinear(
             linear=linear_argument(linear, batch, rows, scale),
             input=x.pointer,
             output=output.pointer,
@@ -179,7 +181,7 @@ class CudaTiledKernels:
         name: str,
         x: DeviceArray,
         linear: LinearWeights,
-        arguments: _TiledLinear,
+        arguments: TiledLinear,
         tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
     ) -> Launch:
         if isinstance(linear.weight, PackedMatrix):
@@ -199,7 +201,7 @@ class CudaTiledKernels:
         return self._tiled_launch(name, x, linear, arguments, tiling)
 
     def _tiled_launch(
-        self, name: str, x: DeviceArray, linear: LinearWeights, arguments: _TiledLinear, tiling: Tiling
+        self, name: str, x: DeviceArray, linear: LinearWeights, arguments: TiledLinear, tiling: Tiling
     ) -> Launch:
         """The launch of a layer with rows of its own, or without: of adapters' A alone."""
         adapters, (every_row, columns) = linear.adapters, linear.weight.shape
@@ -215,9 +217,9 @@ class CudaTiledKernels:
         return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 
     def _packed_launch(
-        self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | PackedTiles | None
+        self, name: str, linear: LinearWeights, arguments: TiledLinear, tiling: PackedTiling | PackedTiles | None
     ) -> Launch:
-        batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(_TiledLinear)
+        batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(TiledLinear)
         adapted = linear.adapters is not None
         if name == "gate_up" and layout.rows % 16:
             raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
