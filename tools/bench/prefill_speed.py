@@ -142,9 +142,10 @@ def time_attention(bench: Bench, name: str, config: DecoderConfig) -> None:
         cache = (1, kv_heads, start + tokens, size)
         rows = KeyValueRows(bench.random(cache), bench.random(cache), bench.array_of(np.array([start], np.int32)))
         qkv = bench.random((1, tokens, (heads + 2 * kv_heads) * size))
-        rotary, context = bench.random((1, tokens, config.rotary_dim)), bench.random((1, tokens, heads * size))
-        prepare = bench.microseconds(bench.prefill.prepare_heads(qkv, None, rotary, rows))
-        given = qkv, rows, size**-0.5, context
+        rotary = bench.random((1, tokens, config.rotary_dim))
+        queries, context = (bench.random((1, tokens, heads * size)) for _ in range(2))
+        prepare = bench.microseconds(bench.prefill.prepare_heads(qkv, None, rotary, rows, None, None, queries))
+        given = queries, rows, size**-0.5, context
         span = bench.microseconds(bench.prefill.causal_attention(*given))
         tilings = (1, 2) if size <= 128 else (1,)
         each = {
