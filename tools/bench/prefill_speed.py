@@ -5,7 +5,8 @@
 
 Needs pycuda and a GPU; TensorRT for `linears`, `narrow` (the largest chunk, with sums that are not in fp32) and
 `packed`, PyTorch for `torch`: its flash attention and matrix products. Times are medians of five, on the GPU; TFLOP/s
-count what causal attention and the linear layers need. `host` is what the host takes, for a layer to bind its weights
+count what causal attention and the linear layers need. Attention's are microseconds of a layer in CUDA graphs, of the
+tiling that is taken and of either one. `host` is what the host takes, for a layer to bind its weights
 and to enqueue its engine. `packed`: dequantizing weights of 4 bits, and whole chunks over dense and over packed weights
 by either way there is: TensorRT and dequantizing in front of it, or the kernels of up to 64 rows; and how far their
 logits are apart. Whole prompts: `gpu_speed.py prefill`.
@@ -45,7 +46,7 @@ from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
-from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.launch import KernelModule, Launch
 from edgellm.kernels.prefill.contract import KeyValueRows
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
@@ -58,8 +59,10 @@ SHAPES = {
 }
 PARTS = ("attention", "linears", "narrow", "packed", "torch")
 #: Tokens that are new, and rows before them.
-STEPS = ((512, 0), (2048, 0), (512, 3488), (2048, 2048), (2048, 6144), (4096, 0), (8000, 0))
+STEPS = ((128, 0), (512, 0), (2000, 0), (4000, 0), (8000, 0), (512, 3488), (2000, 2000), (2000, 6000))
 LAYERS_IN_TURN = 4
+#: Launches of a kernel of attention in a graph: enough of them that a graph's own launch is little.
+IN_GRAPH = 20
 #: Of packed weights; the rows of steps by kernels, and the KV rows of whole steps.
 GROUP, KERNEL_ROWS, KV_ROWS = 128, (16, 32, 64), 4608
 
@@ -116,6 +119,16 @@ class Bench:
         step()
         return gpu_milliseconds(self.device.stream, step, repeats, before=step)
 
+    def microseconds(self, launch: Launch) -> float:
+        """Of one of several launches that follow each other in a graph."""
+
+        def several() -> None:
+            for _ in range(IN_GRAPH):
+                launch()
+
+        several()
+        return 1000 * self.milliseconds(self.device.capture(several, launch.name), 1) / IN_GRAPH
+
     def report(self, name: str, **numbers: float) -> None:
         """Print and keep."""
         print(f"{name:44s} " + "  ".join(f"{key} {value:8.3f}" for key, value in numbers.items()), flush=True)
@@ -129,12 +142,19 @@ def time_attention(bench: Bench, name: str, config: DecoderConfig) -> None:
         cache = (1, kv_heads, start + tokens, size)
         rows = KeyValueRows(bench.random(cache), bench.random(cache), bench.array_of(np.array([start], np.int32)))
         qkv = bench.random((1, tokens, (heads + 2 * kv_heads) * size))
-        rotary, context = bench.random((1, tokens, config.rotary_dim)), bench.random((1, tokens, heads * size))
-        prepare = bench.milliseconds(bench.prefill.prepare_heads(qkv, None, rotary, rows))
-        span = bench.milliseconds(bench.prefill.causal_attention(qkv, rows, size**-0.5, context))
+        rotary = bench.random((1, tokens, config.rotary_dim))
+        queries, context = (bench.random((1, tokens, heads * size)) for _ in range(2))
+        prepare = bench.microseconds(bench.prefill.prepare_heads(qkv, None, rotary, rows, None, None, queries))
+        given = queries, rows, size**-0.5, context
+        span = bench.microseconds(bench.prefill.causal_attention(*given))
+        tilings = (1, 2) if size <= 128 else (1,)
+        each = {
+            f"tiles_{tiles}_us": bench.microseconds(bench.prefill.causal_attention(*given, tiles=tiles))
+            for tiles in tilings
+        }
         operations = 4 * heads * size * (tokens * start + tokens * (tokens + 1) / 2)
         label = f"{name} attention {tokens} behind {start}"
-        bench.report(label, ms=span, tflops=operations / span / 1e9, heads_ms=prepare)
+        bench.report(label, us=span, tflops=operations / span / 1e6, heads_us=prepare, **each)
 
 
 def segment_engine(bench: Bench, config: DecoderConfig, shape: EngineShape, wide: bool) -> TensorRTEngine:
