@@ -65,9 +65,7 @@ class ComputingOptions(Options, panel="Model"):
     """What computes, how KV rows are kept, and where other settings stand."""
 
     backend: str | None = option("What computes.", choices=BACKENDS)
-    executor: str | None = option(
-        "What runs steps on a GPU: kernels, or wherever it can TensorRT.", choices=EXECUTORS
-    )
+    executor: str | None = option("What runs steps on a GPU: kernels, or wherever it can TensorRT.", choices=EXECUTORS)
     kv_cache: str | None = option(
         "Keep the KV cache in the dtype that is computed in, or in 8 bits, which takes half the memory [default: as "
         "the engine directory was built].",

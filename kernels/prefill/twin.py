@@ -15,6 +15,7 @@ from edgellm.kernels.prefill.contract import (
     RowScales,
     check_scales,
 )
+from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 
@@ -68,8 +69,10 @@ class NumpyPrefill:
         _check("attention_ahead", queries, rows, scale, context, row_scales, last_seen)
         return lambda: _causal_attention(queries, rows, scale, context, row_scales, last_seen)
 
-    def dequantize(self, weight: PackedWeight, values: np.ndarray, beside: bool = False) -> Launchable:
+    def dequantize(self, weight: PackedWeight | PackedMatrix, values: np.ndarray, beside: bool = False) -> Launchable:
         """Dense weights; see the contract."""
+        if isinstance(weight, PackedMatrix):  # as the device has it: of codes alone
+            weight = from_device_layout(weight.layout, weight.data)
         scales = np.float32(1) if weight.input_scales is None else weight.input_scales
         return lambda: np.copyto(values, weight.values() * scales)
 
