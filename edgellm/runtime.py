@@ -57,15 +57,16 @@ class SpecDecodeRuntime:
 
     `engine_directory` has the model; images need vision engines, from there or from `multimodal_engine_directory`.
     `backend` is "auto" (the GPU where there is one, else NumPy), "numpy" or "tensorrt" (the GPU). `executor` says what
-    runs steps on a GPU: "auto" kernels, and TensorRT what they do not take; "tensorrt" the other way round. `kv_cache` "int8" keeps the
-    model's KV rows in 8 bits, "compute" in the dtype of computing (None: as the directory was built). `drafting` says
-    how to draft; None, and kind "suffix", load no draft model and take no memory for it; "auto" drafts where the
-    directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by name,
-    which join those of the engine directory; None loads none, and nothing that applies them. `snapshots` are files of
-    `edgellm cache build` or `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget`
-    bytes, those used least recently go first. Rows of answers that give way to others (see `Request`) are kept in up to
-    `preemption_budget` bytes of the host's memory, which is taken when it is needed; beyond that they are computed
-    again. Recurrent states, of models that have such, are kept at places of texts in up to `state_budget` bytes of it.
+    runs steps on a GPU: "auto" kernels, and TensorRT what they do not take; "tensorrt" the other way round. `kv_cache`
+    "int8" keeps the model's KV rows in 8 bits, "compute" in the dtype of computing (None: as the directory was built).
+    `drafting` says how to draft; None, and kind "suffix", load no draft model and take no memory for it; "auto" drafts
+    where the directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by
+    name, which join those of the engine directory; None loads none, and nothing that applies them. `snapshots` are
+    files of `edgellm cache build` or `generate_and_save_system_prompt_kv_cache`; in memory they take up to
+    `snapshot_budget` bytes, those used least recently go first. Rows of answers that give way to others (see `Request`)
+    are kept in up to `preemption_budget` bytes of the host's memory, which is taken when it is needed; beyond that they
+    are computed again. Recurrent states, of models that have such, are kept at places of texts in up to `state_budget`
+    bytes of it.
     Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError subclasses that say
     what is wrong.
     """
