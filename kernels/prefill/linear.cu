@@ -213,8 +213,8 @@ PROMPT_KERNEL(linear_residual) {
 PROMPT_KERNEL(low_products) {
     PROMPT_GEOMETRY(false);
     const RowAdapters<T> adapters(linear);
-    multiply<T, G>(arguments, static_cast<const T*>(linear.adapters.a), adapters.all_low_rows(), bias,
-                   LowOutput<T>{adapters});
+    multiply<T, G>(arguments, static_cast<const T*>(linear.adapters.a), adapters.all_low_rows(),
+                   static_cast<const T*>(nullptr), LowOutput<T>{adapters});
     adapters.clear_next();
 }
 #undef PROMPT_KERNEL
