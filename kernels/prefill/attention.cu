@@ -15,6 +15,7 @@ using namespace attending;
 using decode::load_matrices;
 using decode::load_transposed_matrices;
 using decode::multiply;
+using decode::multiply_alone;
 
 constexpr bool INT8 = HOST_INT8;  // the caches' rows are
 // Whether queries see the latest `window` rows up to their own alone, and the caches are rings of whole tiles: position p is
@@ -149,13 +150,7 @@ template <int TILES, int COLUMNS, bool SPANS> struct Sums {
 // Products of queries and a tile's keys.
 template <typename T, typename Its, int TILES>
 __device__ __forceinline__ void compute_scores(Scores<TILES>& score, unsigned queries, unsigned keys) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < TILES; ++m)
-#pragma unroll
-        for (int n = 0; n < 2 * BLOCKS; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) score[m][n][i] = 0.f;
+    const int lane = decode::in_register(threadIdx.x % 32);  // places of matrices are found anew: registers are few
 #pragma unroll
     for (int k = 0; k < Its::STEPS; ++k) {
         unsigned query[TILES][4];
@@ -168,6 +163,11 @@ __device__ __forceinline__ void compute_scores(Scores<TILES>& score, unsigned qu
             load_matrices(key, keys + offset_of<Its::SIZE>(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 #pragma unroll
             for (int m = 0; m < TILES; ++m) {
+                if (k == 0) {
+                    multiply_alone(score[m][2 * n], query[m], key[0], key[1], T());
+                    multiply_alone(score[m][2 * n + 1], query[m], key[2], key[3], T());
+                    continue;
+                }
                 multiply<T>(score[m][2 * n], query[m], key[0], key[1]);
                 multiply<T>(score[m][2 * n + 1], query[m], key[2], key[3]);
             }
@@ -241,11 +241,11 @@ __device__ __forceinline__ void add_weights(float (&total)[TILES][4], const Weig
         for (int m = 0; m < TILES; ++m) multiply<T>(total[m], weight[m][k], Ones<T>::PAIR, Ones<T>::PAIR);
 }
 
-// Adds a tile's values, weighted, to sums of COUNT eights of columns; `values`: those of the first column.
-template <typename T, typename Its, int COUNT, int TILES, int ALL>
-__device__ __forceinline__ void add_values(float (&sum)[TILES][ALL][4], const Weights<TILES>& weight, unsigned values,
+// Adds a tile's values, weighted, to sums of COUNT eights of columns from number `eight` on; BEGINS: there are none before.
+template <typename T, typename Its, bool BEGINS, int COUNT, int TILES>
+__device__ __forceinline__ void add_values(float (&sum)[TILES][COUNT][4], const Weights<TILES>& weight, unsigned values,
                                            int eight) {
-    const int lane = threadIdx.x % 32;
+    const int lane = decode::in_register(threadIdx.x % 32);
 #pragma unroll
     for (int k = 0; k < BLOCKS; ++k)
 #pragma unroll
@@ -254,10 +254,44 @@ __device__ __forceinline__ void add_values(float (&sum)[TILES][ALL][4], const We
             load_transposed_matrices(value, values + offset_of<Its::SIZE>(16 * k + lane % 16, eight + 2 * n + lane / 16));
 #pragma unroll
             for (int m = 0; m < TILES; ++m) {
+                if (BEGINS && k == 0) {
+                    multiply_alone(sum[m][2 * n], weight[m][k], value[0], value[1], T());
+                    multiply_alone(sum[m][2 * n + 1], weight[m][k], value[2], value[3], T());
+                    continue;
+                }
                 multiply<T>(sum[m][2 * n], weight[m][k], value[0], value[1]);
                 multiply<T>(sum[m][2 * n + 1], weight[m][k], value[2], value[3]);
             }
         }
+}
+
+template <int TILES, int EIGHTS> __device__ __forceinline__ void clear(float (&sum)[TILES][EIGHTS][4]) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < EIGHTS; ++n) sum[m][n][0] = sum[m][n][1] = sum[m][n][2] = sum[m][n][3] = 0.f;
+}
+
+template <int TILES, int EIGHTS>
+__device__ __forceinline__ void multiply_all(float (&sum)[TILES][EIGHTS][4], const float (&factor)[TILES][2]) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < EIGHTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) sum[m][n][i] *= factor[m][i / 2];
+}
+
+// Adds sums of a span, those of eights from number `first` on, to those of all.
+template <int TILES, int EIGHTS, int ALL>
+__device__ __forceinline__ void add_sums(float (&whole)[TILES][ALL][4], const float (&sum)[TILES][EIGHTS][4],
+                                         const float2 (&factors)[TILES][2], int first) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m)
+#pragma unroll
+        for (int n = 0; n < EIGHTS; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) add_part(whole[m][first + n][i], sum[m][n][i], factors[m][i / 2]);
 }
 
 // A span has become whole: its state is merged with those before.
@@ -285,33 +319,22 @@ __device__ __forceinline__ void add_tile(Sums<TILES, COLUMNS, SPANS>& sums, Weig
         merge_totals(sums, factors, total);
 #pragma unroll
         for (int first = 0; first < COLUMNS / 8; first += CHUNK / 8) {
-            float part[TILES][CHUNK / 8][4] = {};
-            add_values<T, Its, CHUNK / 8>(part, weight, values, column / 8 + first);
-#pragma unroll
-            for (int m = 0; m < TILES; ++m)
-#pragma unroll
-                for (int n = 0; n < CHUNK / 8; ++n)
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) add_part(sums.whole[m][first + n][i], part[m][n][i], factors[m][i / 2]);
+            float part[TILES][CHUNK / 8][4];
+            add_values<T, Its, true>(part, weight, values, column / 8 + first);
+            add_sums(sums.whole, part, factors, first);
         }
     } else {
+        bool changes = false;
 #pragma unroll
-        for (int m = 0; m < TILES; ++m)
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) sums.sum[m][n][i] = is_first ? 0.f : sums.sum[m][n][i] * correction[m][i / 2];
-        add_values<T, Its, COLUMNS / 8>(sums.sum, weight, values, column / 8);
+        for (int m = 0; m < TILES; ++m) changes |= correction[m][0] != 1.f || correction[m][1] != 1.f;
+        if (is_first) clear(sums.sum);
+        else if (__any_sync(FULL_WARP, changes)) multiply_all(sums.sum, correction);
+        add_values<T, Its, false>(sums.sum, weight, values, column / 8);
 #pragma unroll
         for (int m = 0; m < TILES; ++m) sums.total[m][0] = total[m][0], sums.total[m][1] = total[m][2];
         if (!is_last) return;
         merge_totals(sums, factors, total);
-#pragma unroll
-        for (int m = 0; m < TILES; ++m)
-#pragma unroll
-            for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) add_part(sums.whole[m][n][i], sums.sum[m][n][i], factors[m][i / 2]);
+        add_sums(sums.whole, sums.sum, factors, 0);
     }
 }
 
@@ -354,14 +377,9 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int bits, int f
             sums.whole_maximum[m][half] = LOWEST, sums.whole_total[m][half] = 0.f;
             sums.maximum[m][half] = LOWEST, sums.total[m][half] = 0.f;
         }
-#pragma unroll
-        for (int n = 0; n < COLUMNS / 8; ++n)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                sums.whole[m][n][i] = 0.f;
-                if constexpr (SPANS) sums.sum[m][n][i] = 0.f;
-            }
     }
+    clear(sums.whole);
+    if constexpr (SPANS) clear(sums.sum);
     auto load = [&](int tile) {
         block.template load_tile<0>(tile);
         if constexpr (Its::STAGES > 1) block.template load_tile<1>(tile);

@@ -22,7 +22,8 @@ template <int SIZE> __device__ __forceinline__ unsigned offset_of(int row, int c
 template <typename T, int SIZE, int ROWS>
 __device__ __forceinline__ void load_rows(unsigned target, const T* source, size_t stride, int exist, int size, int begin) {
     constexpr int CHUNKS = SIZE / 8, AT_ONCE = THREADS / CHUNKS;
-    const int chunk = threadIdx.x % CHUNKS, first = threadIdx.x / CHUNKS;
+    const int thread = decode::in_register(threadIdx.x);  // places are found anew: registers are few
+    const int chunk = thread % CHUNKS, first = thread / CHUNKS;
     const T* own = source + first * stride + 8 * chunk;
 #pragma unroll
     for (int i = 0; i < ROWS / AT_ONCE; ++i) {
