@@ -22,15 +22,18 @@ from edgellm.kernels.launch import Kernel, Launch
 MAX_PROMPT_ROWS, _MOST_STAGES, _ROW_BYTES = 65_536, 4, 2 * STEP
 #: Bytes that a multiprocessor keeps for each block; bytes a clock of its shared memory.
 _KEPT_BYTES, _SHARED = 1024, 128
-#: Clocks of a tile beside its steps; by how much longer all takes where four warps or fewer are on a multiprocessor.
-_TILE_CLOCKS, _FEW_WARPS = 2500, 1.4
+#: Clocks of a tile beside its steps, and that a step takes at least.
+_TILE_CLOCKS, _LATENCY = 2500, 250
+#: Where sums of groups are added, and how many groups there are.
+REGISTERS, SHARED, JOINED = range(3)
+_GROUPS = 4
 
 
 class PromptTiling(NamedTuple):
     """Template arguments of `Geometry` in linear_tiles.cuh, and how many blocks registers have room for.
 
-    A warp has `row_tiles` of 16 rows of activations times `column_tiles` of 8 weight rows; `shared_total`: sums of
-    groups of slices lie in shared memory.
+    A warp has `row_tiles` of 16 rows of activations times `column_tiles` of 8 weight rows. `totals`: where sums of
+    groups of slices are added: in registers, in shared memory, or by teams of warps, one for each group, that join.
     """
 
     row_tiles: int
@@ -38,7 +41,7 @@ class PromptTiling(NamedTuple):
     row_warps: int
     column_warps: int
     blocks: int
-    shared_total: bool
+    totals: int
 
     @property
     def rows(self) -> int:
@@ -51,18 +54,23 @@ class PromptTiling(NamedTuple):
         return 8 * self.column_tiles * self.column_warps
 
     @property
+    def teams(self) -> int:
+        """Teams of warps."""
+        return _GROUPS if self.totals == JOINED else 1
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.row_warps * self.column_warps
+        return 32 * self.row_warps * self.column_warps * self.teams
 
     @property
     def stage_bytes(self) -> int:
-        """Bytes of 64 columns of weights and activations."""
-        return 2 * (self.rows + self.weight_rows) * _ROW_BYTES
+        """Bytes of 64 columns of weights and activations for each team."""
+        return 2 * (self.rows + self.weight_rows) * _ROW_BYTES * self.teams
 
     def shared_bytes(self, stages: int) -> int:
         """Bytes of a block's ring, and of its sums."""
-        return stages * self.stage_bytes + self.shared_total * self.rows * self.weight_rows * 4
+        return stages * self.stage_bytes + (self.totals == SHARED) * self.rows * self.weight_rows * 4
 
     def resident(self, stages: int, gpu: Capacity) -> int:
         """Blocks that a multiprocessor has at once; 0 where shared memory does not take one."""
@@ -80,28 +88,30 @@ class PromptTiling(NamedTuple):
 
     def grid(self, batch: int, weight_rows: int, gpu: Capacity) -> tuple[int, int, int]:
         """Blocks that walk over the tiles."""
-        at_once = gpu.multiprocessors * self.resident(self.stages(gpu), gpu)
-        return min(self.tiles(batch, weight_rows), at_once), 1, 1
+        tiles, at_once = self.tiles(batch, weight_rows), gpu.multiprocessors * self.resident(self.stages(gpu), gpu)
+        return (tiles if self.totals == JOINED else min(tiles, at_once)), 1, 1
 
     def clocks(self, batch: int, weight_rows: int, columns: int, gpu: Capacity) -> float:
         """Clocks of `batch` rows of activations times a matrix [weight_rows, columns]."""
         warps, own = self.threads // 32, -(-self.tiles(batch, weight_rows) // gpu.multiprocessors)
         fragments = warps * (16 * self.row_tiles + 8 * self.column_tiles)
-        shared = (fragments + self.rows + self.weight_rows) * _ROW_BYTES / _SHARED
-        products = self.rows * self.weight_rows * STEP / gpu.speeds[1]
+        shared = (fragments + self.teams * (self.rows + self.weight_rows)) * _ROW_BYTES / _SHARED
+        products = self.teams * self.rows * self.weight_rows * STEP / gpu.speeds[1]
         step = max(shared, products) + 0.3 * min(shared, products)
         beside = min(own, self.resident(self.stages(gpu), gpu))
-        alone = _FEW_WARPS if warps * beside <= 4 else 1
-        return own * (-(-columns // STEP) * step * alone + _TILE_CLOCKS / beside)
+        steps, rounds = -(-columns // (STEP * self.teams)), -(-own // beside)
+        return rounds * (steps * max(step * beside, _LATENCY) + _TILE_CLOCKS)
 
 
 #: All tilings, the largest tiles first.
 TILINGS = (
-    PromptTiling(2, 8, 4, 2, 1, True),
-    PromptTiling(2, 8, 2, 2, 2, True),
-    PromptTiling(2, 4, 2, 4, 1, False),
-    PromptTiling(2, 4, 2, 2, 2, False),
-    PromptTiling(1, 4, 2, 2, 3, False),
+    PromptTiling(2, 8, 4, 2, 1, SHARED),
+    PromptTiling(2, 8, 2, 2, 2, SHARED),
+    PromptTiling(2, 4, 2, 4, 1, REGISTERS),
+    PromptTiling(2, 8, 2, 1, 1, JOINED),
+    PromptTiling(2, 4, 2, 2, 2, REGISTERS),
+    PromptTiling(2, 4, 1, 2, 2, JOINED),
+    PromptTiling(1, 4, 2, 2, 3, REGISTERS),
 )
 
 

@@ -24,7 +24,9 @@ from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear, PromptTili
 pytestmark = pytest.mark.gpu
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-EVERY_TILING = pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.weight_rows}")
+EVERY_TILING = pytest.mark.parametrize(
+    "tiling", TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.weight_rows}x{tiling.teams}"
+)
 #: Outputs and columns: fewer than a tile; widths that fill no step, chunk or slice; slices of 1, 2, 10 and 16 steps.
 SIZES = [(24, 72), (330, 520), (1000, 896), (200, 4864), (136, 8192)]
 
