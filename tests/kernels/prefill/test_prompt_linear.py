@@ -51,13 +51,13 @@ def test_tilings_fit_what_they_are_chosen_for(name: str, tiling) -> None:
 
 
 @pytest.mark.parametrize("name", GPUS)
-def test_the_fastest_tiling_fits_and_wastes_no_rows(name: str) -> None:
+def test_the_fastest_tiling_fits(name: str) -> None:
     gpu = GPUS[name]
     for rows in (1, 17, 65, 128, 512, 4000, 65_536):
         for weight_rows, columns in MATRICES:
             chosen = prompt_tiling(rows, weight_rows, columns, gpu)
             assert chosen in prompt_tilings(gpu)
-            assert rows > 16 or chosen.rows == min(tiling.rows for tiling in TILINGS)
+            assert rows > 64 or chosen.rows <= 64 or gpu.multiprocessors <= 20
 
 
 def test_few_rows_get_more_tiles_where_multiprocessors_would_be_idle() -> None:
