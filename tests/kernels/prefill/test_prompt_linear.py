@@ -67,11 +67,12 @@ def test_few_rows_get_more_tiles_where_multiprocessors_would_be_idle() -> None:
 
 def test_a_kernel_has_a_name_of_its_own() -> None:
     kernels = [
-        prompt_kernel(name, dtype, tiling, adapted)
+        prompt_kernel(name, dtype, tiling, adapted, mapped)
         for name in ("linear", "gate_up", "linear_residual", "low_products")
         for dtype in ("float16", "bfloat16")
         for tiling in TILINGS
         for adapted in (False, True)
+        for mapped in (False, True)
     ]
     assert len({kernel.source.name for kernel in kernels}) == len(kernels)
     assert len({kernel.expression for kernel in kernels}) == len(kernels)
