@@ -1,8 +1,9 @@
 // Tiles of linear.cu: where a thread's sums stand, how weights and activations come into shared memory, and from there
 // to the tensor cores.
 //
-// A stage of the ring holds 64 columns, in two steps of 32; of each step first the weight rows, then the rows of
-// activations, 64 bytes each without gaps. So the 16 bytes that a lane reads of eight rows lie beside the next lane's.
+// A stage of the ring holds 64 columns for each team of warps, in two steps of 32; of each step first the weight rows, then
+// the rows of activations, 64 bytes each without gaps. So the 16 bytes that a lane reads of eight rows lie beside the next
+// lane's.
 #pragma once
 #include "decode/outputs.cuh"
 
@@ -10,25 +11,30 @@ namespace prefill {
 using namespace decode;
 
 constexpr int STAGE_COLUMNS = 64, STAGE_STEPS = 2, ROW_BYTES = 64, MOST_STAGES = HOST_MOST_STAGES;
+constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int BAND = 1024;  // rows of activations whose tiles are neighbours in time
 
+// Where the sums of groups of slices are added: in registers, in shared memory, or each group by a team of warps of its
+// own, which join theirs in shared memory.
+enum Totals { REGISTERS, SHARED, JOINED };
+
 // Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS times COLUMN_WARPS warps
-// a block. SHARED_TOTAL: sums of groups lie in shared memory. PAIRED: the second half of a tile's weight rows holds up
-// rows, `rows` below the gate rows in the first half; every second column tile of a warp is of them. ADAPTED: with LoRA
-// adapters.
-template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int COLUMN_WARPS_, bool SHARED_TOTAL_, bool PAIRED_,
-          bool ADAPTED_>
+// a team. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the gate rows in the first half;
+// every second column tile of a warp is of them. ADAPTED: with LoRA adapters.
+template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int COLUMN_WARPS_, int TOTALS_, bool PAIRED_, bool ADAPTED_>
 struct Geometry {
     static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, ROW_WARPS = ROW_WARPS_;
-    static constexpr bool SHARED_TOTAL = SHARED_TOTAL_, PAIRED = PAIRED_, ADAPTED = ADAPTED_;
-    static constexpr int THREADS = 32 * ROW_WARPS * COLUMN_WARPS_;
-    static constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, WEIGHT_ROWS = 8 * COLUMN_TILES * COLUMN_WARPS_;
+    static constexpr int COLUMN_WARPS = COLUMN_WARPS_, TOTALS = TOTALS_;
+    static constexpr bool PAIRED = PAIRED_, ADAPTED = ADAPTED_;
+    static constexpr int TEAMS = TOTALS == JOINED ? GROUPS : 1;
+    static constexpr int TEAM = 32 * ROW_WARPS * COLUMN_WARPS, THREADS = TEAMS * TEAM;
+    static constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, WEIGHT_ROWS = 8 * COLUMN_TILES * COLUMN_WARPS;
     static constexpr int SUMS = PAIRED ? 2 : 1;      // that an output is made of
     static constexpr int UNIT = WEIGHT_ROWS / SUMS;  // output columns of a tile
-    static constexpr int STEP_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES, STAGE_BYTES = STAGE_STEPS * STEP_BYTES;
+    static constexpr int STEP_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES, TEAM_BYTES = STAGE_STEPS * STEP_BYTES;
+    static constexpr int STAGE_BYTES = TEAMS * TEAM_BYTES, TOTAL_BYTES = TOTALS == SHARED ? ROWS * WEIGHT_ROWS * 4 : 0;
     static constexpr int AT_ONCE = THREADS / 8;  // rows that all threads copy at once
     static_assert(COLUMN_TILES % SUMS == 0 && UNIT % AT_ONCE == 0 && ROWS % AT_ONCE == 0, "whole pairs and rounds");
-    static_assert(STAGE_BYTES == HOST_STAGE_BYTES, "as the host counts them");
 };
 
 template <typename G> using Sums = float[G::ROW_TILES][G::COLUMN_TILES][4];
@@ -46,8 +52,8 @@ template <typename G, typename Action> __device__ __forceinline__ void for_each_
 template <typename G> struct Lane {
     int row, column_warp;
 
-    __device__ Lane()
-        : row(threadIdx.x / 32 % G::ROW_WARPS * G::ROW_TILES * 16), column_warp(threadIdx.x / 32 / G::ROW_WARPS) {}
+    __device__ Lane() : Lane(threadIdx.x / 32 % G::ROW_WARPS, threadIdx.x % G::TEAM / 32 / G::ROW_WARPS) {}
+    __device__ Lane(int row_warp, int column) : row(row_warp * G::ROW_TILES * 16), column_warp(column) {}
     // The first weight row of the warp's tile `c`.
     __device__ int tile_row(int c) const {
         const int tile = column_warp * G::COLUMN_TILES + c;
@@ -113,11 +119,17 @@ template <typename G> struct Fragments {
     }
 };
 
-// A matrix product's operands. rows: N, or half of it of gate and up. input: rows `stride` elements apart, of which
-// `source` says where row b lies.
+// A CUtensorMap.
+struct __align__(64) TensorMap {
+    unsigned long long opaque[16];
+};
+
+// A matrix product's operands. The maps tell the tensor memory accelerator of weight and input. rows: N, or half of it of gate and up. input: rows `stride` elements apart, of which
+// `source` says where row b lies. team_columns: of a group of slices.
 template <typename T> struct Operands {
+    const TensorMap *weight_map, *input_map;
     const T *weight, *input;
-    int stride, batch, rows, columns;
+    int stride, batch, rows, columns, team_columns;
     SelectedRows source;
 };
 
@@ -126,7 +138,7 @@ struct Place {
     int row, column;
 };
 
-// All tiles, in chunks of 64 columns. Blocks that run at once have tiles of few rows of activations and few weight rows,
+// All tiles, in chunks of 64 columns, those of a team. Blocks that run at once have tiles of few rows of activations and few weight rows,
 // which the second-level cache then gives to several: tiles follow each other downwards within a band.
 struct Work {
     int tile_rows, tile_columns, high, wide, tiles, chunks;
@@ -167,19 +179,22 @@ template <typename T, typename G> struct Copies {
     // Behind the last column are zeros.
     __device__ void copy() {
         if (tile < work.tiles) {
-            const int first = chunk * STAGE_COLUMNS;
-            const bool exists = first + own_column < operands.columns;
-            const int from = (exists ? first : -own_column) / 8;
-            const unsigned target = own + written_stage * G::STAGE_BYTES;
 #pragma unroll
-            for (int i = 0; i < WEIGHT_COPIES; ++i) {
-                const int half = i * G::AT_ONCE / G::UNIT, place = i % (WEIGHT_COPIES / G::SUMS);
-                copy_async_16(target + i * G::AT_ONCE * ROW_BYTES, weights[half] + from + weight_of[place], exists);
-            }
+            for (int team = 0; team < G::TEAMS; ++team) {
+                const int first = team * operands.team_columns + chunk * STAGE_COLUMNS;
+                const bool exists = first + own_column < operands.columns;
+                const int from = (exists ? first : -own_column) / 8;
+                const unsigned target = own + written_stage * G::STAGE_BYTES + team * G::TEAM_BYTES;
 #pragma unroll
-            for (int i = 0; i < COPIES; ++i) {
-                const int line = i * G::AT_ONCE;
-                copy_async_16(target + (G::WEIGHT_ROWS + line) * ROW_BYTES, input + from + input_of[i], exists);
+                for (int i = 0; i < WEIGHT_COPIES; ++i) {
+                    const int half = i * G::AT_ONCE / G::UNIT, place = i % (WEIGHT_COPIES / G::SUMS);
+                    copy_async_16(target + i * G::AT_ONCE * ROW_BYTES, weights[half] + from + weight_of[place], exists);
+                }
+#pragma unroll
+                for (int i = 0; i < COPIES; ++i) {
+                    const int line = i * G::AT_ONCE;
+                    copy_async_16(target + (G::WEIGHT_ROWS + line) * ROW_BYTES, input + from + input_of[i], exists);
+                }
             }
             if (++chunk == work.chunks) {
                 chunk = 0, tile += gridDim.x;
@@ -210,7 +225,9 @@ template <typename T, typename G> struct Copies {
             input_of[i] = behind * (operands.stride / 8) + own_column / 8;
         }
     }
-    __device__ const char* stage() const { return memory + read_stage * G::STAGE_BYTES; }
+    __device__ const char* stage() const {
+        return memory + read_stage * G::STAGE_BYTES + threadIdx.x / G::TEAM * G::TEAM_BYTES;
+    }
     // The stage of the next chunk, once it has come. All threads of the block call it, then `copy`.
     __device__ const char* next_stage() {
         if (++read_stage == stages) read_stage = 0;
@@ -230,5 +247,84 @@ template <typename T, typename G> struct Copies {
     }
     static_assert(MOST_STAGES == 4, "a case for each");
 };
+
+template <typename T, typename G, bool MAPPED> struct CopiesOf { using type = Copies<T, G>; };
+
+#if __CUDA_ARCH__ >= 900
+
+// The same by the tensor memory accelerator, for which one thread asks: a barrier of each stage counts the bytes that
+// have come. Behind the last column are zeros, behind the last row whatever is there.
+template <typename T, typename G> struct MappedCopies {
+    const Operands<T>& operands;
+    const Work& work;
+    const char* memory;
+    unsigned barriers;
+    int stages, read_stage, written_stage, parity, tile, chunk;
+
+    __device__ MappedCopies(const Operands<T>& given, const Work& all, const char* shared, int count)
+        : operands(given), work(all), memory(shared),
+          barriers(shared_address(shared) + count * G::STAGE_BYTES + G::TOTAL_BYTES), stages(count), read_stage(-1),
+          written_stage(0), parity(0), tile(blockIdx.x), chunk(0) {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < stages; ++i)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int i = 0; i < stages - 1; ++i) copy();
+    }
+    __device__ void copy() {
+        if (tile < work.tiles) {
+            if (threadIdx.x == 0) copy_stage(work.place_of(tile));
+            if (++chunk == work.chunks) chunk = 0, tile += gridDim.x;
+        }
+        if (++written_stage == stages) written_stage = 0;
+    }
+    __device__ const char* stage() const {
+        return memory + read_stage * G::STAGE_BYTES + threadIdx.x / G::TEAM * G::TEAM_BYTES;
+    }
+    // See `Copies`. The parity is that of the rounds before.
+    __device__ const char* next_stage() {
+        if (++read_stage == stages) read_stage = 0, parity ^= 1;
+        asm volatile(
+            "{\n.reg .pred ready;\nagain:\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 ready, [%0], %1;\n@!ready bra again;\n}" ::"r"(
+                barriers + 8 * read_stage),
+            "r"(parity)
+            : "memory");
+        __syncthreads();
+        return stage();
+    }
+
+  private:
+    __device__ void copy_stage(const Place& place) const {
+        const unsigned barrier = barriers + 8 * written_stage;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(G::STAGE_BYTES)
+                     : "memory");
+#pragma unroll 1
+        for (int i = 0; i < G::TEAMS * STAGE_STEPS; ++i) {
+            const int team = i / STAGE_STEPS, step = i % STAGE_STEPS;
+            const int column = team * operands.team_columns + chunk * STAGE_COLUMNS + step * 32;
+            const unsigned target = shared_address(memory) + written_stage * G::STAGE_BYTES + i * G::STEP_BYTES;
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s)
+                copy_tile(target + s * G::UNIT * ROW_BYTES, operands.weight_map, column,
+                          place.column + s * operands.rows, barrier);
+            copy_tile(target + G::WEIGHT_ROWS * ROW_BYTES, operands.input_map, column, place.row, barrier);
+        }
+    }
+    static __device__ void copy_tile(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
+            "l"(map), "r"(column), "r"(row), "r"(barrier)
+            : "memory");
+    }
+};
+
+template <typename T, typename G> struct CopiesOf<T, G, true> { using type = MappedCopies<T, G>; };
+
+#endif
 
 }  // namespace prefill

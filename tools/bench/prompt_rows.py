@@ -31,6 +31,8 @@ from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.linear import (
+    REGISTERS,
+    SHARED,
     TILINGS,
     CudaPromptLinear,
     PromptTiling,
@@ -41,6 +43,13 @@ from edgellm.kernels.prefill.linear import (
 
 #: N and K of the layers of Llama-1B, then of 8B: qkv, output, gate and up, down.
 LAYERS = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096), (4096, 14336))
+#: Tilings that no model gets.
+MORE = (
+    PromptTiling(4, 4, 2, 4, 1, SHARED),
+    PromptTiling(2, 8, 2, 4, 1, SHARED),
+    PromptTiling(4, 4, 2, 2, 2, SHARED),
+    PromptTiling(2, 4, 4, 2, 1, REGISTERS),
+)
 #: Milliseconds that a graph takes at 200 TFLOP/s, and the most copies of a weight.
 _SPAN, _COPIES = 2.0, 8
 #: Words in front of what a cubin says of a kernel.
@@ -59,9 +68,15 @@ class Bench:
         module = KernelModule(find_gpu(), SimpleNamespace(handle=self.stream.cuda_stream))
         self.kernels = CudaPromptLinear(module, dtype)
 
-    def launch(self, tiling: PromptTiling, x: Any, weight: Any, output: Any, gated: bool) -> Callable[[], None]:
+    def choices(self) -> list[tuple[PromptTiling, bool]]:
+        """Tilings that fit, each with copies of threads and of the accelerator."""
+        gpu = self.kernels.gpu
+        tilings = [*prompt_tilings(gpu), *(tiling for tiling in MORE if tiling.resident(2, gpu))]
+        return list(product(tilings, (False, True)[: 1 + gpu.has_clusters]))
+
+    def launch(self, choice: tuple[PromptTiling, bool], x: Any, weight: Any, output: Any, gated: bool) -> Any:
         """What multiplies rows x [M, K] with weight [N, K] into output [M, N], or [M, N / 2] of gates and ups."""
-        self.kernels.tiling = tiling
+        self.kernels.tiling, self.kernels.accelerated = choice
         linear = LinearWeights(self.array(weight))
         if gated:
             return self.kernels.gate_up(self.array(x), linear, "silu", self.array(output))
@@ -97,9 +112,10 @@ class Bench:
         return begin.elapsed_time(end) / repeats / len(launches)
 
 
-def named(tiling: PromptTiling) -> str:
-    """Rows times weight rows of a tile, and warps."""
-    return f"{tiling.rows}x{tiling.weight_rows}/{tiling.threads // 32}"
+def named(tiling: PromptTiling, mapped: bool = False) -> str:
+    """Rows times weight rows of a tile, then of a warp, and where totals are; `mapped`: the accelerator copies."""
+    warp = f"{16 * tiling.row_tiles}x{8 * tiling.column_tiles}"
+    return f"{tiling.rows}x{tiling.weight_rows}/{warp}{'rsj'[tiling.totals]}{'+' * mapped}"
 
 
 def errors(bench: Bench) -> dict[str, Any]:
@@ -107,13 +123,13 @@ def errors(bench: Bench) -> dict[str, Any]:
     rows, weight_rows, columns = 300, 640, 1536
     x, weight = bench.matrix(rows, columns), bench.matrix(weight_rows, columns, 0.05)
     expected, first, found = x.double() @ weight.double().T, None, {}
-    for tiling in prompt_tilings(bench.kernels.gpu):
+    for choice in bench.choices():
         output = bench.torch.full((rows, weight_rows), float("nan"), device="cuda")
         bench.torch.cuda.synchronize()
-        bench.launch(tiling, x, weight, output, False)()
+        bench.launch(choice, x, weight, output, False)()
         bench.torch.cuda.synchronize()
         first = output if first is None else first
-        found[named(tiling)] = [(output.double() - expected).abs().max().item(), (output != first).sum().item()]
+        found[named(*choice)] = [(output.double() - expected).abs().max().item(), (output != first).sum().item()]
     return found
 
 
@@ -129,9 +145,9 @@ def speeds(bench: Bench, counts: list[int]) -> dict[str, dict[str, Any]]:
         output = bench.matrix(rows, weight_rows // 2) if gated else product_of.float()
         library = [partial(bench.torch.mm, x, weight.T, out=product_of) for weight in weights]
         row: dict[str, Any] = {"cuBLAS": round(operations / bench.milliseconds(library, repeats))}
-        for tiling in prompt_tilings(bench.kernels.gpu):
-            launches = [bench.launch(tiling, x, weight, output, gated) for weight in weights]
-            row[named(tiling)] = round(operations / bench.milliseconds(launches, repeats))
+        for choice in bench.choices():
+            launches = [bench.launch(choice, x, weight, output, gated) for weight in weights]
+            row[named(*choice)] = round(operations / bench.milliseconds(launches, repeats))
         row["chosen"] = named(prompt_tiling(rows, weight_rows, columns, bench.kernels.gpu))
         found[f"{rows} x {weight_rows} x {columns}"] = row
         print(rows, weight_rows, columns, json.dumps(row), flush=True)
@@ -157,12 +173,15 @@ def resources(code: bytes) -> tuple[int, int]:
 
 def compile_only(architecture: str, dtype: str) -> None:
     """Print what each kernel takes of a thread's memory."""
+    mapped = int(architecture.partition("_")[2]) >= 90
     for name, tiling in product(("linear", "gate_up", "linear_residual", "low_products"), TILINGS):
         for adapted in (False, True)[: 1 + (name != "low_products")]:
-            compiled = compile_module(prompt_kernel(name, dtype, tiling, adapted).source, architecture)
+            compiled = compile_module(prompt_kernel(name, dtype, tiling, adapted, mapped).source, architecture)
             registers, stack = resources(compiled.code)
             more = " with adapters" if adapted else ""
-            print(f"{named(tiling):12s} {name}{more}: {registers} registers, {stack} bytes of stack", flush=True)
+            print(
+                f"{named(tiling, mapped):22s} {name}{more}: {registers} registers, {stack} bytes of stack", flush=True
+            )
 
 
 def main() -> None:

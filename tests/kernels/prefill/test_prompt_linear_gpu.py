@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,9 @@ from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear, PromptTili
 pytestmark = pytest.mark.gpu
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-EVERY_TILING = pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.weight_rows}")
+EVERY_TILING = pytest.mark.parametrize(
+    "tiling", TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.weight_rows}x{tiling.teams}"
+)
 #: Outputs and columns: fewer than a tile; widths that fill no step, chunk or slice; slices of 1, 2, 10 and 16 steps.
 SIZES = [(24, 72), (330, 520), (1000, 896), (200, 4864), (136, 8192)]
 
@@ -105,7 +108,7 @@ def test_rows_have_the_bits_of_decode_kernels(gpu, tiling: PromptTiling, dtype: 
         padded = np.zeros((rows, padded_columns(columns)), x.dtype)
         padded[:, :columns] = x
         expected = None
-        for values in (x, padded):
+        for values, kernels.accelerated in product((x, padded), (True, False)):
             output = given.unwritten(rows, width)
             kernels.linear(given.device(values), linear, output, 0.75)()
             found = gpu.download(output)
@@ -140,6 +143,7 @@ def test_gates_and_ups_have_the_bits_of_decode_kernels(gpu, tiling: PromptTiling
         weight, bias = given.array(width, columns, scale=columns**-0.5), given.array(width)
         for linear in (LinearWeights(weight, bias), LinearWeights(weight)):
             output = given.unwritten(rows, width // 2, floats=False)
+            kernels.accelerated = linear.bias is not None
             kernels.gate_up(given.device(x), linear, activation, output)()
 
             def part(own: slice, x=x, linear=linear, width=width) -> tuple[Any, DeviceArray]:
@@ -271,6 +275,8 @@ def test_adapters_add_the_bits_that_they_add_in_decode_kernels(
         own = slice(sequence * tokens, (sequence + 1) * tokens)
         one = layer.result(tiled, name, np.ascontiguousarray(x[own]), scales[sequence : sequence + 1])
         np.testing.assert_array_equal(found[own], one, err_msg=f"sequence {sequence}")
+    np.testing.assert_array_equal(layer.result(kernels, name, x, scales), found)
+    kernels.accelerated = False
     np.testing.assert_array_equal(layer.result(kernels, name, x, scales), found)
     without = layer.result(kernels, name, x, None)
     np.testing.assert_array_equal(layer.result(kernels, name, x, np.zeros_like(scales)), without)
