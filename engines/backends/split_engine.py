@@ -29,8 +29,6 @@ from edgellm.kernels.recurrent.contract import RecurrentKernels
 #: In bytes: TensorRT's engines take scratch that begins at a multiple of it, behind the values between segments.
 _ALIGNMENT = 512
 
-#: Where a layer's queries are, made ready for attention.
-_QUERIES = "queries"
 #: Offset, shape and dtype of a value in the scratch buffer.
 _Place = tuple[int, tuple[int, ...], str]
 
@@ -127,9 +125,6 @@ class SplitEngine:
                 place = places[step.output] = f"{without_layer(step.output)} (1)"
                 size, kind = self._program.kinds[step.output]
                 offset = self._add(place, size, self._own(kind), offset)
-                if isinstance(step, Attention):
-                    places[_QUERIES] = _QUERIES
-                    offset = self._add(_QUERIES, size, self._own(kind), offset)
                 if isinstance(step, Attention) and step.gated:
                     places[UNGATED] = UNGATED
                     (batch, tokens, width), kind = self._program.kinds[step.value]
@@ -266,12 +261,11 @@ class SplitEngine:
         row_scales = RowScales(*scales) if scales else None
         part = None if rotary is None else RotaryPart(step.rotary_first, step.rotary)
         qkv = array(UNGATED) if step.gated else value
-        queries = array(_QUERIES)
-        launches = [
-            self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales, part, queries),
-            self._kernels.attention_ahead(queries, rows, step.scale, context, row_scales, array(LAST_SEEN))
+        launches = [  # queries are where the context will be
+            self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context),
+            self._kernels.attention_ahead(context, rows, step.scale, context, row_scales, array(LAST_SEEN))
             if step.looks_ahead
-            else self._kernels.causal_attention(queries, rows, step.scale, context, row_scales),
+            else self._kernels.causal_attention(context, rows, step.scale, context, row_scales),
         ]
         if not step.gated:
             return launches

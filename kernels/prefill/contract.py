@@ -132,7 +132,8 @@ class PrefillKernels(Protocol):
         Query head h uses key-value head h // (E / D / G). Token t stands at row start[b] + t. Its result has the bits
         of its decode step (`edgellm.kernels.decode`), whatever t is, so however a prompt is cut: keys are divided by
         how many a token sees, and a tile without a key that it sees changes nothing. With a window a token sees the
-        latest so many rows up to its own. `row_scales` multiply scores, and weights before they meet values.
+        latest so many rows up to its own. `row_scales` multiply scores, and weights before they meet values. `context`
+        may be `queries` itself.
         """
 
     @limited(_check_heads)

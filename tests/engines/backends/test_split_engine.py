@@ -282,8 +282,7 @@ def test_memory_grows_with_the_chunk_not_with_the_context() -> None:
         program = model_program(DEEP, EngineShape("prefill", 1, tokens, rows, rows))
         return numpy_split_engine(program)[0].scratch_bytes - NumpySegment.scratch_bytes
 
-    columns = 2 * 64 + 128 + 64 + 64  # hidden twice, qkv, queries, context
-    assert scratch(64, 128) == scratch(64, 1 << 20) == 64 * 4 * columns
+    assert scratch(64, 128) == scratch(64, 1 << 20) == 64 * 4 * (2 * 64 + 128 + 64)  # hidden twice, qkv, context
     assert scratch(128, 128) == 2 * scratch(64, 128)
 
 

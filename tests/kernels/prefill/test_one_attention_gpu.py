@@ -33,7 +33,8 @@ class Prompt:
     """A sequence of `start` committed rows with so many new `tokens`, in chunks of `cuts` in turn.
 
     With a `window` (0: none) caches are rings of `rows` rows. The rotary rows have `before` columns in front of the
-    layer's. `rounded`: the values of qkv are the dtype's, and prompts take them so.
+    layer's. `rounded`: the values of qkv are the dtype's, and prompts take them so, and write the context over the
+    queries.
     """
 
     start: int
@@ -155,7 +156,7 @@ class Device:
 
             rows = KeyValueRows(arrays["k_cache"], arrays["v_cache"], at, prompt.window)
             turns = own(arrays["turns"]) if prompt.rotary else None
-            queries, context = own(self.queries), own(self.context)
+            queries, context = own(self.context if prompt.rounded else self.queries), own(self.context)
             kernels.prepare_heads(own(qkv), norms, turns, rows, scales, part, queries)()
             kernels.causal_attention(queries, rows, prompt.scale, context, scales, **tiling)()
         return self._found()
