@@ -28,8 +28,8 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 JOINED_INPUTS = "joined_inputs"
 #: What a linear layer gives before it is normed and added.
 UNNORMED = "unnormed"
-#: Of steps of many tokens: queries as they are scored, and what a packed weight is multiplied as.
-QUERIES, DENSE = "queries", "dense weight"
+#: What a packed weight of many rows is multiplied as.
+DENSE = "dense weight"
 
 
 def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
@@ -118,9 +118,7 @@ def scratch_of(program: Program, many_tokens: bool = False) -> Edge:
         dtype = "float32"
         if isinstance(step, Attention):
             dtype = "compute"
-            if many_tokens:
-                found[QUERIES] = ((rows, width), dtype)
-            else:
+            if not many_tokens:
                 found["partial"] = ((attention_partials(attention_shape(step, shape)),), "float32")
             if step.gated:
                 found[UNGATED] = ((rows, program.kinds[step.value][0][-1] - width), "float32")
@@ -132,9 +130,15 @@ def scratch_of(program: Program, many_tokens: bool = False) -> Edge:
             packed = max(packed, given * padded_columns(columns))
             if step.keep is not None and step.keep.target not in edge:
                 found[step.keep.target] = ((given, columns // len(step.inputs)), "compute")
-        elif isinstance(step, LinearResidual) and step.norm is not None:
-            most = max(rows * width, found.get(UNNORMED, ((0,), dtype))[0][0])
-            found[UNNORMED] = ((most,), dtype)
+        elif isinstance(step, LinearResidual):
+            given = math.prod(program.kinds[step.residual][0][:-1])
+            if step.norm is not None:
+                most = max(rows * width, found.get(UNNORMED, ((0,), dtype))[0][0])
+                found[UNNORMED] = ((most,), dtype)
+            if step.keep is not None and step.selects:
+                packed = max(packed, given * width)
+            if step.keep is not None and step.keep.target not in edge:
+                found[step.keep.target] = ((given, width), "compute")
         if many_tokens and rows > MAX_TILED_ROWS and packed_layout(step, program) is not None:
             dense = max(dense, *(math.prod(spec.shape) for spec in step.weights))
         if step.output not in edge:

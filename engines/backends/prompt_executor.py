@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from edgellm.engines.backends.kernel_executors import ManyRows
-from edgellm.engines.backends.kernel_steps import DENSE, QUERIES, packed_layout, ring_refusal, step_refusal, step_rows
+from edgellm.engines.backends.kernel_steps import DENSE, packed_layout, ring_refusal, step_refusal, step_rows
 from edgellm.engines.backends.recurrent_steps import UNGATED, gated_heads
 from edgellm.engines.model.program import LAST_SEEN, Add, Attention, LinearResidual, NormLinear, Program, Step
 from edgellm.kernels.arrays import Array
@@ -138,10 +138,10 @@ class PromptRows(ManyRows):
         keys, values, *scales = map(array, step.state(self._program.shape).names)
         rows = KeyValueRows(keys, values, array("kvcache_start_index"), step.window or 0)
         row_scales = RowScales(*scales) if scales else None
-        queries, context = self._rows(QUERIES), self._rows(step.output)
-        given = queries, rows, step.scale, context, row_scales
+        context = self._rows(step.output)  # which is written over the queries
+        given = context, rows, step.scale, context, row_scales
         return [
-            prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, queries),
+            prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context),
             prefill.attention_ahead(*given, array(LAST_SEEN)) if step.looks_ahead else prefill.causal_attention(*given),
         ]
 

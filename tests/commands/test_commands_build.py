@@ -34,8 +34,8 @@ def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Pat
     assert result.returncode == 0, result.stderr
     assert EngineDirectory.open(target, verify=True).limits == EngineLimits(1, 80, 128)
     rows = [line.split() for line in result.stdout.splitlines() if " base." in line]
-    wholes = [f"base.{part}-l128" for part in ("decode-b1-t1", "prefill-b1-t16")]
-    parts = [*wholes, *(f"base.prefill-b1-t{tokens}-s{number}" for tokens in (16, 80) for number in range(3))]
+    segments = (f"base.prefill-b1-t{tokens}-s{number}" for tokens in (16, 80) for number in range(3))
+    parts = ["base.decode-b1-t1-l128", *segments]
     assert {tuple(row[:2]) for row in rows} == {(name, part) for name in ("sm_80", "sm_86") for part in parts}
     assert all(row[3] == "MiB" and float(row[4]) > 0 for row in rows)
     for name in ("sm_86", "sm_80"):

@@ -166,12 +166,12 @@ def test_a_build_from_the_command_line(
         assert words in result.output
     listed = edgellm("info", target, "--verify")
     assert listed.exit_code == 0, listed.output
-    for words in ("wide: rank 12", "3 at once, rank up to 12", "LoRA adapters", "every file is as described", "6 of 6"):
+    for words in ("wide: rank 12", "3 at once, rank up to 12", "LoRA adapters", "every file is as described"):
         assert words in listed.output
     facts = json.loads(edgellm("info", target, "--json").output)
     assert facts["lora"]["mlp"]["digest"] == directory.adapters["mlp"].digest
     (target / "plans" / platform.folder / f"{prefill}-s1.lora.engine").unlink()
-    report = refresh_plans(target, ["sm_86"])
+    report = refresh_plans(target, ["sm_86"], all_plans=True)
     assert [plan.shape.name for plan in report.plans if plan.seconds] == [f"{prefill}-s1.lora"]
 
 
