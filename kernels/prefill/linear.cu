@@ -1,10 +1,10 @@
 // Linear layers of any number of rows of activations, as prompts have: tiles of weight rows times rows of activations.
 //
-// Every sum has the order of decode/linear.cu: slices of K from zero, four slices a group, then the groups. So a row gets
-// the bits of the decode step. A warp has its own rows of activations and weight rows, for all of K; it keeps the sums
-// of the slice and of the group in registers, and those of all groups there or, of large tiles, in shared memory. Blocks
-// stay: each walks over its tiles, and the next tile's first columns are copied while the last one's outputs are written.
-// Where there are fewer tiles than multiprocessors, each group has warps of its own.
+// Every sum has the order of decode/linear.cu: slices of K from zero, four slices a group, then the groups. So a row
+// gets the bits of the decode step. A warp has its own rows of activations and weight rows, for all of K; it keeps the
+// sums of the slice and of the group in registers, and those of all groups there or, of large tiles, in shared memory.
+// Blocks stay: each walks over its tiles, and the next tile's first columns are copied while the last one's outputs are
+// written. Where there are fewer tiles than multiprocessors, each group has warps of its own.
 #include "decode/many_rows.cuh"
 #include "prefill/linear_adapters.cuh"
 #include "prefill/linear_tiles.cuh"
@@ -56,8 +56,8 @@ template <typename T, typename G> struct TileSums {
         }
         for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] += group[r][c][i]; });
     }
-    // Of a team's group alone: leaves the group's sums in shared memory, and in `joined` those of all groups, of a half of
-    // the thread's column tiles and one of its two row tiles.
+    // Of a team's group alone: leaves the group's sums in shared memory, and in `joined` those of all groups, of a half
+    // of the thread's column tiles and one of its two row tiles.
     template <typename Half> __device__ void join(Sums<Half>& joined, char* shared) {
         static_assert(G::ROW_TILES == 2 && G::TEAMS == 4, "each team joins a fourth of the sums");
         constexpr int TILES = G::ROW_TILES * G::COLUMN_TILES;
@@ -195,8 +195,9 @@ __device__ __forceinline__ void multiply(
     const Linear& linear = arguments.linear;
     const int team_columns = SLICES_OF_A_GROUP * linear.steps * 32;
     const int own_columns = G::TEAMS > 1 ? min(team_columns, linear.columns) : linear.columns;
-    const Operands<T> operands{weight_map, input_map, weight, static_cast<const T*>(arguments.input), arguments.stride, linear.batch, rows,
-                               linear.columns, team_columns, {arguments.selected, arguments.tokens}};
+    const Operands<T> operands{
+        weight_map, input_map, weight, static_cast<const T*>(arguments.input), arguments.stride, linear.batch, rows,
+        linear.columns, team_columns, {arguments.selected, arguments.tokens}};
     launch_next_kernel();
     wait_for_previous_kernel();
     const Work work(G::ROWS, G::UNIT, linear.batch, rows, (own_columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS);
@@ -260,7 +261,8 @@ PROMPT_KERNEL(gate_up) {
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all.
 PROMPT_KERNEL(linear_residual) {
     PROMPT_GEOMETRY(false);
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, residual_output<T>(arguments));
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias,
+                           residual_output<T>(arguments));
 }
 
 // The products of LoRA adapters' A, which the kernels above take; the next launch's are cleared.

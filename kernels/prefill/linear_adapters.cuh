@@ -22,7 +22,8 @@ template <typename T> struct RowAdapters : AdaptedRows<T> {
 
 // Adds to a tile's sums what adapters add. Each column tile is of one module.
 template <typename T, typename G>
-__device__ __forceinline__ void add_adapters(Sums<G>& total, const Lane<G>& lane, const Linear& linear, const Place& tile) {
+__device__ __forceinline__ void add_adapters(
+    Sums<G>& total, const Lane<G>& lane, const Linear& linear, const Place& tile) {
     const RowAdapters<T> adapters(linear, linear.rows * G::SUMS);
     Sums<G> added = {};
 #pragma unroll 1

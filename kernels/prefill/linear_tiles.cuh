@@ -1,9 +1,9 @@
 // Tiles of linear.cu: where a thread's sums stand, how weights and activations come into shared memory, and from there
 // to the tensor cores.
 //
-// A stage of the ring holds 64 columns for each team of warps, in two steps of 32; of each step first the weight rows, then
-// the rows of activations, 64 bytes each without gaps. So the 16 bytes that a lane reads of eight rows lie beside the next
-// lane's.
+// A stage of the ring holds 64 columns for each team of warps, in two steps of 32; of each step first the weight rows,
+// then the rows of activations, 64 bytes each without gaps. So the 16 bytes that a lane reads of eight rows lie beside
+// the next lane's.
 #pragma once
 #include "decode/outputs.cuh"
 
@@ -18,10 +18,11 @@ constexpr int BAND = 1024;  // rows of activations whose tiles are neighbours in
 // own, which join theirs in shared memory.
 enum Totals { REGISTERS, SHARED, JOINED };
 
-// Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS times COLUMN_WARPS warps
-// a team. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the gate rows in the first half;
-// every second column tile of a warp is of them. ADAPTED: with LoRA adapters.
-template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int COLUMN_WARPS_, int TOTALS_, bool PAIRED_, bool ADAPTED_>
+// Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS times COLUMN_WARPS
+// warps a team. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the gate rows in the first
+// half; every second column tile of a warp is of them. ADAPTED: with LoRA adapters.
+template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int COLUMN_WARPS_, int TOTALS_, bool PAIRED_,
+          bool ADAPTED_>
 struct Geometry {
     static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, ROW_WARPS = ROW_WARPS_;
     static constexpr int COLUMN_WARPS = COLUMN_WARPS_, TOTALS = TOTALS_;
@@ -78,7 +79,8 @@ PROMPT_MULTIPLY(__nv_bfloat16, "bf16")
 #undef PROMPT_MULTIPLY
 
 // What a warp multiplies in a step of 32 columns: of each row a lane has eight columns, of which the first four are
-// multiplied first, as the decode kernels do. Weights come in parts of a step, each while the part before is multiplied.
+// multiplied first, as the decode kernels do. Weights come in parts of a step, each while the part before is
+// multiplied.
 template <typename G> struct Fragments {
     static constexpr int TILES = 2, PARTS = G::COLUMN_TILES / TILES;  // column tiles of a part
     static_assert(PARTS % 2 == 0, "the first part of the next step finds the first place free");
@@ -100,7 +102,9 @@ template <typename G> struct Fragments {
 #pragma unroll
             for (int half = 0; half < 2; ++half) next[r][half] = at(rows + (r * 16 + half * 8) * ROW_BYTES);
     }
-    // The next step's activations as the tensor cores take them.
+    // The next step's activations as the tensor cores take them: four registers side by side, of two loads. What is
+    // combined with zero (blockIdx.z) is a value of its own to the compiler, which would else put the four together anew
+    // for each product, with more moves than products.
     __device__ void begin() {
 #pragma unroll
         for (int r = 0; r < G::ROW_TILES; ++r) {
@@ -124,8 +128,9 @@ struct __align__(64) TensorMap {
     unsigned long long opaque[16];
 };
 
-// A matrix product's operands. The maps tell the tensor memory accelerator of weight and input. rows: N, or half of it of gate and up. input: rows `stride` elements apart, of which
-// `source` says where row b lies. team_columns: of a group of slices.
+// A matrix product's operands. The maps tell the tensor memory accelerator of weight and input. rows: N, or half of it
+// of gate and up. input: rows `stride` elements apart, of which `source` says where row b lies. team_columns: of a group
+// of slices.
 template <typename T> struct Operands {
     const TensorMap *weight_map, *input_map;
     const T *weight, *input;
@@ -138,8 +143,8 @@ struct Place {
     int row, column;
 };
 
-// All tiles, in chunks of 64 columns, those of a team. Blocks that run at once have tiles of few rows of activations and few weight rows,
-// which the second-level cache then gives to several: tiles follow each other downwards within a band.
+// All tiles, in chunks of 64 columns, those of a team. Blocks that run at once have tiles of few rows of activations and
+// few weight rows, which the second-level cache then gives to several: tiles follow each other downwards in a band.
 struct Work {
     int tile_rows, tile_columns, high, wide, tiles, chunks;
 
