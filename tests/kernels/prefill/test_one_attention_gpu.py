@@ -122,7 +122,7 @@ class Device:
         weights = AttentionWeights(*norms, EPSILON, OFFSET, prompt.scale, prompt.rotary > 0, part)
         kinds = (prompt.heads, prompt.kv_heads, prompt.size, prompt.shape[2], prompt.int8, prompt.window)
         counters = gpu.zeros((MAX_TOKENS, prompt.kv_heads), "uint32")
-        size = max(attention_partials(AttentionShape(1, tokens, *kinds)) for tokens in (1, 16, MAX_TOKENS))
+        size = max(attention_partials(AttentionShape(1, tokens, *kinds)) for tokens in range(1, MAX_TOKENS + 1))
         scratch = AttentionScratch(gpu.zeros((size,), "float32"), counters)
         masks: list[DeviceArray] = []  # a launch keeps no memory
         for first, count in prompt.steps():
