@@ -25,7 +25,7 @@ PANELS = {
         "serve": "Serve a model over HTTP, as clients of OpenAI's API ask for it.",
     },
     "Prepare": {
-        "build": "Make an engine directory of a checkpoint: weights, tokenizer, TensorRT plans.",
+        "build": "Make an engine directory of a checkpoint: weights, tokenizer, plans for TensorRT.",
         "quantize": "Make a checkpoint with weights of 4 or 8 bits.",
         "convert": "Make safetensors of pickled PyTorch weights.",
         "cache": "Compute system prompts ahead of time and keep them on disk.",

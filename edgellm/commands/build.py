@@ -115,7 +115,7 @@ class BuildOptions(ModelOption):
 
 @takes_options
 def build(given: BuildOptions) -> None:
-    """Make an engine directory of a checkpoint: weights, tokenizer, and TensorRT plans where TensorRT is there.
+    """Make an engine directory of a checkpoint: weights, tokenizer, and plans of what TensorRT runs.
 
     Example: edgellm build Qwen3-0.6B robot --kv-capacity 2048
     """

@@ -124,7 +124,7 @@ def _driver() -> str:
 def _tensorrt() -> str:
     library = find_tensorrt()
     if library is None:
-        return "none: kernels run text models; vision encoders on a GPU, and --executor tensorrt, need it"
+        return "none: kernels run text models without; vision encoders on a GPU and --executor tensorrt need it"
     name = "TensorRT-RTX" if library.flavour == "rtx" else "TensorRT"
     targets = ", ".join(library.buildable_targets) or "none without its GPU"
     return f"{name} {library.version}, builds for {targets}"
@@ -178,7 +178,7 @@ def _plans(directory: EngineDirectory) -> str:
     found = {platform.folder for place in places for platform, plans in platforms_with_plans(place) if plans}
     present = present_platform()
     here = f"; this machine needs {present.folder}" if present else ""
-    return (", ".join(sorted(found)) or "none yet: they are built on first use") + here
+    return (", ".join(sorted(found)) or "none: kernels need none, those of what TensorRT runs are built on first use") + here
 
 
 def _kv_cache(directory: EngineDirectory) -> str:
@@ -241,7 +241,7 @@ def _logits_checks(directory: EngineDirectory) -> Iterator[dict[str, Any]]:
     tolerance = LOGIT_TOLERANCES[directory.dtype]
     agrees = difference <= tolerance * largest
     text = (
-        f"TensorRT against NumPy: largest difference of logits {difference:.4g}, "
+        f"GPU against NumPy: largest difference of logits {difference:.4g}, "
         f"{difference / largest:.2%} of the largest logit (allowed {tolerance:.0%}): {'ok' if agrees else 'TOO LARGE'}"
     )
     figures = {"difference": difference, "largest_logit": largest, "allowed": tolerance * largest}

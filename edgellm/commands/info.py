@@ -32,6 +32,7 @@ from edgellm.engines.model.decoder import as_published, decoder_weights, head_fo
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
+from edgellm.kernels.gpu import find_gpu
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
 from edgellm.snapshots.preempted_rows import KEPT_ROWS, PREEMPTION_BUDGET
@@ -90,7 +91,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "executors": {
             name: descriptions.executor_facts(directory.models, limits, directory.dtype, name, layouts)
-            for name in sorted({platform.compute_capability for platform in known})
+            for name in _capabilities(known, refusal)
         },
         "plans": platforms,
         "packed": packed,
@@ -125,6 +126,12 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             for name, adapter in directory.adapters.items()
         }
     return facts
+
+
+def _capabilities(known: Sequence[plan_files.Platform], gpu_refusal: str | None) -> list[str]:
+    """The compute capabilities of platforms, and that of this machine's GPU, which takes no TensorRT to run kernels."""
+    gpu = find_gpu() if gpu_refusal is None else None
+    return sorted({platform.compute_capability for platform in known} | ({gpu.compute_capability} if gpu else set()))
 
 
 def _parameters(specs: Sequence[WeightSpec]) -> int:
@@ -280,9 +287,10 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             yield "" if number else capability, text
     for platform in facts["plans"]:
         needless = f" and {platform['needless']} that kernels make needless" if platform["needless"] else ""
+        needed = f"{platform['plans']} of {platform['expected']}" if platform["expected"] else "none needed"
         yield (
             "plans",
-            f"{platform['platform']}: {platform['plans']} of {platform['expected']}{needless}, "
+            f"{platform['platform']}: {needed}{needless}, "
             f"{mebibytes(platform['bytes'])}, {platform['state']}",
         )
         yield from (("", problem) for problem in platform["problems"])
@@ -294,7 +302,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["gpu_refusal"]:
         yield "plans", f"none: {facts['gpu_refusal']}"
     elif not facts["plans"]:
-        yield "plans", "none: the NumPy backend runs it; on a GPU with TensorRT they are made on first use"
+        yield "plans", "none: kernels and the NumPy backend need none; those of what TensorRT runs are made on first use"
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
     where = "on the NumPy backend, which makes float32 of the weights" if facts["gpu_refusal"] else "on a GPU"
     yield "memory", f"{mebibytes(sum(facts['memory'].values()))} {where}: {parts}"

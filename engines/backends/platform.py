@@ -71,7 +71,14 @@ def find_tensorrt() -> TensorRTLibrary | None:
     return _search()[0]
 
 
-def load_tensorrt(instead: str = "Without a GPU use --backend numpy.") -> TensorRTLibrary:
+#: What can be done where something asked for TensorRT that runs a model.
+_INSTEAD = (
+    "TensorRT runs vision encoders, steps that no kernels take, and with --executor tensorrt steps of text: "
+    "--executor auto runs these on kernels, --backend numpy needs no GPU."
+)
+
+
+def load_tensorrt(instead: str = _INSTEAD) -> TensorRTLibrary:
     """The TensorRT of this machine; MissingDependencyError names what was looked for and what to install, and what
     can be done `instead`."""
     library, reason = _search()

@@ -39,11 +39,11 @@ def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Pat
     assert {tuple(row[:2]) for row in rows} == {(name, part) for name in ("sm_80", "sm_86") for part in parts}
     assert all(row[3] == "MiB" and float(row[4]) > 0 for row in rows)
     for name in ("sm_86", "sm_80"):
-        assert f"  {name}       kernels: base decode 1; base prefill 16\n" in result.stdout
+        assert f"  {name}       kernels: base decode 1; base prefill 16, 80\n" in result.stdout
     for word in ("weights", "total on disk", "time", "peak host memory"):
         assert word in result.stdout
     assert "\r" not in result.stderr
-    assert "plans: done 4 of 4" in result.stderr
+    assert "plans: done 14 of 14" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from edgellm.engines.model.limits import EngineLimits
 
 pytest.importorskip("tensorrt_rtx")
 
-#: With chunks of more tokens than the kernels take, which need a plan.
+#: What is built with all plans: kernels would run every step.
 PLANNED = EngineLimits(max_batch=1, prefill_chunk=80, kv_capacity=128)
 
 
@@ -95,7 +95,9 @@ def test_interruption_leaves_nothing(checkpoint: Path, tmp_path: Path, stage: st
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        build_engine_directory(checkpoint, tmp_path / "engines", PLANNED, targets=["sm_86"], progress=interrupt)
+        build_engine_directory(
+            checkpoint, tmp_path / "engines", PLANNED, targets=["sm_86"], progress=interrupt, all_plans=True
+        )
     assert names_in(tmp_path) == set()
 
 
@@ -145,7 +147,9 @@ def test_disk_that_fills_up_during_a_build(checkpoint: Path, small_disk: Path, s
             fill(small_disk)
 
     with pytest.raises(BuildError, match=r"was not built, and nothing was left behind: No space left on device"):
-        build_engine_directory(checkpoint, small_disk / "engines", PLANNED, targets=["sm_86"], progress=fill_at)
+        build_engine_directory(
+            checkpoint, small_disk / "engines", PLANNED, targets=["sm_86"], progress=fill_at, all_plans=True
+        )
     assert names_in(small_disk) == {"filler"}
 
 

@@ -398,14 +398,18 @@ def test_a_head_that_was_published_packed_is_read_whole(published: Path, ids_fil
 
 
 def test_the_pair_builds_with_its_plans(published: Path, ids_file: Path, tmp_path: Path) -> None:
-    """Those that a GPU needs beside the kernels, and each engine of the draft as TensorRT would run it alone."""
+    """None, as kernels run every step; where TensorRT is to run them, those of all segments, and each engine of the
+    draft as TensorRT would run it alone."""
     pytest.importorskip("tensorrt_rtx")
     limits = replace(LIMITS, prefill_chunk=80)
-    report = build_engine_directory(published, tmp_path / "engines", limits, ["sm_86"], draft_vocabulary=ids_file)
+    report = build_engine_directory(
+        published, tmp_path / "engines", limits, ["sm_86"], draft_vocabulary=ids_file, all_plans=True
+    )
     directory = EngineDirectory.open(tmp_path / "engines", verify=True)
-    needed = planned_shapes(directory.models, limits, directory.dtype, "sm_86")
-    assert {plan.shape for plan in report.plans} == set(needed)
-    assert {shape.model for shape in needed} == {"base", "draft"}
+    assert planned_shapes(directory.models, limits, directory.dtype, "sm_86") == []
+    every = planned_shapes(directory.models, limits, directory.dtype, "sm_86", needless=True)
+    assert {plan.shape for plan in report.plans} == set(every)
+    assert {shape.model for shape in every} == {"base", "draft"}
     config = directory.model_config("draft")
     for shape in LIMITS.engine_shapes():
         if shape.model == "draft":
