@@ -1,4 +1,4 @@
-"""The shipped model on TensorRT against the NumPy backend: logits, greedy answers, determinism, graphs."""
+"""The shipped model on a GPU against the NumPy backend: logits, greedy answers, determinism, graphs."""
 
 from __future__ import annotations
 
@@ -184,12 +184,16 @@ def test_capture_failure_costs_one_warning_and_no_function(
 def test_a_damaged_plan_is_refused_and_built_again(
     directory: EngineDirectory, prompts: list[list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Where TensorRT runs prompts: kernels need no plan."""
+    assert not list(Path(directory.path).glob("plans/*/base.*.engine"))
+    with open_runner("tensorrt", directory, executor="tensorrt") as runner:
+        assert len(greedy_tokens(runner, prompts[0], 4)) == 4
     plans = sorted(Path(directory.path).glob("plans/*/base.prefill-*.engine"))
-    assert plans, "the build on this GPU made no plans"
+    assert plans, "opening on this GPU made no plans"
     damaged = bytearray(plans[0].read_bytes())
     damaged[len(damaged) // 2] ^= 1
     plans[0].write_bytes(damaged)
-    with open_runner("tensorrt", directory) as runner:
+    with open_runner("tensorrt", directory, executor="tensorrt") as runner:
         assert len(greedy_tokens(runner, prompts[0], 4)) == 4
     assert any("SHA-256" in record.message for record in caplog.records)
     assert plans[0].read_bytes() != bytes(damaged)

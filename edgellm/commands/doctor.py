@@ -178,7 +178,9 @@ def _plans(directory: EngineDirectory) -> str:
     found = {platform.folder for place in places for platform, plans in platforms_with_plans(place) if plans}
     present = present_platform()
     here = f"; this machine needs {present.folder}" if present else ""
-    return (", ".join(sorted(found)) or "none: kernels need none, those of what TensorRT runs are built on first use") + here
+    return (
+        ", ".join(sorted(found)) or "none: kernels need none, those of what TensorRT runs are built on first use"
+    ) + here
 
 
 def _kv_cache(directory: EngineDirectory) -> str:

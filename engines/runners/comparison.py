@@ -18,12 +18,15 @@ LOGIT_TOLERANCES = {"float16": 0.01, "bfloat16": 0.03, "float32": 0.001}
 
 
 @contextmanager
-def open_runner(backend: str, directory: EngineDirectory, with_adapters: bool = False) -> Iterator[BaseEngineRunner]:
-    """A runner for the directory's base model on `backend`, closed at the end; `with_adapters` with its adapters."""
+def open_runner(
+    backend: str, directory: EngineDirectory, with_adapters: bool = False, executor: str = "auto"
+) -> Iterator[BaseEngineRunner]:
+    """A runner for the directory's base model on `backend`, by `executor` (see `open_backend`), closed at the end;
+    `with_adapters` with its adapters."""
     config, adapters = directory.config, None
     if with_adapters:
         adapters = {name: adapter.read(config) for name, adapter in directory.adapters.items()}
-    opened = open_backend(backend, directory)
+    opened = open_backend(backend, directory, executor)
     with closing(directory.checkpoint()) as checkpoint:
         try:
             runner = BaseEngineRunner(opened, config, directory.limits, checkpoint, adapters=adapters)

@@ -30,9 +30,7 @@ def test_a_directory_is_built_and_its_kernels_compile(
     monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **RECURRENT[family])
     limits = EngineLimits(max_batch=2, prefill_chunk=80, kv_capacity=128)
-    report = build_engine_directory(
-        checkpoint, tmp_path / "engines", limits, [TARGET], dtype="float16", all_plans=True
-    )
+    report = build_engine_directory(checkpoint, tmp_path / "engines", limits, [TARGET], dtype="float16", all_plans=True)
     directory = EngineDirectory.open(tmp_path / "engines", verify=True)
     assert planned_shapes(directory.models, limits, directory.dtype, TARGET) == []
     planned = planned_shapes(directory.models, limits, directory.dtype, TARGET, needless=True)

@@ -1,4 +1,4 @@
-"""Language models with images on TensorRT against the NumPy backend, which is itself tested against transformers."""
+"""Language models with images on a GPU against the NumPy backend, which is itself tested against transformers."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from edgellm.engines.runners.sampling_state import SamplingValues
 pytestmark = pytest.mark.gpu
 
 RECURRENT = ("qwen3_5",)
-CASES = [(family, "composed", "float16") for family in FAMILIES if family not in RECURRENT] + [
-    ("qwen2_5_vl", "native", "float16"),
-    ("qwen3_vl", "native", "float16"),
-    ("qwen2_5_vl", "composed", "bfloat16"),
-    ("qwen3_vl", "composed", "bfloat16"),
+CASES = [(family, "auto", "composed", "float16") for family in FAMILIES if family not in RECURRENT] + [
+    (family, executor, attention, dtype)
+    for family in ("qwen2_5_vl", "qwen3_vl")
+    for executor, attention, dtype in (
+        ("auto", "composed", "bfloat16"),
+        ("tensorrt", "composed", "float16"),
+        ("tensorrt", "native", "float16"),
+    )
 ]
 GREEDY = SamplingValues()
 STEPS = 10
@@ -82,14 +85,15 @@ def measured(runner: BaseEngineRunner, answer: list[int]) -> dict[str, np.ndarra
     }
 
 
-@pytest.mark.parametrize(("family", "attention", "dtype"), CASES)
+@pytest.mark.parametrize(("family", "executor", "attention", "dtype"), CASES)
 def test_logits_agree_with_numpy(
-    family: str, attention: str, dtype: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
+    family: str, executor: str, attention: str, dtype: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     """As closely as the dtype allows: alone, in a batch, with half an image reused, and for a text after images."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES[family])
-    limits = EngineLimits(max_batch=2, prefill_chunk=32, kv_capacity=96)
-    build_engine_directory(checkpoint, tmp_path / "engines", limits, None, dtype=dtype, attention=attention)
+    limits, plans = EngineLimits(max_batch=2, prefill_chunk=32, kv_capacity=96), executor == "tensorrt"
+    built = tmp_path / "engines"
+    build_engine_directory(checkpoint, built, limits, None, dtype=dtype, attention=attention, all_plans=plans)
     directory = EngineDirectory.open(tmp_path / "engines")
     with open_runner("numpy", directory) as runner:
         ids, images = prompt_of(runner)
@@ -97,23 +101,24 @@ def test_logits_agree_with_numpy(
         expected = measured(runner, answer)
     with open_rounded_runner(directory) as runner:
         roundings = measured(runner, answer)
-    with open_runner("tensorrt", directory) as runner:
+    with open_runner("tensorrt", directory, executor=executor) as runner:
         found = measured(runner, answer)
     for what, logits in expected.items():
         allowed, distance = (Distance.between(other[what], logits) for other in (roundings, found))
-        print(f"\n{family} {attention} {dtype} {what}: {distance}, rounding {allowed}")
+        print(f"\n{family} {executor} {attention} {dtype} {what}: {distance}, rounding {allowed}")
     # Together: rows are too few for a bound of each; what is wrong in one of them alone shows as the largest.
     allowed, distance = (Distance.between(whole(other), whole(expected)) for other in (roundings, found))
     assert distance.relative_to(allowed) <= MARGIN
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("chunk", [32, 80])
+@pytest.mark.parametrize(("chunk", "executor"), [(32, "auto"), (80, "auto"), (80, "tensorrt")])
 @pytest.mark.parametrize("family", RECURRENT)
 def test_logits_of_recurrent_families_agree_with_numpy(
-    family: str, chunk: int, dtype: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
+    family: str, chunk: int, executor: str, dtype: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
-    """Chunks of 32 tokens run on kernels alone, of 80 by segments on TensorRT with kernels between."""
+    """Chunks of 32 tokens run on the kernels of decode steps, of 80 on those of prompts, or by segments on TensorRT
+    with kernels between."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES[family])
     limits = EngineLimits(max_batch=2, prefill_chunk=chunk, kv_capacity=192)
     build_engine_directory(checkpoint, tmp_path / "engines", limits, None, dtype=dtype)
@@ -123,10 +128,12 @@ def test_logits_of_recurrent_families_agree_with_numpy(
         answer = greedy_tokens(runner, ids, STEPS, images)
         expected = measured(runner, answer)
         np.testing.assert_allclose(expected["reused"], expected["alone"][0], atol=1e-3)
-    with open_runner("tensorrt", directory) as runner:
+    with open_runner("tensorrt", directory, executor=executor) as runner:
         found = measured(runner, answer)
     differences = {what: np.abs(found[what] - expected[what]).max() / np.abs(expected[what]).max() for what in found}
-    print(f"\n{family} {chunk} {dtype}: {', '.join(f'{what} {each:.2%}' for what, each in differences.items())}")
+    print(
+        f"\n{family} {chunk} {executor} {dtype}: {', '.join(f'{what} {each:.2%}' for what, each in differences.items())}"
+    )
     assert max(differences.values()) <= TOLERANCES[dtype]
 
 

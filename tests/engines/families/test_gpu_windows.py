@@ -27,7 +27,7 @@ PROMPT = [(7 * index + 3) % 250 for index in range(150)]
 
 @pytest.fixture(params=[(family, kv_cache) for family in WINDOWED for kv_cache in ("compute", "int8")], ids=str)
 def directory(request, tmp_path: Path, make_checkpoint: Callable[..., Path]) -> EngineDirectory:
-    """Chunks of 80 tokens are prefilled between TensorRT's engines, of 16 by the decode kernels; a ring has 192
+    """Chunks of 80 tokens are prefilled by the kernels of prompts, of 16 by those of decode steps; a ring has 192
     rows."""
     family, kv_cache = request.param
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **WINDOWED[family])
@@ -36,11 +36,13 @@ def directory(request, tmp_path: Path, make_checkpoint: Callable[..., Path]) -> 
     return EngineDirectory.open(tmp_path / "engines")
 
 
-def test_logits_agree_with_numpy(directory: EngineDirectory) -> None:
+@pytest.mark.parametrize("executor", ["auto", "tensorrt"])
+def test_logits_agree_with_numpy(directory: EngineDirectory, executor: str) -> None:
+    """Prompts between TensorRT's engines, too."""
     with open_runner("numpy", directory) as runner:
         answer = greedy_tokens(runner, PROMPT, 200)
         expected = teacher_forced_logits(runner, PROMPT, answer)
-    with open_runner("tensorrt", directory) as runner:
+    with open_runner("tensorrt", directory, executor=executor) as runner:
         found = teacher_forced_logits(runner, PROMPT, answer)
         # In both slots at once, each with its own length.
         for slot, prompt in enumerate((PROMPT, PROMPT[:90])):

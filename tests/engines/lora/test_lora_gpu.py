@@ -1,4 +1,4 @@
-"""Adapters on TensorRT against the NumPy backend, which PEFT proves right; switches, captured steps, times."""
+"""Adapters on a GPU against the NumPy backend, which PEFT proves right; switches, captured steps, times."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from edgellm.llm import LLM, SHIPPED_MODEL
 pytestmark = pytest.mark.gpu
 
 CASES = [
-    (family, "composed", dtype)
+    (family, "auto", "composed", dtype)
     for family in ("llama_biases", "qwen2", "qwen3", "phi3", "gemma")
     for dtype in ("float16", "bfloat16")
-] + [("qwen3", "native", "float16")]
+] + [("qwen3", "tensorrt", attention, "float16") for attention in ("composed", "native")]
 LIMITS = EngineLimits(3, 16, 96, max_lora_rank=12, lora_slots=2)
 NAMES = ("wide", "attention", None)
 
@@ -84,9 +84,9 @@ def forced_together(runner: BaseEngineRunner, answers: list[list[int]]) -> np.nd
     return np.stack(found, axis=1)
 
 
-@pytest.mark.parametrize(("family", "attention", "dtype"), CASES)
+@pytest.mark.parametrize(("family", "executor", "attention", "dtype"), CASES)
 def test_logits_agree_with_numpy(
-    family: str, attention: str, dtype: str, build: Callable[..., EngineDirectory]
+    family: str, executor: str, attention: str, dtype: str, build: Callable[..., EngineDirectory]
 ) -> None:
     """As closely as the dtype allows, which depends on the random weights: an adapter can amplify rounding."""
     directory = build(dtype, attention, **TINY_FAMILIES[family])
@@ -98,7 +98,7 @@ def test_logits_agree_with_numpy(
         expected = [logits_of(runner, *pair) for pair in zip(NAMES, answers, strict=True)]
     with open_rounded_runner(directory, with_adapters=True) as runner:
         roundings = [logits_of(runner, *pair) for pair in zip(NAMES, answers, strict=True)]
-    with open_runner("tensorrt", directory, with_adapters=True) as runner:
+    with open_runner("tensorrt", directory, with_adapters=True, executor=executor) as runner:
         alone = [logits_of(runner, *pair) for pair in zip(NAMES, answers, strict=True)]
         together = forced_together(runner, answers)
     ratios = []
@@ -106,7 +106,7 @@ def test_logits_agree_with_numpy(
         allowed = Distance.between(roundings[index], expected[index])
         for how, found in (("alone", alone[index]), ("in one batch", together[index])):
             distance = Distance.between(found, expected[index])
-            print(f"\n{family} {attention} {dtype} {name} {how}: {distance}, rounding {allowed}")
+            print(f"\n{family} {executor} {attention} {dtype} {name} {how}: {distance}, rounding {allowed}")
             ratios.append(distance.relative_to(allowed))
     assert max(ratios) <= MARGIN
 

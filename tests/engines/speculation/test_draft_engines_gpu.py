@@ -1,4 +1,4 @@
-"""Every engine of a directory with a draft on TensorRT against the NumPy backend, which the reference proves right."""
+"""Every engine of a directory with a draft on a GPU against the NumPy backend, which the reference proves right."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ class Engines:
 
 
 @contextmanager
-def opened(name: str, directory: EngineDirectory) -> Iterator[Engines]:
-    backend = open_backend(name, directory)
+def opened(name: str, directory: EngineDirectory, executor: str = "auto") -> Iterator[Engines]:
+    backend = open_backend(name, directory, executor)
     try:
         engines = Engines(backend, directory)
         yield engines
@@ -147,10 +147,13 @@ HEADS = {"eagle3": {}, "eagle3_normed_residual": {"norm_before_residual": True},
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("attention", ["composed", "native"])
+@pytest.mark.parametrize(
+    ("executor", "attention"), [("auto", "composed"), ("tensorrt", "composed"), ("tensorrt", "native")]
+)
 @pytest.mark.parametrize("head", HEADS)
 def test_engines_agree_with_numpy(
     head: str,
+    executor: str,
     attention: str,
     dtype: str,
     tmp_path: Path,
@@ -159,11 +162,12 @@ def test_engines_agree_with_numpy(
 ) -> None:
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, tie_word_embeddings=head != "eagle31")
     draft = make_draft(tmp_path / "draft", 1, **HEADS[head])
+    built, plans = tmp_path / "engines", executor == "tensorrt"
     build_engine_directory(
-        checkpoint, tmp_path / "engines", LIMITS, None, dtype=dtype, attention=attention, draft=draft
+        checkpoint, built, LIMITS, None, dtype=dtype, attention=attention, draft=draft, all_plans=plans
     )
-    directory = EngineDirectory.open(tmp_path / "engines")
-    with opened("numpy", directory) as numpy_engines, opened("tensorrt", directory) as engines:
+    directory = EngineDirectory.open(built)
+    with opened("numpy", directory) as numpy_engines, opened("tensorrt", directory, executor) as engines:
         worst = {}
         for seed, shape in enumerate(LIMITS.engine_shapes()):
             inputs = inputs_of(engines, shape, seed)
@@ -173,7 +177,9 @@ def test_engines_agree_with_numpy(
                 np.abs(found[name] - expected[name]).max() / np.abs(expected[name]).max() for name in expected
             ]
             worst[shape.name] = max(differences)
-    print(f"\n{head} {attention} {dtype}: " + ", ".join(f"{name} {value:.2%}" for name, value in worst.items()))
+    print(
+        f"\n{head} {executor} {attention} {dtype}: " + ", ".join(f"{name} {value:.2%}" for name, value in worst.items())
+    )
     assert max(worst.values()) <= TOLERANCES[dtype]
 
 
