@@ -301,10 +301,7 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
     if facts["gpu_refusal"]:
         yield "plans", f"none: {facts['gpu_refusal']}"
     elif not facts["plans"]:
-        yield (
-            "plans",
-            "none: kernels and the NumPy backend need none; those of what TensorRT runs are made on first use",
-        )
+        yield ("plans", "none: kernels and NumPy need none, those of what TensorRT runs are made on first use")
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)
     where = "on the NumPy backend, which makes float32 of the weights" if facts["gpu_refusal"] else "on a GPU"
     yield "memory", f"{mebibytes(sum(facts['memory'].values()))} {where}: {parts}"

@@ -131,9 +131,8 @@ def test_logits_of_recurrent_families_agree_with_numpy(
     with open_runner("tensorrt", directory, executor=executor) as runner:
         found = measured(runner, answer)
     differences = {what: np.abs(found[what] - expected[what]).max() / np.abs(expected[what]).max() for what in found}
-    print(
-        f"\n{family} {chunk} {executor} {dtype}: {', '.join(f'{what} {each:.2%}' for what, each in differences.items())}"
-    )
+    shown = ", ".join(f"{what} {each:.2%}" for what, each in differences.items())
+    print(f"\n{family} {chunk} {executor} {dtype}: {shown}")
     assert max(differences.values()) <= TOLERANCES[dtype]
 
 
