@@ -9,8 +9,8 @@ A part that stands for a board has a neighbour, which leaves it the board's own 
 (`neighbour.py`); `--alone` it has none, nor in tests, nor in tools that time nothing.
 
 `parse` gives a script these options; a process of its own that measures too is started with `python()`, while this
-one's neighbour is `resting`. What is imitated and what is not stands in docs/pages/as_on_a_device.md. Nothing here is an
-option of `edgellm`.
+one's neighbour is `resting`. What is imitated and what is not stands in docs/pages/as_on_a_device.md. Nothing here is
+an option of `edgellm`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ class Partition:
         device = _checked(driver, driver.cuCtxGetDevice())
         kind = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
         whole = _checked(driver, driver.cuDeviceGetDevResource(device, kind))
-        (group, *_), _, self.rest = _checked(driver, driver.cuDevSmResourceSplitByCount(1, whole, 0, self._count))
+        groups, _, self.rest = _checked(driver, driver.cuDevSmResourceSplitByCount(1, whole, 0, self._count))
+        group = groups[0]
         if group.sm.smCount != self._count:
             raise ModeError(f"the GPU's parts have {group.sm.smCount} multiprocessors, expected {self._count}")
         description = _checked(driver, driver.cuDevResourceGenerateDesc([group], 1))
@@ -161,7 +162,7 @@ def enter(name: str | None, beside: bool = False) -> None:
 def begin_neighbour() -> None:
     """Begin the neighbour of this process's part, where it is measured beside one. Raises ModeError."""
     gpu, name = find_gpu(), measured_as()
-    if gpu is None or name is None or not is_beside():
+    if gpu is None or name is None or not is_beside() or neighbour.current() is not None:
         return
     from device_limits import Reader, fastest_ring
 

@@ -153,8 +153,8 @@ class Readings:
         share = nbytes / (milliseconds * 1e6) / self.read_gb_per_s
         if share > MOST_SHARE and nbytes >= _CACHES * self._cache_bytes:
             raise SystemExit(
-                f"{name} reads {nbytes / milliseconds / 1e6:.0f} GB/s, {share:.0%} of the {self.read_gb_per_s:.0f} GB/s "
-                f"that were read before and behind it ({self}): this run is thrown away, nothing of it is kept"
+                f"{name} reads {nbytes / milliseconds / 1e6:.0f} GB/s, {share:.0%} of what was read before and behind "
+                f"it ({self} GB/s): this run is thrown away, nothing of it is kept"
             )
         return share
 

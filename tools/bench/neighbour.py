@@ -32,10 +32,10 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 _BYTES, _PIECE = 1 << 30, 64
 #: Of each thread: copies into a ring in two groups, of which one is under way while the other is waited for, and loads.
 _COPIES, _LOADS = 6, 8
-_THREADS, _BLOCKS = 256, 4
+_THREADS = 256
 _SHARED = 2 * _COPIES * _THREADS * 16
-#: Nanoseconds of a launch; launches that are enqueued ahead, so that a host that is busy starves nobody; seconds until a
-#: change has come through them.
+#: Nanoseconds of a launch; launches that are enqueued ahead, so that a host that is busy starves nobody; seconds until
+#: a change has come through them.
 _LAUNCH, _AHEAD = 1_500_000, 8
 _SETTLES = 2e-9 * _LAUNCH * _AHEAD
 #: By how much what is left to the part may be off.
@@ -46,7 +46,8 @@ _CODE = r"""
 extern "C" __global__ void __launch_bounds__(256, 4) read_beside(
     const char* from, unsigned long long* counted, unsigned nanoseconds) {
     extern __shared__ __align__(16) char shared[];
-    const unsigned lane = threadIdx.x % 32, ring = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + threadIdx.x * 16;
+    const unsigned lane = threadIdx.x % 32;
+    const unsigned ring = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + threadIdx.x * 16;
     unsigned long long begin, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
     begin = __shfl_sync(0xffffffffu, begin, 0);
@@ -240,7 +241,7 @@ def begin(rest: Any, gpu: GPU, target: Callable[[], float], read: Callable[[], f
             made.read_with(blocks)
             return read()
 
-        blocks, found = blocks_that_leave(target(), made.most_blocks, left)
+        blocks, _ = blocks_that_leave(target(), made.most_blocks, left)
     except BaseException:
         made.end()
         raise
@@ -261,8 +262,8 @@ def blocks_that_leave(target: float, most: int, left: Callable[[int], float]) ->
     best = min(found, key=lambda blocks: abs(found[blocks] - target))
     if abs(found[best] / target - 1) > TOLERANCE:
         raise NeighbourError(
-            f"the part reads {found[0]:.0f} GB/s alone and {found[most]:.0f} beside the most readers, {found[best]:.0f} "
-            f"at the nearest: expected {target:.0f}. Measure without a neighbour, by --alone"
+            f"the part reads {found[0]:.0f} GB/s alone, {found[most]:.0f} beside the most readers and "
+            f"{found[best]:.0f} at the nearest: expected {target:.0f}. Measure without a neighbour, by --alone"
         )
     return best, found[best]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from device_limits import device_limits
+from device_limits import read_around
 from gpu_timer import gpu_milliseconds
 from probes import executor_name, weight_bytes
 from random_model import RandomDirectory, random_prompt, random_runner
@@ -80,11 +80,13 @@ def plain_step(runner: BaseEngineRunner, tokens: int) -> float:
 def engine_row(backend: Any, engine: Any, directory: RandomDirectory) -> dict[str, Any]:
     """An engine as a graph of its own, on what it is bound to: its executor, milliseconds, and share of bandwidth."""
     launch = backend.capture(engine.enqueue, engine.shape.name)
-    milliseconds = gpu_milliseconds(backend.stream, launch, REPEATS, SERIES, before=launch)
+    with read_around() as around:
+        milliseconds = gpu_milliseconds(backend.stream, launch, REPEATS, SERIES, before=launch)
     packed = directory.layouts.get(engine.shape.model)
     nbytes = weight_bytes(directory.model_config(engine.shape.model), engine.shape, directory.dtype, packed)
-    share = device_limits().read_share(nbytes, milliseconds)
-    return {"executor": executor_name(engine), "ms": milliseconds, "bytes": nbytes, "read_share": share}
+    share = around.read_share(engine.shape.name, nbytes, milliseconds)
+    found = {"executor": executor_name(engine), "ms": milliseconds, "bytes": nbytes, "read_share": share}
+    return found | around.recorded()
 
 
 def markdown(shape: str, found: dict[str, Any]) -> str:

@@ -1,0 +1,111 @@
+"""The neighbour of a part of a GPU: what it is to leave, how that is found, and what its presence says of a figure."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+from boards import BOARDS
+from device_limits import Reading, Readings, blocks_that_read
+from neighbour import Counted, Neighbour, NeighbourError, begin, blocks_that_leave, current, rate, resting
+
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.gpu import GPU, find_gpu
+
+L2 = 50 << 20
+
+
+@pytest.mark.parametrize(
+    ("name", "multiprocessors", "expected"),
+    [("orin", 16, 311.9), ("orin-nx", 8, 172.8), ("orin-nano", 8, 198.0), ("thor", 24, 411.8)],
+)
+def test_a_part_is_left_the_ratio_of_its_board(name: str, multiprocessors: int, expected: float) -> None:
+    """As an H200's multiprocessors run at 1.98 GHz."""
+    board = BOARDS[name]
+    left = board.bandwidth_of_part(multiprocessors, 1.98)
+    assert left == pytest.approx(expected, abs=0.1)
+    assert left / (multiprocessors * 1.98) == pytest.approx(board.gb_per_s / (board.multiprocessors * board.ghz))
+    assert left / board.gb_per_s == pytest.approx(board.scale_of_part(multiprocessors, 1.98))
+
+
+def test_boards_are_of_architectures_whose_speed_is_known() -> None:
+    for board in BOARDS.values():
+        assert Capacity(architecture=board.architecture).speeds[1] == 1024
+        assert board.source
+
+
+def shared(own: float, each: float, alone: float = 1100.0) -> Callable[[int], float]:
+    """What a part with so many bytes under way reads beside blocks with as many each."""
+    return lambda blocks: min(alone, 2500.0 * own / (own + blocks * each))
+
+
+@pytest.mark.parametrize("target", [211.0, 312.0, 700.0])
+def test_the_blocks_are_found_that_leave_it(target: float) -> None:
+    blocks, left = blocks_that_leave(target, 464, shared(1.0, 0.128))
+    assert left == pytest.approx(target, rel=0.05)
+    assert left == shared(1.0, 0.128)(blocks)
+
+
+def test_a_neighbour_that_cannot_leave_it_is_refused() -> None:
+    with pytest.raises(NeighbourError, match=r"reads 1100 GB/s alone, 833 beside the most readers .*: expected 312"):
+        blocks_that_leave(312.0, 16, shared(1.0, 0.125))
+    with pytest.raises(NeighbourError, match=r"200 GB/s alone.*expected 312.*--alone"):
+        blocks_that_leave(312.0, 464, shared(1.0, 0.125, alone=200.0))
+
+
+def test_what_a_neighbour_gets_is_counted_by_its_own_clock() -> None:
+    before, now = Counted(1000, 500), Counted(1000 + 8 * 4 * 3_000_000, 500 + 8 * 4 * 1_500_000)
+    assert rate(before, now, 4) == pytest.approx(8 * 4 * 2.0)  # 32 warps, 2 bytes in a nanosecond each
+    assert rate(now, now, 4) == 0.0
+
+
+@pytest.mark.skipif(find_gpu() is not None, reason="a GPU is present")
+def test_a_neighbour_that_cannot_begin_says_so_and_ends() -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
+    gpu = GPU("", "sm_90", (13, 0), 0, "sm_90", 16, 163 << 10, False, False)
+    with pytest.raises(NeighbourError, match="has ended"):
+        Neighbour(None, gpu)
+    with pytest.raises(NeighbourError, match="has ended"):
+        begin(None, gpu, lambda: 300.0, lambda: 300.0)
+    assert current() is None
+    assert not any(each.name == "neighbour" for each in threading.enumerate())
+
+
+def test_without_a_neighbour_nobody_rests() -> None:
+    with resting():
+        assert current() is None
+
+
+def test_a_figure_is_a_share_of_what_was_read_before_and_behind_it() -> None:
+    around = Readings(16, L2)
+    around.found += [Reading(300.0, 2000.0), Reading(310.0, 2010.0)]
+    assert around.read_share("a step", 3.05e9, 10.0) == pytest.approx(1.0)
+    assert around.recorded() == {"read_gb_per_s": [300.0, 310.0], "neighbour_gb_per_s": [2000.0, 2010.0]}
+    assert around.read_share("within what is allowed", 3.05e9, 9.75) == pytest.approx(1.0256, abs=1e-4)
+    alone = Readings(16, L2)
+    alone.found += [Reading(1000.0, 0.0)] * 2
+    assert alone.recorded() == {"read_gb_per_s": [1000.0, 1000.0]}
+
+
+def test_a_run_that_reads_more_than_there_is_is_thrown_away() -> None:
+    around = Readings(16, L2)
+    around.found += [Reading(300.0, 2000.0), Reading(302.0, 1990.0)]
+    message = (
+        r"the loop reads 355 GB/s, 118% of what was read .* \(300 beside 2000, 302 beside 1990 GB/s\): .* thrown away"
+    )
+    with pytest.raises(SystemExit, match=message):
+        around.read_share("the loop", 3.55e9, 10.0)
+    assert around.read_share("what a cache holds", 100e6, 0.2) > 1.5
+
+
+@pytest.mark.parametrize(
+    ("overlaps", "limit", "blocks"), [(False, 163 << 10, 1), (True, 227 << 10, 2), (False, 99 << 10, 1)]
+)
+def test_as_many_bytes_are_under_way_as_kernels_have(overlaps: bool, limit: int, blocks: int) -> None:
+    gpu = GPU("", "sm_90", (13, 0), 0, "sm_90", 16, limit, overlaps, overlaps)
+    assert blocks_that_read(gpu) == blocks
