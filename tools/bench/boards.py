@@ -64,7 +64,7 @@ BOARDS = {
         102.0,
         8,
         "compute_87",
-        "the Jetson Orin Nano Super Developer Kit's page: 1,024 cores, 1,020 MHz, 102 GB/s",
+        "page of the Jetson Orin Nano Super Developer Kit: 1,024 cores, 1,020 MHz, 102 GB/s",
     ),
     "thor": Board(
         "Jetson Thor T5000",
