@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+import neighbour
 from boards import BOARDS
 from device_limits import Reading, Readings, blocks_that_read
 from neighbour import Counted, Neighbour, NeighbourError, begin, blocks_that_leave, current, rate, resting
@@ -18,6 +23,7 @@ from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.gpu import GPU, find_gpu
 
 L2 = 50 << 20
+H200_PART = GPU("", "sm_90", (13, 0), 0, "compute_87", 16, 163 << 10, False, False)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +70,134 @@ def test_what_a_neighbour_gets_is_counted_by_its_own_clock() -> None:
     assert rate(now, now, 4) == 0.0
 
 
+class FakeDriver:
+    """Calls of the driver that succeed: those that it saw, by name; blocks read 2 bytes a nanosecond and warp."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.read = [0, 0]
+        self.failing = ""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("CU"):
+            return SimpleNamespace(**dict.fromkeys(FLAGS, 1))
+
+        def call(*given: Any) -> tuple[Any, ...]:
+            self.seen.append(name)
+            if name == self.failing:
+                return (700,)
+            if name == "cuMemcpyDtoH":
+                (ctypes.c_ulonglong * 2).from_address(given[0])[:] = self.read
+            if name == "cuEventSynchronize":
+                time.sleep(0.0005)
+            return 0, {"cuOccupancyMaxActiveBlocksPerMultiprocessor": 4}.get(name, 1)
+
+        return call
+
+
+FLAGS = (
+    "CU_STREAM_CAPTURE_MODE_RELAXED",
+    "CU_GREEN_CTX_DEFAULT_STREAM",
+    "CU_STREAM_NON_BLOCKING",
+    "CU_EVENT_BLOCKING_SYNC",
+    "CU_EVENT_DISABLE_TIMING",
+)
+REST = SimpleNamespace(sm=SimpleNamespace(smCount=116))
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A driver without a GPU, and launches that it counts."""
+    bindings = pytest.importorskip("cuda.bindings", reason="cuda-bindings is not installed")
+    fake = FakeDriver()
+
+    class Module:
+        def __init__(self, gpu: GPU, stream: Any) -> None:
+            assert stream.handle == 1
+
+        def function(self, kernel: Any, shared: int) -> int:
+            return 1
+
+        def close(self) -> None:
+            fake.seen.append("close")
+
+    def launch(module: Any, kernel: Any, grid: tuple[int, int, int], threads: int, *given: Any) -> Callable[[], None]:
+        def launched() -> None:
+            fake.seen.append(f"launch {grid[0]}")
+            warps = grid[0] * threads // 32
+            fake.read[0] += warps * 3_000_000
+            fake.read[1] += warps * 1_500_000
+
+        return launched
+
+    monkeypatch.setattr(bindings, "driver", fake, raising=False)
+    monkeypatch.setattr(neighbour, "KernelModule", Module)
+    monkeypatch.setattr(neighbour, "Launch", launch)
+    monkeypatch.setattr(neighbour, "_current", None)
+    yield fake
+    if neighbour._current is not None:
+        neighbour._current.end()
+
+
+def ended() -> bool:
+    """Whether no neighbour's thread runs."""
+    return not any(each.name == "neighbour" for each in threading.enumerate())
+
+
+def test_a_neighbour_reads_as_it_is_told_until_it_ends(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    left, told, read_with = shared(1.0, 0.128), list[int](), Neighbour.read_with
+
+    def noted(made: Neighbour, blocks: int) -> None:
+        told.append(blocks)
+        read_with(made, blocks)
+
+    monkeypatch.setattr(Neighbour, "read_with", noted)
+    made = begin(REST, H200_PART, lambda: 312.0, lambda: left(told[-1]))
+    assert current() is made and made.most_blocks == 4 * 116
+    assert left(made.blocks) == pytest.approx(312.0, rel=0.05)
+    before = made.counted()
+    time.sleep(0.05)
+    assert made.rate_since(before) == pytest.approx(made.blocks * 8 * 2.0)
+    blocks = made.blocks
+    with resting():
+        assert made.blocks == 0
+        before = made.counted()
+        time.sleep(0.05)
+        assert made.counted() == before and made.rate_since(before) == 0.0
+    assert made.blocks == blocks
+    made.end()
+    assert ended() and driver.seen[-1] == "cuStreamDestroy" and "close" in driver.seen
+    assert "cuMemFree" in driver.seen
+
+
+def test_a_neighbour_that_fails_says_so_where_it_is_asked(driver: FakeDriver) -> None:
+    made = Neighbour(REST, H200_PART)
+    made.read_with(10)
+    driver.failing = "cuEventRecord"
+    with pytest.raises(NeighbourError, match="has ended: CUDA reported 700"):
+        made.read_with(20)
+    with pytest.raises(NeighbourError, match="has ended"):
+        made.counted()
+    made.end()
+    assert ended()
+
+
+def test_a_neighbour_that_leaves_too_much_ends(driver: FakeDriver) -> None:
+    with pytest.raises(NeighbourError, match="expected 312"):
+        begin(REST, H200_PART, lambda: 312.0, lambda: 900.0)
+    assert ended() and current() is None
+
+
 @pytest.mark.skipif(find_gpu() is not None, reason="a GPU is present")
 def test_a_neighbour_that_cannot_begin_says_so_and_ends() -> None:
     pytest.importorskip("cuda.bindings.driver", reason="cuda-bindings is not installed")
-    gpu = GPU("", "sm_90", (13, 0), 0, "sm_90", 16, 163 << 10, False, False)
     with pytest.raises(NeighbourError, match="has ended"):
-        Neighbour(None, gpu)
+        Neighbour(None, H200_PART)
     with pytest.raises(NeighbourError, match="has ended"):
-        begin(None, gpu, lambda: 300.0, lambda: 300.0)
-    assert current() is None
-    assert not any(each.name == "neighbour" for each in threading.enumerate())
+        begin(None, H200_PART, lambda: 300.0, lambda: 300.0)
+    assert current() is None and ended()
 
 
 def test_without_a_neighbour_nobody_rests() -> None:
