@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
 import neighbour
 from boards import BOARDS
-from device_limits import Reading, Readings, blocks_that_read
+from device_limits import _SOURCE, Reading, Readings, rings_of
 from neighbour import Counted, Neighbour, NeighbourError, begin, blocks_that_leave, current, rate, resting
 
 from edgellm.kernels.decode.tilings import Capacity
@@ -228,8 +228,20 @@ def test_a_run_that_reads_more_than_there_is_is_thrown_away() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overlaps", "limit", "blocks"), [(False, 163 << 10, 1), (True, 227 << 10, 2), (False, 99 << 10, 1)]
+    ("name", "overlaps", "limit", "blocks"),
+    [
+        ("orin+beside", False, 163 << 10, {1}),
+        ("thor+beside", True, 227 << 10, {2}),
+        ("orin", False, 163 << 10, {1, 2}),
+        ("rtx", False, 99 << 10, {1}),
+        ("", True, 227 << 10, {1, 2}),
+    ],
 )
-def test_as_many_bytes_are_under_way_as_kernels_have(overlaps: bool, limit: int, blocks: int) -> None:
-    gpu = GPU("", "sm_90", (13, 0), 0, "sm_90", 16, limit, overlaps, overlaps)
-    assert blocks_that_read(gpu) == blocks
+def test_beside_a_neighbour_as_many_bytes_are_under_way_as_kernels_have(
+    name: str, overlaps: bool, limit: int, blocks: set[int]
+) -> None:
+    gpu = GPU("", "sm_90", (13, 0), 0, "sm_90", 16, limit, overlaps, overlaps, name)
+    rings = rings_of(gpu)
+    assert {each.blocks for each in rings} == blocks
+    assert {each.tiles * each.depth * 256 * 16 for each in rings} == {64 << 10}
+    assert {each.kernel for each in rings} == set(_SOURCE.expressions)

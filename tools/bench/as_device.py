@@ -31,9 +31,6 @@ from boards import BOARDS
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU, find_gpu, stand_in
 
-#: Behind the name of a device that is measured beside a neighbour.
-_BESIDE = "+beside"
-
 
 class ModeError(Exception):
     """A mode that does not exist, or that the GPU which is there cannot serve."""
@@ -70,7 +67,7 @@ class Mode:
         part = self.multiprocessors and Partition(self.multiprocessors)
         return replace(
             present,
-            name=f"{present.name} as {name.removesuffix(_BESIDE)}",
+            name=f"{present.name} as {name.removesuffix(neighbour.BESIDE)}",
             architecture=self.ptx or present.architecture,
             multiprocessors=self.multiprocessors or present.multiprocessors,
             shared_limit=self.shared_limit,
@@ -152,7 +149,7 @@ def enter(name: str | None, beside: bool = False) -> None:
     refusal = MODES[name].refusal(present)
     if refusal is not None:
         raise ModeError(f"{present.name} cannot stand for {name}: {refusal}")
-    made = MODES[name].gpu(present, name + (_BESIDE if beside and name in BOARDS else ""))
+    made = MODES[name].gpu(present, name + (neighbour.BESIDE if beside and name in BOARDS else ""))
     stand_in(made)
     cache = user_cache_directory()
     if cache.name != f"as-{made.measured_as}":  # that of the process which started this one
@@ -188,14 +185,14 @@ def begin_neighbour() -> None:
 def measured_as() -> str | None:
     """The name of the device that this process measures as, None where it measures the GPU as it is."""
     gpu = find_gpu()
-    name = gpu.measured_as.removesuffix(_BESIDE).replace(".", "-") if gpu is not None else ""
+    name = gpu.measured_as.removesuffix(neighbour.BESIDE).replace(".", "-") if gpu is not None else ""
     return name or None
 
 
 def is_beside() -> bool:
     """Whether this process measures a part of the GPU that has a neighbour."""
     gpu = find_gpu()
-    return gpu is not None and gpu.measured_as.endswith(_BESIDE)
+    return gpu is not None and gpu.measured_as.endswith(neighbour.BESIDE)
 
 
 def python() -> list[str]:

@@ -33,10 +33,7 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Bytes that are read, and mma.sync of each warp: 4096 multiplications and additions each.
 _BYTES, _TURNS, _CHAINS, _OPERATIONS = 1 << 30, 2048, 8, 4096
-#: What a warp copies at once, in tiles of 8 rows; how many such copies are under way; bytes of a row in one: dense
-#: weights come in pieces of 64, packed ones in whole tiles. The fastest counts.
-_RINGS = ((4, 4, 64), (2, 8, 64), (4, 4, 512), (2, 8, 512))
-#: Bytes of a tile, of a block's ring, and threads and warps of a block.
+#: Bytes of a tile of weights, of a block's ring, and threads and warps of a block.
 _TILE_BYTES, _RING_BYTES, _THREADS, _WARPS = 1 << 15, 1 << 16, 256, 8
 #: Blocks of a multiprocessor that multiply.
 _BLOCKS = (4, 8)
@@ -103,10 +100,29 @@ extern "C" __global__ void count_clocks(unsigned long long* out, unsigned nanose
     out[0] = clock64() - first, out[1] = now - begin;
 }
 """
+
+
+class Ring(NamedTuple):
+    """How a block reads: `tiles` of 8 rows that a warp copies at once, `depth` such copies under way, and bytes of a
+    row in one, `piece`; so many `blocks` on a multiprocessor."""
+
+    tiles: int
+    depth: int
+    piece: int
+    blocks: int = 1
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that reads so."""
+        return f"read_ring<{self.tiles}, {self.depth}, {self.piece}>"
+
+
+#: Dense weights come in pieces of 64 bytes, packed ones in whole tiles. The fastest counts.
+_RINGS = (Ring(4, 4, 64), Ring(2, 8, 64), Ring(4, 4, 512), Ring(2, 8, 512))
 _SOURCE = ModuleSource(
     "device_limits",
     ("device_limits.cu",),
-    tuple(f"read_ring<{', '.join(map(str, ring))}>" for ring in _RINGS),
+    tuple(ring.kernel for ring in _RINGS),
     macros=(*MACROS, ("TURNS", _TURNS), ("CHAINS", _CHAINS), ("TILE_BYTES", _TILE_BYTES)),
     headers=(("device_limits.cu", _CODE),),
 )
@@ -180,7 +196,7 @@ class Reader:
 
         gpu = find_gpu()
         assert gpu is not None
-        self._gpu, self._cuda, self._stream = gpu, cuda, cuda.Stream()
+        self.gpu, self._cuda, self._stream = gpu, cuda, cuda.Stream()
         self._memory, self._out = cuda.mem_alloc(_BYTES), cuda.mem_alloc(16)
         cuda.memset_d8_async(int(self._memory), 0, _BYTES, self._stream)
         self._module = KernelModule(gpu, self._stream)
@@ -193,15 +209,13 @@ class Reader:
         self._memory.free()
         self._out.free()
 
-    def bandwidth(self, ring: tuple[int, int, int], repeats: int = 2, series: int = 3) -> float:
-        """GB/s that are read through such a ring: the median of some series."""
-        tiles, *_ = ring
-        blocks = blocks_that_read(self._gpu) * self._gpu.multiprocessors
-        units = _BYTES // (tiles * _TILE_BYTES) // (blocks * _WARPS) * (blocks * _WARPS)
-        kernel = f"read_ring<{', '.join(map(str, ring))}>"
+    def bandwidth(self, ring: Ring, repeats: int = 2, series: int = 3) -> float:
+        """GB/s that are read through such rings: the median of some series."""
+        blocks = ring.blocks * self.gpu.multiprocessors
+        units = _BYTES // (ring.tiles * _TILE_BYTES) // (blocks * _WARPS) * (blocks * _WARPS)
         given = ctypes.c_void_p(int(self._memory)), ctypes.c_int(units)
-        span = self._milliseconds(kernel, blocks, given, _RING_BYTES, repeats, series)
-        return units * tiles * _TILE_BYTES / span / 1e6
+        span = self._milliseconds(ring.kernel, blocks, given, _RING_BYTES, repeats, series)
+        return units * ring.tiles * _TILE_BYTES / span / 1e6
 
     def reading(self) -> Reading:
         """What is read through the fastest ring, beside what the neighbour gets meanwhile."""
@@ -217,7 +231,7 @@ class Reader:
             operations = blocks * _WARPS * _TURNS * _CHAINS * _OPERATIONS
             return operations / self._milliseconds("multiply", blocks, (ctypes.c_void_p(int(self._out)),)) / 1e9
 
-        return max(speed(blocks * self._gpu.multiprocessors) for blocks in _BLOCKS)
+        return max(speed(blocks * self.gpu.multiprocessors) for blocks in _BLOCKS)
 
     def clock(self) -> float:
         """GHz of a multiprocessor."""
@@ -240,10 +254,17 @@ class Reader:
         return gpu_milliseconds(self._stream, launch, repeats, series, before=launch)
 
 
-def blocks_that_read(gpu: GPU) -> int:
-    """Blocks of a multiprocessor that read, 64 KB under way each: the decode kernels have as much on GPUs like an
-    Orin, twice as much where kernels overlap."""
-    return 2 if gpu.can_overlap and gpu.shared_limit >= 2 * _RING_BYTES else 1
+def rings_of(gpu: GPU) -> list[Ring]:
+    """The rings among which the fastest counts.
+
+    Decode kernels have 64 KB under way on a multiprocessor, one block's, on GPUs like an Orin, and twice as much where
+    kernels overlap. Beside a neighbour more bytes under way are more bandwidth, so that there are as many; elsewhere
+    they are not, and both are tried.
+    """
+    of_kernels = 2 if gpu.can_overlap else 1
+    fitting = [blocks for blocks in (1, 2) if blocks * (_RING_BYTES + 1024) <= gpu.shared_limit + 1024]
+    blocks = [each for each in fitting if each == of_kernels] if gpu.measured_as.endswith(neighbour.BESIDE) else fitting
+    return [ring._replace(blocks=each) for ring in _RINGS for each in blocks]
 
 
 @contextmanager
@@ -263,10 +284,10 @@ def _some_context() -> Iterator[None]:
 
 
 @cache
-def fastest_ring() -> tuple[int, int, int]:
+def fastest_ring() -> Ring:
     """Which of the rings reads the most on this GPU, or this part of it."""
     with _some_context(), Reader() as reader:
-        return max(_RINGS, key=reader.bandwidth)
+        return max(rings_of(reader.gpu), key=reader.bandwidth)
 
 
 @cache
@@ -274,7 +295,7 @@ def device_limits() -> DeviceLimits:
     """Measured once; beside the neighbour where there is one."""
     with _some_context(), Reader() as reader:
         found = reader.reading().read_gb_per_s, reader.arithmetic()
-        return DeviceLimits(*found, reader._gpu.multiprocessors, reader.clock())
+        return DeviceLimits(*found, reader.gpu.multiprocessors, reader.clock())
 
 
 @contextmanager
@@ -282,7 +303,7 @@ def read_around() -> Iterator[Readings]:
     """Read before and behind what happens inside, where a context is current."""
     fastest_ring()
     with Reader() as reader:
-        found = Readings(reader._gpu.multiprocessors, _cache_bytes(reader))
+        found = Readings(reader.gpu.multiprocessors, _cache_bytes(reader))
         found.found.append(reader.reading())
         yield found
         found.found.append(reader.reading())

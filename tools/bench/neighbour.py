@@ -38,6 +38,8 @@ _SHARED = 2 * _COPIES * _THREADS * 16
 #: a change has come through them.
 _LAUNCH, _AHEAD = 1_500_000, 8
 _SETTLES = 2e-9 * _LAUNCH * _AHEAD
+#: Behind the name of a device that is measured beside a neighbour.
+BESIDE = "+beside"
 #: By how much what is left to the part may be off.
 TOLERANCE = 0.05
 _CODE = r"""
@@ -108,13 +110,14 @@ class Counted(NamedTuple):
 class Neighbour:
     """Blocks that read on `rest`, the resource of the multiprocessors beside the part, until the process ends.
 
-    None read before `read_with`. A thread launches them, in a context of its own.
+    None read before `read_with`. A thread launches them, in a context of its own. `target` is what they are to leave
+    the part, and `left` what they left it at first, in GB/s.
     """
 
     def __init__(self, rest: Any, gpu: GPU) -> None:
         """Raises NeighbourError where the driver makes no context for it."""
         self._rest, self._gpu = rest, gpu
-        self.blocks, self.most_blocks = 0, 0
+        self.blocks, self.most_blocks, self.target, self.left = 0, 0, 0.0, 0.0
         self._counters: Any = None
         self._error: BaseException | None = None
         self._ready, self._ends = threading.Event(), threading.Event()
@@ -241,12 +244,15 @@ def begin(rest: Any, gpu: GPU, target: Callable[[], float], read: Callable[[], f
             made.read_with(blocks)
             return read()
 
-        blocks, _ = blocks_that_leave(target(), made.most_blocks, left)
+        made.target = target()
+        blocks, made.left = blocks_that_leave(made.target, made.most_blocks, left)
     except BaseException:
         made.end()
         raise
     made.read_with(blocks)
     _current = made
+    message = f"a neighbour of {blocks} blocks leaves the part {made.left:.0f} GB/s, a board's are {made.target:.0f}"
+    print(message, file=sys.stderr, flush=True)
     return made
 
 

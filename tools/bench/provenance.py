@@ -26,8 +26,8 @@ def provenance() -> dict[str, Any]:
     """The date, the command of this process with files by their names alone (folders are the machine's own), and what
     the machine is; where it is measured as another device, as which, and what was read and multiplied there now.
 
-    Of a board: by how many times it is slower than the part that stands for it (`board_scale`), and the blocks of the
-    part's neighbour.
+    Of a board: by how many times it is slower than the part that stands for it (`board_scale`), the blocks of the
+    part's neighbour, and what they are to leave the part and leave it.
     """
     arguments = [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]]
     found: dict[str, Any] = {
@@ -39,13 +39,14 @@ def provenance() -> dict[str, Any]:
     if gpu is not None and gpu.measured_as:
         limits = device_limits()
         found |= {"measured_as": gpu.measured_as, "limits": limits._asdict()}
-        board = BOARDS.get(gpu.measured_as.partition("+")[0].replace(".", "-"))
+        board = BOARDS.get(gpu.measured_as.removesuffix(neighbour.BESIDE).replace(".", "-"))
         if board is not None:
             scale = board.scale_of_part(limits.multiprocessors, limits.clock_ghz)
             found |= {"board": board.title, "board_scale": round(scale, 4)}
         beside = neighbour.current()
         if beside is not None:
-            found["neighbour_blocks"] = beside.blocks
+            left = {"target_gb_per_s": round(beside.target, 1), "left_gb_per_s": round(beside.left, 1)}
+            found["neighbour"] = {"blocks": beside.blocks, **left}
     return found
 
 
