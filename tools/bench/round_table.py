@@ -35,7 +35,9 @@ def measure_table(work: Path, shape: str, mean: float, weights: str) -> dict[str
             bench.fill(lengths)
             for _ in range(3):
                 runner.round(1, plan).wait()
-            round_ms = bench.milliseconds(bench.graph(plan), lengths, plan, repeats=REPEATS, series=SERIES)
+            graph = bench.graph(plan)
+            with read_around() as around:
+                round_ms = bench.milliseconds(graph, lengths, plan, repeats=REPEATS, series=SERIES)
             with bench.engines_replaced(None) as listed:
                 for stage in runner.prepare_round(1, plan).stages.values():
                     stage()
@@ -52,6 +54,7 @@ def measure_table(work: Path, shape: str, mean: float, weights: str) -> dict[str
                     "ms_a_token": round_ms / tokens,
                     "speedup": plain_ms * tokens / round_ms,
                     "on_tensorrt": [name for name in names if engines[name]["executor"].startswith("TensorRT")],
+                    **around.recorded(),
                 }
             )
     for row in engines.values():
