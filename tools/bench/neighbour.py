@@ -1,9 +1,10 @@
 """A neighbour of the part of a GPU that is measured: it reads memory on the other multiprocessors, meanwhile.
 
 A part of a large GPU has far more bandwidth for its arithmetic than a board. Beside readers it has less: so many blocks
-of them read that the part is left the board's own ratio (`boards.py`). They read pieces of 64 bytes from all over a
-gigabyte, and count what they get. A launch of them lasts a millisecond and a half, whatever it reads: so all end at
-once, and what waits for the whole GPU (freed memory, code that is loaded) waits no longer than a few of those.
+of them read that the part is left the board's own ratio (`boards.py`). They read pieces of 128 bytes, a line of the
+cache, from all over a gigabyte, and count what they get. A launch of them lasts a millisecond and a half, whatever it
+reads: so all end at once, and what waits for the whole GPU (freed memory, code that is loaded) waits no longer than a
+few of those.
 
 `as_device.py` begins it; it ends with the process.
 """
@@ -29,7 +30,7 @@ from edgellm.kernels.gpu import GPU
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Bytes of the memory that is read: a power of two of pieces, far more than caches hold.
-_BYTES, _PIECE = 1 << 30, 64
+_BYTES, _PIECE = 1 << 30, 128
 #: Of each thread: copies into a ring in two groups, of which one is under way while the other is waited for, and loads.
 _COPIES, _LOADS = 6, 8
 _THREADS = 256
@@ -53,11 +54,11 @@ extern "C" __global__ void __launch_bounds__(256, 4) read_beside(
     unsigned long long begin, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
     begin = __shfl_sync(0xffffffffu, begin, 0);
-    // Four lanes read a piece together.
-    unsigned place = (static_cast<unsigned>(begin) ^ (blockIdx.x * 64 + threadIdx.x / 4) * 2654435761u) | 1u, turns = 0;
+    // Eight lanes read a piece together.
+    unsigned place = (static_cast<unsigned>(begin) ^ (blockIdx.x * 32 + threadIdx.x / 8) * 2654435761u) | 1u, turns = 0;
     const auto next = [&] {
         place = place * 1664525u + 1013904223u;
-        return from + static_cast<unsigned long long>(place >> (32 - PIECE_BITS)) * PIECE + lane % 4 * 16;
+        return from + static_cast<unsigned long long>(place >> (32 - PIECE_BITS)) * PIECE + lane % 8 * 16;
     };
     unsigned all = 0;
     do {
@@ -111,13 +112,14 @@ class Neighbour:
     """Blocks that read on `rest`, the resource of the multiprocessors beside the part, until the process ends.
 
     None read before `read_with`. A thread launches them, in a context of its own. `target` is what they are to leave
-    the part, and `left` what they left it at first, in GB/s.
+    the part, and `left` what so many blocks left it when that was tried, in GB/s.
     """
 
     def __init__(self, rest: Any, gpu: GPU) -> None:
         """Raises NeighbourError where the driver makes no context for it."""
         self._rest, self._gpu = rest, gpu
-        self.blocks, self.most_blocks, self.target, self.left = 0, 0, 0.0, 0.0
+        self.blocks, self.most_blocks, self.target = 0, 0, 0.0
+        self.left: dict[int, float] = {}
         self._counters: Any = None
         self._error: BaseException | None = None
         self._ready, self._ends = threading.Event(), threading.Event()
@@ -251,14 +253,18 @@ def begin(rest: Any, gpu: GPU, target: Callable[[], float], read: Callable[[], f
         raise
     made.read_with(blocks)
     _current = made
-    message = f"a neighbour of {blocks} blocks leaves the part {made.left:.0f} GB/s, a board's are {made.target:.0f}"
-    print(message, file=sys.stderr, flush=True)
+    print(
+        f"a neighbour of {blocks} blocks leaves the part {made.left[blocks]:.0f} of {made.left[0]:.0f} GB/s, expected "
+        f"{made.target:.0f}",
+        file=sys.stderr,
+        flush=True,
+    )
     return made
 
 
-def blocks_that_leave(target: float, most: int, left: Callable[[int], float]) -> tuple[int, float]:
-    """How many blocks leave the part a bandwidth, of at most so many, and what they leave it in truth; the more blocks,
-    the less is `left`. Raises NeighbourError where none come near."""
+def blocks_that_leave(target: float, most: int, left: Callable[[int], float]) -> tuple[int, dict[int, float]]:
+    """How many blocks leave the part a bandwidth, of at most so many, and what those that were tried leave it in truth;
+    the more blocks, the less is `left`. Raises NeighbourError where none come near."""
     found = {blocks: left(blocks) for blocks in (0, most)}
     low, high = 0, most
     while high - low > 1:
@@ -271,7 +277,7 @@ def blocks_that_leave(target: float, most: int, left: Callable[[int], float]) ->
             f"the part reads {found[0]:.0f} GB/s alone, {found[most]:.0f} beside the most readers and "
             f"{found[best]:.0f} at the nearest: expected {target:.0f}. Measure without a neighbour, by --alone"
         )
-    return best, found[best]
+    return best, found
 
 
 def rate(before: Counted, now: Counted, blocks: int) -> float:

@@ -27,7 +27,7 @@ def provenance() -> dict[str, Any]:
     the machine is; where it is measured as another device, as which, and what was read and multiplied there now.
 
     Of a board: by how many times it is slower than the part that stands for it (`board_scale`), the blocks of the
-    part's neighbour, and what they are to leave the part and leave it.
+    part's neighbour, what they are to leave the part, and what those that were tried leave it.
     """
     arguments = [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]]
     found: dict[str, Any] = {
@@ -45,8 +45,8 @@ def provenance() -> dict[str, Any]:
             found |= {"board": board.title, "board_scale": round(scale, 4)}
         beside = neighbour.current()
         if beside is not None:
-            left = {"target_gb_per_s": round(beside.target, 1), "left_gb_per_s": round(beside.left, 1)}
-            found["neighbour"] = {"blocks": beside.blocks, **left}
+            left = {blocks: round(rate, 1) for blocks, rate in sorted(beside.left.items())}
+            found["neighbour"] = {"blocks": beside.blocks, "target_gb_per_s": round(beside.target, 1), "left": left}
     return found
 
 
