@@ -44,8 +44,9 @@ def test_a_result_says_what_board_its_part_stands_for(
 ) -> None:
     monkeypatch.syspath_prepend(str(repository))
     from tools.bench import provenance as module
+    from tools.bench.device_limits import DeviceLimits
 
-    limits = module.DeviceLimits(173.0, 39.0, 8, 1.98)
+    limits = DeviceLimits(173.0, 39.0, 8, 1.98)
     neighbour = SimpleNamespace(blocks=40, target=172.84, left={0: 550.04, 40: 173.0})
     gpu = GPU("NVIDIA H200 as orin-nx", "sm_90", (13, 0), 0, "compute_87", 8, 163 << 10, False, False, named)
     monkeypatch.setattr(module, "find_gpu", lambda: gpu)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import subprocess
 import sys
 import threading
 import time
@@ -245,3 +247,21 @@ def test_beside_a_neighbour_as_many_bytes_are_under_way_as_kernels_have(
     assert {each.blocks for each in rings} == blocks
     assert {each.tiles * each.depth * 256 * 16 for each in rings} == {64 << 10}
     assert {each.kernel for each in rings} == set(_SOURCE.expressions)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BOARDS)
+def test_a_part_of_the_gpu_has_its_board_s_ratio(repository: Path, tmp_path: Path, name: str) -> None:
+    """In a process of its own, which ends though an error ends its script."""
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import json\nfrom provenance import provenance\nprint(json.dumps(provenance()))\nraise RuntimeError('as told')\n"
+    )
+    command = [sys.executable, "tools/bench/as_device.py", name, str(script)]
+    run = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False, timeout=240)
+    assert run.returncode == 1 and "RuntimeError: as told" in run.stderr, run.stderr
+    found = json.loads(run.stdout)
+    limits, beside = found["limits"], found["neighbour"]
+    ratio = limits["read_gb_per_s"] / (limits["multiprocessors"] * limits["clock_ghz"])
+    assert ratio == pytest.approx(BOARDS[name].gb_per_s / BOARDS[name].multiprocessor_ghz, rel=0.1)
+    assert beside["left"]["0"] > 1.5 * limits["read_gb_per_s"] and beside["blocks"] > 0

@@ -15,7 +15,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 import neighbour
 from boards import BOARDS
-from device_limits import DeviceLimits, device_limits
+from device_limits import device_limits
 
 from edgellm.kernels.gpu import find_gpu
 
@@ -37,7 +37,7 @@ def provenance() -> dict[str, Any]:
     }
     gpu = find_gpu()
     if gpu is not None and gpu.measured_as:
-        limits: DeviceLimits = device_limits()
+        limits = device_limits()
         found |= {"measured_as": gpu.measured_as, "limits": limits._asdict()}
         board = BOARDS.get(gpu.measured_as.removesuffix(neighbour.BESIDE).replace(".", "-"))
         if board is not None:
