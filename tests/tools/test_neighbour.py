@@ -254,12 +254,16 @@ def test_beside_a_neighbour_as_many_bytes_are_under_way_as_kernels_have(
 def test_a_part_of_the_gpu_has_its_board_s_ratio(repository: Path, tmp_path: Path, name: str) -> None:
     """In a process of its own, which ends though an error ends its script."""
     script = tmp_path / "fails.py"
-    script.write_text(
-        "import json\nfrom provenance import provenance\nprint(json.dumps(provenance()))\nraise RuntimeError('as told')\n"
+    lines = (
+        "import json",
+        "from provenance import provenance",
+        "print(json.dumps(provenance()))",
+        "raise KeyError('told')",
     )
+    script.write_text("\n".join(lines) + "\n")
     command = [sys.executable, "tools/bench/as_device.py", name, str(script)]
     run = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False, timeout=240)
-    assert run.returncode == 1 and "RuntimeError: as told" in run.stderr, run.stderr
+    assert run.returncode == 1 and "KeyError: 'told'" in run.stderr, run.stderr
     found = json.loads(run.stdout)
     limits, beside = found["limits"], found["neighbour"]
     ratio = limits["read_gb_per_s"] / (limits["multiprocessors"] * limits["clock_ghz"])
