@@ -253,6 +253,11 @@ def test_beside_a_neighbour_as_many_bytes_are_under_way_as_kernels_have(
 @pytest.mark.parametrize("name", BOARDS)
 def test_a_part_of_the_gpu_has_its_board_s_ratio(repository: Path, tmp_path: Path, name: str) -> None:
     """In a process of its own, which ends though an error ends its script."""
+    from tools.bench.as_device import MODES
+
+    gpu = find_gpu()
+    if gpu is None or (refusal := MODES[name].refusal(gpu)):
+        pytest.skip(f"no GPU that can stand for {name}: {refusal if gpu else 'there is none'}")
     script = tmp_path / "fails.py"
     lines = (
         "import json",
