@@ -47,6 +47,18 @@ def test_boards_are_of_architectures_whose_speed_is_known() -> None:
         assert board.source
 
 
+def test_the_page_has_the_table_of_boards(repository: Path) -> None:
+    page = (repository / "docs" / "pages" / "as_on_a_device.md").read_text(encoding="utf-8")
+    for name, board in BOARDS.items():
+        (line,) = (each for each in page.splitlines() if each.startswith(f"| `{name}` | {board.title}, "))
+        cells = [cell.strip() for cell in line.split("|")]
+        multiprocessors = 24 if name == "thor" else board.multiprocessors
+        assert f", {board.multiprocessors}" in cells[2]
+        assert cells[3].split()[0] == f"{board.ghz:g}" and cells[4] == f"{board.gb_per_s:g}"
+        assert cells[5].startswith(f"{board.bandwidth_of_part(multiprocessors, 1.98):.0f} GB/s")
+        assert cells[6] == f"{board.scale_of_part(multiprocessors, 1.98):.2f} ms"
+
+
 def shared(own: float, each: float, alone: float = 1100.0) -> Callable[[int], float]:
     """What a part with so many bytes under way reads beside blocks with as many each."""
     return lambda blocks: min(alone, 2500.0 * own / (own + blocks * each))
@@ -208,18 +220,18 @@ def test_without_a_neighbour_nobody_rests() -> None:
 
 
 def test_a_figure_is_a_share_of_what_was_read_before_and_behind_it() -> None:
-    around = Readings(16, L2)
+    around = Readings(L2)
     around.found += [Reading(300.0, 2000.0), Reading(310.0, 2010.0)]
     assert around.read_share("a step", 3.05e9, 10.0) == pytest.approx(1.0)
     assert around.recorded() == {"read_gb_per_s": [300.0, 310.0], "neighbour_gb_per_s": [2000.0, 2010.0]}
     assert around.read_share("within what is allowed", 3.05e9, 9.75) == pytest.approx(1.0256, abs=1e-4)
-    alone = Readings(16, L2)
+    alone = Readings(L2)
     alone.found += [Reading(1000.0, 0.0)] * 2
     assert alone.recorded() == {"read_gb_per_s": [1000.0, 1000.0]}
 
 
 def test_a_run_that_reads_more_than_there_is_is_thrown_away() -> None:
-    around = Readings(16, L2)
+    around = Readings(L2)
     around.found += [Reading(300.0, 2000.0), Reading(302.0, 1990.0)]
     message = (
         r"the loop reads 355 GB/s, 118% of what was read .* \(300 beside 2000, 302 beside 1990 GB/s\): .* thrown away"

@@ -151,8 +151,8 @@ class Reading(NamedTuple):
 class Readings:
     """What was read before a figure, and behind it."""
 
-    def __init__(self, multiprocessors: int, cache_bytes: int) -> None:
-        self.multiprocessors, self._cache_bytes = multiprocessors, cache_bytes
+    def __init__(self, cache_bytes: int) -> None:
+        self._cache_bytes = cache_bytes
         self.found: list[Reading] = []
 
     @property
@@ -303,7 +303,7 @@ def read_around() -> Iterator[Readings]:
     """Read before and behind what happens inside, where a context is current."""
     fastest_ring()
     with Reader() as reader:
-        found = Readings(reader.gpu.multiprocessors, _cache_bytes(reader))
+        found = Readings(_cache_bytes(reader))
         found.found.append(reader.reading())
         yield found
         found.found.append(reader.reading())

@@ -39,6 +39,8 @@ _SHARED = 2 * _COPIES * _THREADS * 16
 #: a change has come through them.
 _LAUNCH, _AHEAD = 1_500_000, 8
 _SETTLES = 2e-9 * _LAUNCH * _AHEAD
+#: The kernel.
+KERNEL = "read_beside"
 #: Behind the name of a device that is measured beside a neighbour.
 BESIDE = "+beside"
 #: By how much what is left to the part may be off.
@@ -187,7 +189,7 @@ class Neighbour:
         memory, self._counters = _checked(driver.cuMemAlloc(_BYTES)), _checked(driver.cuMemAlloc(32))
         _checked(driver.cuMemsetD8Async(memory, 0, _BYTES, stream))
         _checked(driver.cuMemsetD8Async(self._counters, 0, 32, stream))
-        module, kernel = KernelModule(self._gpu, SimpleNamespace(handle=int(stream))), Kernel(_SOURCE, "read_beside")
+        module, kernel = KernelModule(self._gpu, SimpleNamespace(handle=int(stream))), Kernel(_SOURCE, KERNEL)
         function = module.function(kernel, _SHARED)
         resident = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, _THREADS, _SHARED))
         self.most_blocks = resident * self._rest.sm.smCount
