@@ -1,7 +1,7 @@
 """Times the parts of a prefill step with random weights: attention's kernels, and TensorRT's engines between them.
 
-    python tools/bench/prefill_speed.py [attention] [linears] [narrow] [packed] [prompts] [torch] [--shapes llama-1b llama-8b]
-                                        [--chunks 512 2048] [--as orin] [--output RESULTS.json]
+    python tools/bench/prefill_speed.py [attention] [linears] [narrow] [packed] [prompts] [torch] [--as orin]
+                                        [--shapes llama-1b llama-8b] [--chunks 512 2048] [--output RESULTS.json]
 
 Needs pycuda and a GPU; TensorRT for `linears`, `narrow` (the largest chunk, with sums that are not in fp32) and
 `packed`, PyTorch for `torch`: its flash attention and matrix products. Times are medians of five, on the GPU; TFLOP/s
