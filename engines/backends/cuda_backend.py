@@ -64,7 +64,7 @@ class CudaBackend(CudaDevice):
     def __init__(self, directory: EngineDirectory, packed: PackedLayouts | None = None, executor: str = "auto") -> None:
         """`packed` are the `model_layouts` of a directory with packed weights, `executor` is one of
         `opening.EXECUTORS`."""
-        self._directory, self._packed, self._executor = directory, packed or {}, executor
+        self._directory, self._packed, self.executor = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
         self._opened: ExitStack | None = None
         with ExitStack() as opened:
@@ -214,7 +214,7 @@ class CudaBackend(CudaDevice):
         loaded after `check_memory` has scratch of its own where it needs more than there is."""
         ways: tuple[Callable[[EngineShape], LoadedEngine | None], ...]
         ways = self._kernel_engine, self._split_engine, self._plan_engine
-        if self._executor == "tensorrt":
+        if self.executor == "tensorrt":
             ways = self._split_engine, self._preferred_plan, self._kernel_engine, self._plan_engine
         engine = next(found for way in ways if (found := way(shape)) is not None)
         self._engines.append(engine)
@@ -227,7 +227,7 @@ class CudaBackend(CudaDevice):
         """Whether a plan of the whole runs a shape though kernels would."""
         config, limit = self._directory.model_config(shape.model), self._module.shared_limit
         return (
-            self._executor == "tensorrt"
+            self.executor == "tensorrt"
             and split_refusal(config, shape, self.compute_dtype, limit) is not None
             and plan_refusal(config, shape, self.compute_dtype, limit, shape.model in self._packed) is None
         )

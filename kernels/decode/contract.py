@@ -15,6 +15,8 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
+#: Rises when the order of a sum changes, and with it the bits of rows: 1 since prompts have those of decode steps.
+ARITHMETIC = 1
 #: The most rows that kernels of few rows take: the tensor-core instruction multiplies sixteen.
 MAX_ROWS = 16
 #: The most rows that kernels of many rows take.
