@@ -36,6 +36,7 @@ from edgellm.engines.model.program import (
     LinearResidual,
     Norm,
     NormLinear,
+    NormParts,
     Program,
     Scale,
     SideBySide,
@@ -118,8 +119,9 @@ class FewRows:
         rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
             return attention_shared_bytes(attention_shape(step, shape))
-        if isinstance(step, NormLinear) and cls.norms_inside(step):
-            widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
+        if isinstance(step, NormLinear) and cls.norms_inside(step, program):
+            count = len(step.inputs)
+            widths = [step.linear.weight.shape[1] // count] * count
             return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
         if isinstance(step, NormLinear | LinearResidual):
             return linear_residual_shared_bytes(rows, limit, _ranks(program))
@@ -135,14 +137,17 @@ class FewRows:
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
         if (layout := packed_layout(step, program)) is not None:
             return _packed_clocks(step, layout, program, gpu)
-        inside = isinstance(step, NormLinear) and cls.norms_inside(step)
+        inside = isinstance(step, NormLinear) and cls.norms_inside(step, program)
         width, columns = step.linear.weight.shape
         clocks = few_rows_clocks(step_rows(step, program), width, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     @staticmethod
-    def norms_inside(step: NormLinear) -> bool:
-        """Whether one kernel norms the inputs of a linear layer and multiplies them."""
+    def norms_inside(step: NormLinear, program: Program) -> bool:
+        """Whether one kernel makes the inputs of a linear layer ready and multiplies them: it norms them or, of a value
+        without norms, rounds it. Inputs of the engine need no rounding."""
+        if len(step.inputs) == 1 and not step.inputs[0].norms:
+            return step.gated or step.inputs[0].value not in program.inputs
         return len(step.inputs) <= 2 and all(len(given.norms) == 1 for given in step.inputs)
 
     def launches(self, step: Step, next_early: bool) -> list[Any]:
@@ -158,6 +163,8 @@ class FewRows:
             return self._linear_residual(step)
         if isinstance(step, SideBySide):
             return self._side_by_side(step)
+        if isinstance(step, NormParts):
+            return [self._kernels.few.norm_parts(self._parts(Input(step.value, step.norms)), next_early)]
         assert isinstance(step, NormLinear)
         return self._norm_linear(step, next_early)
 
@@ -173,10 +180,10 @@ class FewRows:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
         if linear.is_packed:
             return self._packed_linear(step, linear, next_early)
-        if not self.norms_inside(step):
+        if not self.norms_inside(step, self._program):
             x, launches = self._together(step, padded=False)
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
-        inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
+        inputs = [part for given in step.inputs for part in self._parts(given)]
         if step.gated:
             return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
@@ -310,8 +317,6 @@ class FewRows:
     def _parts(self, given: Input) -> list[NormedInput]:
         if not given.norms:
             return [NormedInput(self._array(given.value), None)]
-        if len(given.norms) == 1:
-            return [self._normed(given.value, given.norms[0])]
         parts, first = [], 0
         for norm in given.norms:
             width = norm.weight.shape[0]
@@ -396,7 +401,7 @@ def _packed_clocks(step: NormLinear | LinearResidual, layout: DeviceLayout, prog
 
 def norms_packed(step: NormLinear, rows: int) -> bool:
     """Whether one kernel norms so many rows of input of a packed layer and multiplies them."""
-    return len(step.inputs) == 1 and FewRows.norms_inside(step) and rows <= MAX_NORMED_ROWS
+    return len(step.inputs) == 1 and len(step.inputs[0].norms) == 1 and rows <= MAX_NORMED_ROWS
 
 
 def _ranks(program: Program) -> int:

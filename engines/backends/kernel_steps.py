@@ -9,11 +9,21 @@ from itertools import pairwise
 from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, recurrent_refusal
 from edgellm.engines.model.adapted_projections import AdaptedProjection
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import Attention, LinearResidual, NormLinear, Program, Scale, SideBySide, Step
+from edgellm.engines.model.program import (
+    Attention,
+    LinearResidual,
+    NormLinear,
+    NormParts,
+    Program,
+    Scale,
+    SideBySide,
+    Step,
+)
 from edgellm.engines.model.states import Edge, without_layer
 from edgellm.kernels.decode.attention import AttentionShape, attention_partials
 from edgellm.kernels.decode.contract import (
     ACTIVATIONS,
+    MAX_PARTS,
     MAX_TILED_ROWS,
     MAX_TOKENS,
     adapters_refusal,
@@ -57,6 +67,8 @@ def step_refusal(step: Step, program: Program) -> str | None:
         return attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
     if isinstance(step, Scale | SideBySide):
         return None
+    if isinstance(step, NormParts):
+        return parts_refusal(step)
     if isinstance(step, RECURRENT):
         return recurrent_refusal(step, program)
     if not isinstance(step, NormLinear | LinearResidual):
@@ -82,6 +94,14 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):
         return f"the activation {step.activation} has no kernel"
     return None
+
+
+def parts_refusal(step: NormParts) -> str | None:
+    """Why kernels do not norm the parts of a value where they are, None if they do."""
+    widths = [norm.weight.shape[0] for norm in step.norms]
+    if step.value != step.output or not 1 <= len(widths) <= MAX_PARTS or any(width % 8 for width in widths):
+        return f"up to {MAX_PARTS} parts of rows are normed where they are, of widths in eights, not {widths}"
+    return "there is no kernel for layer norms" if any(norm.bias is not None for norm in step.norms) else None
 
 
 def ring_refusal(shape: EngineShape) -> str | None:

@@ -1,6 +1,7 @@
 // What stands before or between linear layers: RMS norm of many rows, once for all blocks of the linear layer that follows
 // (the same bits as where the layer norms its own activations), rows as they are in T, both arranged for packed weights whose
-// columns stand in another order, rows that are scaled, and rows that are normed before they are added.
+// columns stand in another order, rows that are scaled, rows that are normed before they are added, and parts of rows that are
+// normed where they are.
 #include "decode/activations.cuh"
 
 namespace decode {
@@ -24,11 +25,19 @@ struct Norm {
 static_assert(sizeof(Norm) == HOST_NORM_BYTES, "as the host's structure");
 constexpr int WEIGHTS_BEGIN = 8 * SUM_STRIDE * 4;  // in shared memory, behind the sums [8, SUM_STRIDE]
 static_assert(WEIGHTS_BEGIN == HOST_NORM_SUMS_BYTES, "the host gives the norm its shared memory");
+constexpr int MOST_PARTS = HOST_NORM_MOST_PARTS;  // of a row, that norm_parts norms
 
 // Eight columns of a row from memory, of float or T.
 template <typename T> __device__ __forceinline__ void load8(const void* row, bool is_float, int column, float (&values)[8]) {
     if (is_float) load8_float(static_cast<const float*>(row) + column, values);
     else unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(row) + column)), values);
+}
+
+// Eight columns of a row of float to memory.
+__device__ __forceinline__ void store8(float* row, int column, const float (&values)[8]) {
+    float4* target = reinterpret_cast<float4*>(row + column);
+    target[0] = make_float4(values[0], values[1], values[2], values[3]);
+    target[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
 // Column k of a row of the output gets element order[k] of `row`, times scales[k], rounded once; columns from `width` on zeros.
@@ -110,9 +119,27 @@ __global__ void __launch_bounds__(THREADS) scale_rows(const T* input, float fact
     load8<T>(input, false, first, values);
 #pragma unroll
     for (int j = 0; j < 8; ++j) values[j] *= factor;
-    float4* target = reinterpret_cast<float4*>(output + first);
-    target[0] = make_float4(values[0], values[1], values[2], values[3]);
-    target[1] = make_float4(values[4], values[5], values[6], values[7]);
+    store8(output, first, values);
+}
+
+// What an RMS norm multiplies a row's elements by, before its weight; the whole block calls it. The order of the sum depends on
+// the width alone.
+template <typename T>
+__device__ __forceinline__ float row_factor(const void* values, bool is_float, int width, float epsilon, float (&sums)[WARPS]) {
+    float squares = 0.f;
+    for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
+        float eight[8];
+        load8<T>(values, is_float, column, eight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
+    }
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    __syncthreads();
+    float total = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
+    return rsqrtf(total / static_cast<float>(width) + epsilon);
 }
 
 // output [rows, width] float = residual + the normed input, not rounded. selected: which of the `tokens` rows that the residual
@@ -138,20 +165,7 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
     const size_t source = arguments.selected == nullptr ? row : row * arguments.tokens + __ldcg(arguments.selected + row);
     const void* residual =
         static_cast<const char*>(arguments.residual) + source * arguments.width * (adds_float ? 4 : sizeof(T));
-    float squares = 0.f;
-    for (int column = threadIdx.x * 8; column < arguments.width; column += THREADS * 8) {
-        float eight[8];
-        load8<T>(values, is_float, column, eight);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
-    }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-    __syncthreads();
-    float total = 0.f;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
-    const float factor = rsqrtf(total / static_cast<float>(arguments.width) + input.epsilon);
+    const float factor = row_factor<T>(values, is_float, arguments.width, input.epsilon, sums);
     float* output = arguments.output + row * arguments.width;
     for (int column = threadIdx.x * 8; column < arguments.width; column += THREADS * 8) {
         float eight[8], before[8], weight[8];
@@ -160,9 +174,35 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
         load8<T>(input.weight, false, column, weight);
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = fmaf(eight[j] * factor, weight[j] + input.offset, before[j]);
-        float4* target = reinterpret_cast<float4*>(output + column);
-        target[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
-        target[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
+        store8(output, column, eight);
+    }
+}
+
+// Parts of rows of float, `widths` columns each from where `values` points to, are normed where they are, not rounded. Grid
+// (parts, rows); what a thread writes it has read.
+struct NormParts {
+    NormedInput parts[MOST_PARTS];
+    int widths[MOST_PARTS], next_early;
+};
+static_assert(sizeof(NormParts) == HOST_NORM_PARTS_BYTES, "as the host's structure");
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) norm_parts(const __grid_constant__ NormParts arguments) {
+    __shared__ float sums[WARPS];
+    const NormedInput& part = arguments.parts[blockIdx.x];
+    const int width = arguments.widths[blockIdx.x];
+    float* values = static_cast<float*>(const_cast<void*>(part.values)) + static_cast<size_t>(blockIdx.y) * part.stride;
+    if (arguments.next_early) launch_next_kernel();
+    wait_for_previous_kernel();
+    if (!arguments.next_early) launch_next_kernel();
+    const float factor = row_factor<T>(values, true, width, part.epsilon, sums);
+    for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
+        float eight[8], weight[8];
+        load8<T>(values, true, column, eight);
+        load8<T>(part.weight, false, column, weight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) eight[j] = eight[j] * factor * (weight[j] + part.offset);
+        store8(values, column, eight);
     }
 }
 
