@@ -122,6 +122,12 @@ class DecoderConfig:
         return self.sliding_window if "window" in self.layer_kinds else None
 
     @property
+    def exceeds_float16(self) -> bool:
+        """Whether values go beyond float16's range: where both what a layer takes and what it gives are normed, nothing
+        that is computed depends on how large the residual stream and what is added to it grow."""
+        return self.pre_norms and self.post_norms
+
+    @property
     def rotary_columns(self) -> int:
         """Width of a token's rotary row: that of all layers, then that of the layers with a base of their own."""
         return self.rotary_dim * (1 if self.local_rope_theta is None else 2)

@@ -124,8 +124,9 @@ class LayerWeights(NamedWeights):
         size, scale = config.head_dim, config.attention_scale
         widths = (config.query_size, config.kv_size) if config.joint_qk_norm else (size, size)
         names = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()
-        norms = tuple(self.norm(*each) for each in zip(names, widths, strict=False))
-        q_norm, k_norm = (None, None) if config.joint_qk_norm or not norms else norms
+        norms = tuple(self.norm(name, width) for name, width in zip(names, widths, strict=False))
+        of_all: list[Step] = [NormParts("qkv", "qkv", norms)] if norms and config.joint_qk_norm else []
+        q_norm, k_norm = norms if norms and not of_all else (None, None)
         attention = Attention(
             "context",
             "qkv",
@@ -141,8 +142,7 @@ class LayerWeights(NamedWeights):
             config.rotary_dim if in_window and config.local_rope_theta is not None else 0,
             ahead,
         )
-        joint: list[Step] = [NormParts("qkv", "qkv", norms)] if config.joint_qk_norm else []
-        return [NormLinear("qkv", inputs, qkv, keep=keep), *joint, attention]
+        return [NormLinear("qkv", inputs, qkv, keep=keep), *of_all, attention]
 
     def convolution(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
         """LFM2's gated short convolution, to "convolved", and what that goes through."""

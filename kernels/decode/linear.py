@@ -188,7 +188,7 @@ class CudaDecodeKernels:
         take one, which is normed.
         """
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
-        batch, ranks = self._batch(inputs, linear), linear.ranks
+        batch, ranks = self._batch(inputs, linear, len(inputs) > 1 or linear.is_packed), linear.ranks
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
@@ -211,7 +211,7 @@ class CudaDecodeKernels:
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
         """See `NumpyDecodeKernels.norm_gate_up`. Packed layers take one that is not normed in the compute dtype."""
         is_normed = normed.weight is not None
-        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
+        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear, False)
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(normed_argument(normed, self.dtype)),
@@ -364,14 +364,18 @@ class CudaDecodeKernels:
         kernel, grid = norm_kernel("norm_parts", self._type), (len(parts), rows_of(values), 1)
         return Launch(self.module, kernel, grid, THREADS, 0, (arguments,))
 
-    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
-        """Rows of inputs that norm_linear takes side by side, or of one. Raises KernelError for others."""
+    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights, normed: bool) -> int:
+        """Rows of inputs that norm_linear takes side by side, `normed` ones alone, or of one. Raises KernelError for
+        others."""
         batch, columns = rows_of(inputs[0].values), sum(each.columns for each in inputs)
         _check_rows(batch, columns, sum(each.values.size for each in inputs), linear)
         if len(inputs) == 2 and linear.adapters is not None:
             raise KernelError("norm_linear applies LoRA adapters to one input, not to two side by side")
-        if len(inputs) == 2 and any(each.weight is None for each in inputs):
-            raise KernelError("norm_linear takes two inputs with norms; others are the input of a tiled layer")
+        if normed and any(each.weight is None for each in inputs):
+            raise KernelError(
+                "norm_linear takes inputs with norms, or one of a dense layer as it is; others are the input of a tiled or "
+                "residual layer"
+            )
         if len(inputs) == 2 and (
             inputs[0].values.dtype != self.dtype
             or len({(rows_of(each.values), each.columns, each.epsilon, each.offset) for each in inputs}) > 1

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_models import DRAFTS, FAMILIES, LLAMA
+from decode_models import DRAFTS, FAMILIES, LLAMA, SCALED
 
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
@@ -96,13 +96,13 @@ def base_shapes() -> Iterator[EngineShape]:
 
 
 @GPUS
-@pytest.mark.parametrize("family", [*FAMILIES, "wide"])
+@pytest.mark.parametrize("family", [*FAMILIES, "wide", "olmo2"])
 def test_every_shape_of_the_base_is_prepared_by_each_executor_that_takes_it(
     launches: list, family: str, shared_limit: int, has_clusters: bool
 ) -> None:
     made = set()
     for layers in ((), (0,), (0, 1, 2)):
-        config = replace(WIDE if family == "wide" else FAMILIES[family], feature_layers=layers)
+        config = replace(WIDE if family == "wide" else (FAMILIES | SCALED)[family], feature_layers=layers)
         for shape in base_shapes():
             executor, _ = kernel_executor(config, shape, "float16", shared_limit)
             if executor is not None:
