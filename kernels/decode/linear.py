@@ -373,8 +373,8 @@ class CudaDecodeKernels:
             raise KernelError("norm_linear applies LoRA adapters to one input, not to two side by side")
         if normed and any(each.weight is None for each in inputs):
             raise KernelError(
-                "norm_linear takes inputs with norms, or one of a dense layer as it is; others are the input of a tiled "
-                "or residual layer"
+                "norm_linear takes inputs with norms, or one of a dense layer as it is; others are the input of a tiled"
+                " or residual layer"
             )
         if len(inputs) == 2 and (
             inputs[0].values.dtype != self.dtype
