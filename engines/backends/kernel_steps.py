@@ -42,7 +42,7 @@ UNNORMED = "unnormed"
 
 def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
     """How a step's weight is packed, if it is."""
-    return program.packed.get(step.linear.weight.name) if isinstance(step, NormLinear | LinearResidual) else None
+    return None if step.multiplies is None else program.packed.get(step.multiplies.weight.name)
 
 
 def step_rows(step: Step, program: Program) -> int:
@@ -52,8 +52,8 @@ def step_rows(step: Step, program: Program) -> int:
 
 def most_rows(program: Program) -> int:
     """The most rows of its steps that multiply or attend."""
-    kinds = NormLinear | LinearResidual | Attention
-    return max(step_rows(step, program) for step in program.steps if isinstance(step, kinds))
+    steps = (step for step in program.steps if step.multiplies is not None or isinstance(step, Attention))
+    return max(step_rows(step, program) for step in steps)
 
 
 def step_refusal(step: Step, program: Program) -> str | None:

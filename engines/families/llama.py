@@ -191,7 +191,7 @@ SMOLLM3 = Family(
 
 def _read_olmo2(fields: ConfigFields) -> DecoderConfig:
     """Norms behind attention and MLP, none before them, and norms of query and key over all heads together."""
-    own = {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
+    own: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
     return read_decoder(fields, **biases(fields), **own)
 
 

@@ -107,8 +107,17 @@ class Step:
     @property
     def writes(self) -> tuple[str, ...]:
         """The values that it writes: its output, and what it keeps."""
-        keep = getattr(self, "keep", None)
-        return (self.output,) if keep is None else (self.output, keep.target)
+        return (self.output,) if self.keeps is None else (self.output, self.keeps.target)
+
+    @property
+    def keeps(self) -> Keep | None:
+        """What it leaves of its input or its residual, if anything."""
+        return getattr(self, "keep", None)
+
+    @property
+    def multiplies(self) -> Linear | None:
+        """The linear layer whose weight it multiplies, if it has one."""
+        return getattr(self, "linear", None)
 
     @property
     def title(self) -> str:

@@ -105,5 +105,5 @@ def test_gates_between_the_heads_are_refused_where_heads_are_normed_together(
     described = json.loads(path.read_text())
     described["config"]["attention_gate"] = True
     path.write_text(json.dumps(described))
-    with pytest.raises(EngineDirectoryError, match="'joint_qk_norm' is true, expected false where gates stand"):
+    with pytest.raises(EngineDirectoryError, match="'joint_qk_norm' is True, expected false where gates stand"):
         EngineDirectory.open(tmp_path / "engines")
