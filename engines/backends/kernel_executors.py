@@ -191,15 +191,15 @@ class FewRows:
     def _packed_linear(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
         """The launches by the kernels of few packed rows, which norm the fewest themselves, or by those of many."""
         few, output, rows = self._kernels.few, self._array(step.output), step_rows(step, self._program)
-        inside = norms_packed(step, rows) and linear.arranged is None
-        if not few.takes(linear, rows, normed=inside):
+        inside = norms_packed(step, self._program, rows) and linear.arranged is None
+        if not few.takes(linear, rows, normed=inside and bool(step.inputs[0].norms)):
             return self._normed_apart(step, linear, next_early)
         if not inside:
             x, launches = self._together(step, False, next_early, linear.arranged)
             if step.gated:
                 return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
-        normed = self._normed(step.inputs[0].value, step.inputs[0].norms[0])
+        (normed,) = self._parts(step.inputs[0])
         if step.gated:
             return [few.norm_gate_up(normed, linear, step.activation, output)]
         return [few.norm_linear([normed], linear, output, step.scale, self._kept(step.keep), next_early)]
@@ -395,13 +395,13 @@ def _many_clocks(step: NormLinear | LinearResidual, program: Program, gpu: Capac
 def _packed_clocks(step: NormLinear | LinearResidual, layout: DeviceLayout, program: Program, gpu: Capacity) -> float:
     """The same of a packed layer, which both executors compute alike."""
     rows = step_rows(step, program)
-    norms = 0 if isinstance(step, NormLinear) and norms_packed(step, rows) else _norm_count(step)
+    norms = 0 if isinstance(step, NormLinear) and norms_packed(step, program, rows) else _norm_count(step)
     return packed_clocks(rows, layout, gpu) + norms * NORM_CLOCKS
 
 
-def norms_packed(step: NormLinear, rows: int) -> bool:
-    """Whether one kernel norms so many rows of input of a packed layer and multiplies them."""
-    return len(step.inputs) == 1 and len(step.inputs[0].norms) == 1 and rows <= MAX_NORMED_ROWS
+def norms_packed(step: NormLinear, program: Program, rows: int) -> bool:
+    """Whether one kernel norms or rounds so many rows of input of a packed layer and multiplies them."""
+    return len(step.inputs) == 1 and FewRows.norms_inside(step, program) and rows <= MAX_NORMED_ROWS
 
 
 def _ranks(program: Program) -> int:

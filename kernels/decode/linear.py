@@ -184,11 +184,10 @@ class CudaDecodeKernels:
         """See `NumpyDecodeKernels.norm_linear`.
 
         `next_early` False: a kernel that overlaps this one starts only when the one before this one has finished. Of
-        two inputs, which are as wide as each other and normed alike, the first is of the compute dtype. Packed layers
-        take one, which is normed.
+        two inputs, which are as wide as each other and normed alike, the first is of the compute dtype.
         """
         rows, widths = linear.weight.shape[0], [each.columns for each in inputs]
-        batch, ranks = self._batch(inputs, linear, len(inputs) > 1 or linear.is_packed), linear.ranks
+        batch, ranks = self._batch(inputs, linear), linear.ranks
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(*(normed_argument(each, self.dtype) for each in inputs)),
@@ -198,7 +197,7 @@ class CudaDecodeKernels:
             next_early,
         )
         if linear.is_packed and len(inputs) == 1:
-            return self._packed("norm_linear", linear, arguments)
+            return self._packed("rounded_linear" if inputs[0].weight is None else "norm_linear", linear, arguments)
         if len(inputs) == 1:
             geometry = norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
             kernel = self._kernel("norm_linear", geometry.name, linear, inputs[0].weight is not None)
@@ -209,9 +208,9 @@ class CudaDecodeKernels:
         return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
-        """See `NumpyDecodeKernels.norm_gate_up`. Packed layers take one that is not normed in the compute dtype."""
+        """See `NumpyDecodeKernels.norm_gate_up`."""
         is_normed = normed.weight is not None
-        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear, False)
+        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(normed_argument(normed, self.dtype)),
@@ -222,7 +221,8 @@ class CudaDecodeKernels:
             activation_number(activation),
         )
         if linear.is_packed:
-            return self._packed("norm_gate_up" if is_normed else "gate_up", linear, arguments)
+            name = "norm_" if is_normed else "rounded_" if normed.values.dtype == "float32" else ""
+            return self._packed(f"{name}gate_up", linear, arguments)
         geometry = norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
         kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
@@ -364,17 +364,15 @@ class CudaDecodeKernels:
         kernel, grid = norm_kernel("norm_parts", self._type), (len(parts), rows_of(values), 1)
         return Launch(self.module, kernel, grid, THREADS, 0, (arguments,))
 
-    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights, normed: bool) -> int:
-        """Rows of inputs that norm_linear takes side by side, `normed` ones alone, or of one. Raises KernelError for
-        others."""
+    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
+        """Rows of inputs that norm_linear takes side by side, or of one. Raises KernelError for others."""
         batch, columns = rows_of(inputs[0].values), sum(each.columns for each in inputs)
         _check_rows(batch, columns, sum(each.values.size for each in inputs), linear)
         if len(inputs) == 2 and linear.adapters is not None:
             raise KernelError("norm_linear applies LoRA adapters to one input, not to two side by side")
-        if normed and any(each.weight is None for each in inputs):
+        if len(inputs) == 2 and any(each.weight is None for each in inputs):
             raise KernelError(
-                "norm_linear takes inputs with norms, or one of a dense layer as it is; others are the input of a tiled"
-                " or residual layer"
+                "norm_linear takes two inputs with norms; others are the input of a tiled or residual layer"
             )
         if len(inputs) == 2 and (
             inputs[0].values.dtype != self.dtype

@@ -74,7 +74,7 @@ def test_inputs_that_no_kernel_norms_are_refused():
         kernels.norm(normed(2, 64, first=40, width=32), array(2, 512))
     with pytest.raises(KernelError, match=r"found columns 4 to 36 of float16 \[2, 64\]"):
         kernels.norm(normed(2, 64, first=4, width=32), array(2, 512))
-    with pytest.raises(KernelError, match=r"takes inputs with norms"):
+    with pytest.raises(KernelError, match=r"takes two inputs with norms"):
         kernels.norm_linear([NormedInput(array(2, 32), None)] * 2, weights(8, 64), array(2, 8))
     with pytest.raises(KernelError, match=r"the two inputs of a linear layer are float32 \[2, 32\] and float16"):
         kernels.norm_linear([normed(2, 32, dtype="float32"), normed(2, 32)], weights(8, 64), array(2, 8))
