@@ -202,6 +202,24 @@ def test_packed_layers_of_few_rows_have_kernels_of_their_own(
     assert sum("decode::norm<" in name for name in names) == norms + (executor is ManyRows)
 
 
+def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
+    """But embeddings, which come rounded; queries and keys are normed by one launch a layer."""
+    config = replace(WIDE, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True)
+    engine = prepared(config, EngineShape("decode", 1, 1, 64, 64), H200, True, FewRows)
+    memory, layers = DeviceArray(1 << 20, (1 << 20,), "uint8"), config.num_layers
+
+    def count(*parts: str) -> int:
+        return sum(all(part in name for part in parts) for name, *_ in launches)
+
+    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
+    assert count("norm_linear", "false, false") == layers - 1 and count("norm_gate_up", "false, false") == layers
+    launches.clear()
+    engine.bind({name: PackedMatrix(layout, memory) for name, layout in packed_layers().items()})
+    engine.enqueue()
+    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
+    assert (count("packed::rounded_linear"), count("packed::rounded_gate_up")) == (layers - 1, layers)
+
+
 @GPUS
 @pytest.mark.parametrize("head", DRAFTS)
 def test_every_shape_of_a_draft_is_prepared(launches: list, head: str, shared_limit: int, has_clusters: bool) -> None:
