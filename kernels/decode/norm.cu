@@ -33,13 +33,6 @@ template <typename T> __device__ __forceinline__ void load8(const void* row, boo
     else unpack8<T>(__ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(row) + column)), values);
 }
 
-// Eight columns of a row of float to memory.
-__device__ __forceinline__ void store8(float* row, int column, const float (&values)[8]) {
-    float4* target = reinterpret_cast<float4*>(row + column);
-    target[0] = make_float4(values[0], values[1], values[2], values[3]);
-    target[1] = make_float4(values[4], values[5], values[6], values[7]);
-}
-
 // Column k of a row of the output gets element order[k] of `row`, times scales[k], rounded once; columns from `width` on zeros.
 template <typename T> __device__ __forceinline__ void arrange(const Norm& arguments, const T* row, T* output) {
     for (int column = threadIdx.x * 8; column < arguments.stride; column += THREADS * 8) {
@@ -119,27 +112,9 @@ __global__ void __launch_bounds__(THREADS) scale_rows(const T* input, float fact
     load8<T>(input, false, first, values);
 #pragma unroll
     for (int j = 0; j < 8; ++j) values[j] *= factor;
-    store8(output, first, values);
-}
-
-// What an RMS norm multiplies a row's elements by, before its weight; the whole block calls it. The order of the sum depends on
-// the width alone.
-template <typename T>
-__device__ __forceinline__ float row_factor(const void* values, bool is_float, int width, float epsilon, float (&sums)[WARPS]) {
-    float squares = 0.f;
-    for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
-        float eight[8];
-        load8<T>(values, is_float, column, eight);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
-    }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-    __syncthreads();
-    float total = 0.f;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
-    return rsqrtf(total / static_cast<float>(width) + epsilon);
+    float4* target = reinterpret_cast<float4*>(output + first);
+    target[0] = make_float4(values[0], values[1], values[2], values[3]);
+    target[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
 // output [rows, width] float = residual + the normed input, not rounded. selected: which of the `tokens` rows that the residual
@@ -165,7 +140,20 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
     const size_t source = arguments.selected == nullptr ? row : row * arguments.tokens + __ldcg(arguments.selected + row);
     const void* residual =
         static_cast<const char*>(arguments.residual) + source * arguments.width * (adds_float ? 4 : sizeof(T));
-    const float factor = row_factor<T>(values, is_float, arguments.width, input.epsilon, sums);
+    float squares = 0.f;
+    for (int column = threadIdx.x * 8; column < arguments.width; column += THREADS * 8) {
+        float eight[8];
+        load8<T>(values, is_float, column, eight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
+    }
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    __syncthreads();
+    float total = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
+    const float factor = rsqrtf(total / static_cast<float>(arguments.width) + input.epsilon);
     float* output = arguments.output + row * arguments.width;
     for (int column = threadIdx.x * 8; column < arguments.width; column += THREADS * 8) {
         float eight[8], before[8], weight[8];
@@ -174,12 +162,14 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
         load8<T>(input.weight, false, column, weight);
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = fmaf(eight[j] * factor, weight[j] + input.offset, before[j]);
-        store8(output, column, eight);
+        float4* target = reinterpret_cast<float4*>(output + column);
+        target[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
+        target[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
     }
 }
 
 // Parts of rows of float, `widths` columns each from where `values` points to, are normed where they are, not rounded. Grid
-// (parts, rows); what a thread writes it has read.
+// (parts, rows); what a thread writes it has read. The order of the sum depends on the width alone.
 struct NormParts {
     NormedInput parts[MOST_PARTS];
     int widths[MOST_PARTS], next_early;
@@ -195,14 +185,29 @@ __global__ void __launch_bounds__(THREADS) norm_parts(const __grid_constant__ No
     if (arguments.next_early) launch_next_kernel();
     wait_for_previous_kernel();
     if (!arguments.next_early) launch_next_kernel();
-    const float factor = row_factor<T>(values, true, width, part.epsilon, sums);
+    float squares = 0.f;
+    for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
+        float eight[8];
+        load8_float(values + column, eight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
+    }
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    __syncthreads();
+    float total = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
+    const float factor = rsqrtf(total / static_cast<float>(width) + part.epsilon);
     for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
         float eight[8], weight[8];
-        load8<T>(values, true, column, eight);
+        load8_float(values + column, eight);
         load8<T>(part.weight, false, column, weight);
 #pragma unroll
         for (int j = 0; j < 8; ++j) eight[j] = eight[j] * factor * (weight[j] + part.offset);
-        store8(values, column, eight);
+        float4* target = reinterpret_cast<float4*>(values + column);
+        target[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
+        target[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
     }
 }
 
