@@ -119,13 +119,21 @@ class FewRows:
         rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
             return attention_shared_bytes(attention_shape(step, shape))
-        if isinstance(step, NormLinear) and cls.norms_inside(step, program):
+        if isinstance(step, NormLinear) and cls.prepares_inside(step, program):
             count = len(step.inputs)
             widths = [step.linear.weight.shape[1] // count] * count
             return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
         if isinstance(step, NormLinear | LinearResidual):
             return linear_residual_shared_bytes(rows, limit, _ranks(program))
         return 0
+
+    @classmethod
+    def prepares_inside(cls, step: NormLinear, program: Program) -> bool:
+        """Whether one kernel norms the inputs of a linear layer, or rounds a value without norms, and multiplies them.
+        Inputs of the engine need no rounding."""
+        if step.selects or len(step.inputs) > 1 or step.inputs[0].norms:
+            return cls.norms_inside(step)
+        return step.gated or step.inputs[0].value not in program.inputs
 
     @classmethod
     def clocks(cls, program: Program, gpu: Capacity) -> float:
@@ -137,17 +145,14 @@ class FewRows:
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
         if (layout := packed_layout(step, program)) is not None:
             return _packed_clocks(step, layout, program, gpu)
-        inside = isinstance(step, NormLinear) and cls.norms_inside(step, program)
+        inside = isinstance(step, NormLinear) and cls.prepares_inside(step, program)
         width, columns = step.linear.weight.shape
         clocks = few_rows_clocks(step_rows(step, program), width, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     @staticmethod
-    def norms_inside(step: NormLinear, program: Program) -> bool:
-        """Whether one kernel makes the inputs of a linear layer ready and multiplies them: it norms them or, of a value
-        without norms, rounds it. Inputs of the engine need no rounding."""
-        if len(step.inputs) == 1 and not step.inputs[0].norms:
-            return step.gated or step.inputs[0].value not in program.inputs
+    def norms_inside(step: NormLinear) -> bool:
+        """Whether one kernel norms the inputs of a linear layer and multiplies them."""
         return len(step.inputs) <= 2 and all(len(given.norms) == 1 for given in step.inputs)
 
     def launches(self, step: Step, next_early: bool) -> list[Any]:
@@ -180,7 +185,7 @@ class FewRows:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
         if linear.is_packed:
             return self._packed_linear(step, linear, next_early)
-        if not self.norms_inside(step, self._program):
+        if not self.prepares_inside(step, self._program):
             x, launches = self._together(step, padded=False)
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
         inputs = [part for given in step.inputs for part in self._parts(given)]
@@ -401,7 +406,7 @@ def _packed_clocks(step: NormLinear | LinearResidual, layout: DeviceLayout, prog
 
 def norms_packed(step: NormLinear, program: Program, rows: int) -> bool:
     """Whether one kernel norms or rounds so many rows of input of a packed layer and multiplies them."""
-    return len(step.inputs) == 1 and FewRows.norms_inside(step, program) and rows <= MAX_NORMED_ROWS
+    return len(step.inputs) == 1 and FewRows.prepares_inside(step, program) and rows <= MAX_NORMED_ROWS
 
 
 def _ranks(program: Program) -> int:
