@@ -14,6 +14,7 @@ from edgellm.engines.backends.kernel_steps import (
     JOINED_INPUTS,
     UNNORMED,
     attention_shape,
+    comes_rounded,
     module_rows,
     most_rows,
     packed_layout,
@@ -129,11 +130,10 @@ class FewRows:
 
     @classmethod
     def prepares_inside(cls, step: NormLinear, program: Program) -> bool:
-        """Whether one kernel norms the inputs of a linear layer, or rounds a value without norms, and multiplies them.
-        Inputs of the engine need no rounding."""
+        """Whether one kernel norms the inputs of a linear layer, or rounds one without norms, and multiplies them."""
         if step.selects or len(step.inputs) > 1 or step.inputs[0].norms:
             return cls.norms_inside(step)
-        return step.gated or step.inputs[0].value not in program.inputs
+        return step.gated or not comes_rounded(step.inputs[0].value, program)
 
     @classmethod
     def clocks(cls, program: Program, gpu: Capacity) -> float:
@@ -298,8 +298,8 @@ class FewRows:
     ) -> tuple[Array, list[Any]]:
         """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
         launches that bring them there, each normed, and `arranged`."""
-        given, is_input = step.inputs[0], step.inputs[0].value in self._program.inputs
-        if len(step.inputs) == 1 and not given.norms and is_input and step.keep is None and arranged is None:
+        given, is_rounded = step.inputs[0], comes_rounded(step.inputs[0].value, self._program)
+        if len(step.inputs) == 1 and not given.norms and is_rounded and step.keep is None and arranged is None:
             return self._array(given.value), []
         columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
         rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns

@@ -50,6 +50,11 @@ def step_rows(step: Step, program: Program) -> int:
     return math.prod(program.kinds[step.output][0][:-1])
 
 
+def comes_rounded(value: str, program: Program) -> bool:
+    """Whether a value is an input of the engine in the compute dtype; the residual stream between segments is not."""
+    return value in program.inputs and program.inputs[value][1] == "compute"
+
+
 def most_rows(program: Program) -> int:
     """The most rows of its steps that multiply or attend."""
     steps = (step for step in program.steps if step.multiplies is not None or isinstance(step, Attention))

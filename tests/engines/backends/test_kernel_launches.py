@@ -15,9 +15,10 @@ from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model import segments
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import Attention
+from edgellm.engines.model.program import Attention, NormLinear
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
@@ -218,6 +219,25 @@ def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
     engine.enqueue()
     assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
     assert (count("packed::rounded_linear"), count("packed::rounded_gate_up")) == (layers - 1, layers)
+
+
+@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+def test_the_residual_stream_between_segments_is_rounded(
+    launches: list, executor: type[FewRows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a layer without a norm before it is the first of a segment, which takes float32."""
+    monkeypatch.setattr(segments, "MOST_WEIGHTS", 1)
+    config = replace(WIDE, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True)
+    whole = EngineShape("prefill", 1, 16, 64, 64)
+    gated = [
+        replace(whole, segment=segment.number, key_range=1, kv_rows=1)
+        for segment in segments.segments_of(model_program(config, whole))
+        if isinstance(step := segment.program.steps[0], NormLinear) and step.gated
+    ]
+    prepared(config, gated[0], H200, True, executor)
+    names = [name for name, *_ in launches]
+    assert len(names) == 1 if executor is FewRows else ["decode::norm<" in name for name in names] == [True, False]
+    assert ("false, false" in names[0]) == (executor is FewRows)
 
 
 @GPUS
