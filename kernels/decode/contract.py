@@ -25,6 +25,8 @@ MAX_TILED_ROWS = 64
 MAX_TOKENS, MAX_GROUP, MAX_HEAD_SIZE = 64, 16, 256
 #: The largest rank of LoRA adapters, how many may be in use at once, and how many layers be fused in one.
 MAX_LORA_RANK, MAX_LORA_PLACES, MAX_FUSED = 64, 8, 3
+#: The most parts of a row that one launch norms where they are: queries and keys.
+MAX_PARTS = 2
 #: What a gated layer applies to its gate, and the number by which the kernels know it.
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 

@@ -25,8 +25,9 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     units["norm_gate_up"] = "NarrowPairs", "WidePairs"
     units_of = [(name, f"decode::{unit}") for name in units for unit in units[name]]
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
+    kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual")]
+    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual", "norm_parts")]
     kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
     kernels += [attention_kernel(dtype, 256, shares, in_turn=True, window=not shares) for shares in (False, True)]
     kernels.append(attention_kernel(dtype, 256, False, tile_warps=1))
