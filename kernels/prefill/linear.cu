@@ -11,6 +11,10 @@
 
 namespace prefill {
 
+// What a step begins: a slice, whose predecessor is first added to its group; a group, whose predecessor is then added
+// to the total.
+enum Begins { NOTHING, SLICE, GROUP };
+
 // A thread's sums over the columns of a tile.
 template <typename T, typename G> struct TileSums {
     Sums<G> slice, group, total;  // a total in shared memory is `place`, and in registers only at the end
@@ -26,20 +30,20 @@ template <typename T, typename G> struct TileSums {
             if (G::TOTALS == REGISTERS) total[r][c][i] = 0.f;
         });
     }
-    // Multiplies the step that lies at `step`, and reads what the next one begins with, which lies where `next` says.
-    // A step that begins a slice first adds the one before to the group, each sum where its first product is made, so
-    // that additions stand between products.
-    template <typename Next>
-    __device__ void multiply(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
-        if (steps_left == 0) {
-            multiply_step<true>(fragments, step, lane, next);
-            steps_left = steps;
-            if (--slices_left == 0) {
-                slices_left = SLICES_OF_A_GROUP;
-                end_group();
-            }
+    // Multiplies a step, and reads the next one, which lies where `next` says.
+    template <typename Next> __device__ void multiply(Fragments<G>& fragments, const Lane<G>& lane, const Next& next) {
+        fragments.begin();
+        if (steps_left != 0) {
+            multiply_step<NOTHING>(fragments, lane, next);
         } else {
-            multiply_step<false>(fragments, step, lane, next);
+            steps_left = steps;
+            if (--slices_left != 0) {
+                multiply_step<SLICE>(fragments, lane, next);
+            } else {
+                slices_left = SLICES_OF_A_GROUP;
+                multiply_step<GROUP>(fragments, lane, next);
+                has_total = true;
+            }
         }
         --steps_left;
     }
@@ -88,28 +92,24 @@ template <typename T, typename G> struct TileSums {
     }
 
   private:
-    template <bool BEGINS, typename Next>
-    __device__ void multiply_step(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
-        using F = Fragments<G>;
-        fragments.begin();
+    template <int BEGINS, typename Next>
+    __device__ void multiply_step(Fragments<G>& fragments, const Lane<G>& lane, const Next& next) {
 #pragma unroll
-        for (int part = 0; part < F::PARTS; ++part) {
-            if (part + 1 < F::PARTS) fragments.read_weights(step, lane, part + 1);
-            else fragments.read_first(next(), lane);
+        for (int c = 0; c < G::COLUMN_TILES; ++c)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int r = 0; r < G::ROW_TILES; ++r) {
+                // Each sum is added where its next product is made, so that additions stand between products.
+                if (BEGINS != NOTHING) end_slice(r, c);
+                if (BEGINS == GROUP) end_group(r, c);
+                fragments.multiply(slice[r][c], r, c, 0, T());
+            }
+        const char* step = next();
+        fragments.read_activations(step, lane);
 #pragma unroll
-                for (int r = 0; r < G::ROW_TILES; ++r)
+        for (int c = 0; c < G::COLUMN_TILES; ++c) {
 #pragma unroll
-                    for (int i = 0; i < F::TILES; ++i) {
-                        const int c = part * F::TILES + i;
-                        float(&sum)[4] = slice[r][c];
-                        if (BEGINS && half == 0) {
-#pragma unroll
-                            for (int k = 0; k < 4; ++k) group[r][c][k] += sum[k], sum[k] = 0.f;
-                        }
-                        fragments.multiply(sum, r, part, i, half, T());
-                    }
+            for (int r = 0; r < G::ROW_TILES; ++r) fragments.multiply(slice[r][c], r, c, 1, T());
+            fragments.read_weights(step, lane, c);
         }
     }
     template <typename Action> __device__ void for_each_place(const Action& action) {
@@ -118,19 +118,21 @@ template <typename T, typename G> struct TileSums {
 #pragma unroll
             for (int c = 0; c < G::COLUMN_TILES; ++c) action(r, c, place[(r * G::COLUMN_TILES + c) * G::THREADS]);
     }
-    __device__ void end_group() {
+    __device__ void end_slice(int r, int c) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) group[r][c][i] += slice[r][c][i], slice[r][c][i] = 0.f;
+    }
+    __device__ void end_group(int r, int c) {
+        float(&sum)[4] = group[r][c];
         if constexpr (G::TOTALS == SHARED) {
-            const bool adds = has_total;
-            for_each_place([&](int r, int c, float4& own) {
-                float(&sum)[4] = group[r][c];
-                const float4 before = adds ? own : make_float4(0.f, 0.f, 0.f, 0.f);
-                own = make_float4(before.x + sum[0], before.y + sum[1], before.z + sum[2], before.w + sum[3]);
-                sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
-            });
-            has_total = true;
+            float4& own = place[(r * G::COLUMN_TILES + c) * G::THREADS];
+            const float4 before = has_total ? own : make_float4(0.f, 0.f, 0.f, 0.f);
+            own = make_float4(before.x + sum[0], before.y + sum[1], before.z + sum[2], before.w + sum[3]);
         } else if constexpr (G::TOTALS == REGISTERS) {
-            for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] += group[r][c][i], group[r][c][i] = 0.f; });
+#pragma unroll
+            for (int i = 0; i < 4; ++i) total[r][c][i] += sum[i];
         }
+        sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
     }
 };
 
@@ -208,14 +210,14 @@ __device__ __forceinline__ void multiply(
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         sums.begin();
         Fragments<G> fragments;
-        fragments.read_first(chunks.next_stage(), lane);
+        fragments.read(chunks.next_stage(), lane);
 #pragma unroll 1
         for (int chunk = 1; chunk <= work.chunks; ++chunk) {
             chunks.copy();
-            const char *first = chunks.stage(), *second = first + G::STEP_BYTES;
-            sums.multiply(fragments, first, lane, [&] { return second; });
+            const char* first = chunks.stage();
+            sums.multiply(fragments, lane, [&] { return first + G::STEP_BYTES; });
             // Behind the last chunk something is read that nobody multiplies.
-            sums.multiply(fragments, second, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
+            sums.multiply(fragments, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
         }
         const Place place = work.place_of(tile);
         if constexpr (G::TOTALS == JOINED) {
