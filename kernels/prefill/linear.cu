@@ -136,44 +136,65 @@ template <typename T, typename G> struct TileSums {
     }
 };
 
-// What becomes of a thread's sums. rows: the layer's outputs, of gates and ups half of its weight rows.
+// What becomes of a thread's sums, of a tile all of whose rows and columns exist, in even rows. rows: the layer's outputs,
+// of gates and ups half of its weight rows.
 template <typename T, typename G, typename Output>
-__device__ __forceinline__ void write(
-    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int batch,
-    int rows) {
+__device__ __forceinline__ void write_whole(
+    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int rows) {
+    __builtin_assume(rows % 2 == 0);
+    float2 added[G::COLUMN_TILES] = {};
 #pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
+    for (int c = 0; c < G::COLUMN_TILES; ++c) {
+        const int s = c % G::SUMS, n = place.column + lane.weight_row_of(c - s);
+        if (bias != nullptr) added[c] = read_two(bias + s * rows + n, n, rows);
+    }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int b = place.row + lane.row_of(r, half);
-            if (b >= batch) continue;
-            float2 before[G::COLUMN_TILES];
+    for (int i = 0; i < 2 * G::ROW_TILES; ++i) {
+        const int r = i / 2, half = i % 2, b = place.row + lane.row_of(r, half);
+        float2 before[G::COLUMN_TILES];
 #pragma unroll
-            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
-                const int n = place.column + lane.weight_row_of(c);
-                if (n < rows) before[c] = output.before_two(b, n, rows);
-            }
+        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS)
+            before[c] = output.before_two(b, place.column + lane.weight_row_of(c), rows);
 #pragma unroll
-            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
-                const int n = place.column + lane.weight_row_of(c);
-                if (n >= rows) continue;
-                float2 one[G::SUMS];
+        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
+            float2 one[G::SUMS];
 #pragma unroll
-                for (int s = 0; s < G::SUMS; ++s) {
-                    one[s] = make_float2(total[r][c + s][2 * half], total[r][c + s][2 * half + 1]);
-                    if (bias != nullptr) {
-                        const float2 more = read_two(bias + s * rows + n, n, rows);
-                        one[s].x += more.x, one[s].y += more.y;
-                    }
-                }
-                output.two(b, n, rows, one, before[c]);
-            }
+            for (int s = 0; s < G::SUMS; ++s)
+                one[s] = make_float2(total[r][c + s][2 * half] + added[c + s].x,
+                                     total[r][c + s][2 * half + 1] + added[c + s].y);
+            output.two(b, place.column + lane.weight_row_of(c), rows, one, before[c]);
         }
+    }
 }
 
-// The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places.
+// The same of other tiles.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void write_part(
+    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int batch,
+    int rows) {
+    for_each_sum<G>([&](int r, int c, int i) {
+        const int b = place.row + lane.row_of(r, i / 2), n = place.column + lane.weight_row_of(c) + i % 2;
+        if (c % G::SUMS != 0 || b >= batch || n >= rows) return;
+        float one[G::SUMS];
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s) {
+            one[s] = total[r][c + s][i];
+            if (bias != nullptr) one[s] += to_float(bias[s * rows + n]);
+        }
+        output(b, n, rows, one, output.before(b, n, rows));
+    });
+}
+
+// The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places. A thread
+// that writes them one by one writes both, one behind the other.
 template <typename T> struct LowOutput {
     RowAdapters<T> adapters;
+    mutable float even;
+    __device__ float before(int, int, int) const { return 0.f; }
+    __device__ void operator()(int b, int n, int, const float (&sum)[1], float) const {
+        if (n % 2 == 0) even = sum[0];
+        else adapters.leave(b, n - 1, make_float2(even, sum[0]));
+    }
     __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
     __device__ void two(int b, int n, int, const float2 (&sum)[1], float2) const { adapters.leave(b, n, sum[0]); }
 };
@@ -183,7 +204,9 @@ __device__ __forceinline__ void finish(
     Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, const Linear& linear,
     int rows) {
     if constexpr (G::ADAPTED) add_adapters<T, G>(total, lane, linear, place);
-    write<T, G>(total, lane, bias, output, place, linear.batch, rows);
+    if (place.row + G::ROWS <= linear.batch && place.column + G::UNIT <= rows && rows % 2 == 0)
+        write_whole<T, G>(total, lane, bias, output, place, rows);
+    else write_part<T, G>(total, lane, bias, output, place, linear.batch, rows);
 }
 
 // Grid: as many blocks as run at once, or where groups are joined one for each tile. Dynamic shared memory: the ring of
@@ -273,7 +296,7 @@ PROMPT_KERNEL(low_products) {
     const RowAdapters<T> adapters(linear);
     weight = static_cast<const T*>(linear.adapters.a), bias = nullptr;
     multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, adapters.all_low_rows(), bias,
-                           LowOutput<T>{adapters});
+                           LowOutput<T>{adapters, 0.f});
     adapters.clear_next();
 }
 #undef PROMPT_KERNEL
