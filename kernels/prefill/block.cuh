@@ -43,6 +43,8 @@ template <int SIZE_, int TILES_> struct Shape {
     static constexpr int SIZE = SIZE_, TILES = TILES_, ROWS = 16 * TILES * WARPS, STAGES = SIZE <= 128 ? 2 : 1;
     static constexpr int STEPS = SIZE / 16, CHUNKS = SIZE / 8, BYTES = 2 * SIZE;
     static constexpr int PASS_TILES = SIZE == 64 ? TILES : 1, PASS_COLUMNS = SIZE < 128 ? SIZE : 128;
+    // Scores of the next tile are computed while weights are made of a tile's.
+    static constexpr bool EARLY = HOST_EARLY && TILES == 1 && STAGES > 1;
     static constexpr int BLOCKS = SIZE * TILES == 64 ? 3 : 2;  // that registers leave room for
 };
 
@@ -88,7 +90,7 @@ template <typename T, typename Its> struct Block {
         warp_row = threadIdx.x / 32 * 16 * Its::TILES, position = start + first_token + warp_row;
         exists = first_token + warp_row < tokens;
         warp_end = min(last_of(warp_row + 16 * Its::TILES - 1) + 1, end), shared_end = last_of(warp_row) + 1;
-        warp_tile = WINDOW ? max(position + 1 - window, 0) / KEY_TILE : 0;
+        warp_tile = Its::EARLY ? first_tile : WINDOW ? max(position + 1 - window, 0) / KEY_TILE : 0;
     }
 
     // Where keys, and behind them values, of a tile lie.
@@ -118,6 +120,11 @@ template <typename T, typename Its> struct Block {
 
     template <int KIND> __device__ __forceinline__ const float* scales_of(int tile) const {
         return scales + (tile % Its::STAGES * 2 + KIND) * KEY_TILE;
+    }
+
+    // Of a lane's two keys of eight number `n`.
+    template <int KIND> __device__ __forceinline__ float2 two_scales(int tile, int n) const {
+        return *reinterpret_cast<const float2*>(scales_of<KIND>(tile) + 8 * n + 2 * (threadIdx.x % 4));
     }
 
     template <int KIND> __device__ __forceinline__ void expand_tile(int tile) const {
