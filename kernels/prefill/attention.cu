@@ -3,19 +3,19 @@
 //
 // So its keys are divided as there: by their number into spans of 2^bits tiles, or within a window of always as many. A span
 // has its own online softmax, and the states of spans are merged in order. A tile or a span of which a query sees nothing
-// changes none of its sums. Queries of a block differ in bits where their numbers of keys pass a power of two: tiles pass
-// by once for each value, and what queries of others get then is not written.
+// changes none of its sums. Queries of a warp differ in bits where their numbers of keys pass a power of two: tiles pass by
+// once for each value, and what queries of the other get then is not written.
 #include "prefill/sums.cuh"
 
 namespace prefill {
 
-// Lets tiles pass by TILES of a warp's tiles of 16 queries, from number `first` on, for COLUMNS columns from `column` on and
-// the rows whose spans have 2^bits tiles, where SPANS is bits > 0. `begins`: the block's queries are still on their way.
+// Lets tiles pass by TILES of a warp's tiles of 16 queries, from number `first` on, for COLUMNS columns from `column` on. Of
+// the warp's values of bits the one number `turn` counts, where SPANS is not it is 0. `begins`: the block's queries are still
+// on their way.
 template <bool SPANS, int TILES, int COLUMNS, typename T, typename Its>
-__device__ __forceinline__ void pass(const Block<T, Its>& block, int bits, int first, int column, bool begins) {
-    const int row = block.warp_row + 16 * first;
-    const bool works = block.exists && block.bits_of(block.warp_row) <= bits &&
-                       block.bits_of(block.warp_row + 16 * Its::TILES - 1) >= bits;
+__device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int first, int column, bool begins) {
+    const int row = block.warp_row + 16 * first, bits = SPANS ? block.least_bits + turn : 0;
+    const bool works = block.exists && bits <= block.most_bits;
     const float factor = static_cast<float>(block.arguments.scale * 1.4426950408889634);  // as decode's launcher rounds it
     Sums<TILES, COLUMNS, SPANS> sums;
 #pragma unroll
@@ -144,23 +144,20 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS))
     const size_t token = static_cast<size_t>(block.sequence) * block.tokens + block.first_token;
     const T* const source = reinterpret_cast<const T*>(arguments.queries) + token * arguments.E + block.head * block.size;
     load_rows<T, SIZE, Its::ROWS>(block.queries, source, arguments.E, block.tokens - block.first_token, block.size, 0);
-    const int least = block.bits_of(0), most = block.bits_of(Its::ROWS - 1);
+    if (block.bits_of(Its::ROWS - 1) == 0) {
+        pass<false, TILES, SIZE>(block, 0, 0, 0, true);
+        return;
+    }
     bool begins = true;
 #pragma unroll 1
-    for (int bits = least; bits <= most; ++bits) {
-        if (bits == 0) {
-            pass<false, TILES, SIZE>(block, bits, 0, 0, begins);
-            begins = false;
-            continue;
-        }
+    for (int turn = 0; turn < block.turns; ++turn)
 #pragma unroll 1
         for (int first = 0; first < TILES; first += Its::PASS_TILES)
 #pragma unroll 1
             for (int column = 0; column < block.size; column += Its::PASS_COLUMNS) {
-                pass<true, Its::PASS_TILES, Its::PASS_COLUMNS>(block, bits, first, column, begins);
+                pass<true, Its::PASS_TILES, Its::PASS_COLUMNS>(block, turn, first, column, begins);
                 begins = false;
             }
-    }
 }
 
 }  // namespace prefill

@@ -61,6 +61,7 @@ template <typename T, typename Its> struct Block {
     // Of the warp, the first query in the block, its position, where rows end that its queries see, the end of those that the
     // first of them sees, and the first tile.
     int warp_row, position, warp_end, shared_end, warp_tile;
+    int least_bits, most_bits, turns;  // of its queries, and the most different ones that a warp has
     bool exists;
 
     // The last row that a query of the block sees; what stands for queries that do not exist is not written.
@@ -89,6 +90,11 @@ template <typename T, typename Its> struct Block {
 
         warp_row = threadIdx.x / 32 * 16 * Its::TILES, position = start + first_token + warp_row;
         exists = first_token + warp_row < tokens;
+        least_bits = bits_of(warp_row), most_bits = bits_of(warp_row + 16 * Its::TILES - 1), turns = 1;
+        for (int warp = 0; warp < WARPS; ++warp) {
+            const int its_row = warp * 16 * Its::TILES;
+            turns = max(turns, 1 + bits_of(its_row + 16 * Its::TILES - 1) - bits_of(its_row));
+        }
         warp_end = min(last_of(warp_row + 16 * Its::TILES - 1) + 1, end), shared_end = last_of(warp_row) + 1;
         warp_tile = Its::EARLY ? first_tile : WINDOW ? max(position + 1 - window, 0) / KEY_TILE : 0;
     }

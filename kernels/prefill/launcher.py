@@ -28,6 +28,10 @@ _WARPS, _HEADS_THREADS = 4, 256
 _STAGES = {64: 2, 128: 2, 256: 1}
 
 
+#: What an attention kernel is compiled for beside sizes.
+_KINDS = ("int8", "window", "ahead", "early")
+
+
 class _Division(ctypes.Structure):
     """`Division` of attention.cu."""
 
@@ -85,7 +89,8 @@ def attention_kernel(
         ("HOST_AHEAD", int(ahead)),
         ("HOST_EARLY", int(early)),
     )
-    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{'_int8' * int8}{'_window' * window}{'_ahead' * ahead}{'_early' * early}"
+    kinds = "".join(f"_{kind}" for kind, is_so in zip(_KINDS, (int8, window, ahead, early), strict=True) if is_so)
+    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{kinds}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
 
