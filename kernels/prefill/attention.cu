@@ -57,7 +57,7 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
     };
     if (!begins) __syncthreads();  // no warp reads what the last pass brought
     block.template load_tile<0>(block.first_tile);
-    if constexpr (Its::EARLY) {
+    if constexpr (Its::template EARLY<SPANS>) {
         decode::commit_copies();
         decode::wait_for_copies<0>();
         block.template expand_tile<0>(block.first_tile);

@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,7 +152,7 @@ def time_attention(bench: Bench, name: str, config: DecoderConfig) -> None:
             f"tiles_{tiles}{'_early' * early}_us": bench.microseconds(
                 bench.prefill.causal_attention(*given, tiles=tiles, early=early)
             )
-            for tiles, early in (((1, False), (1, True), (2, False)) if size <= 128 else ((1, False),))
+            for tiles, early in (product((1, 2), (False, True)) if size <= 128 else ((1, False),))
         }
         operations = 4 * heads * size * (tokens * start + tokens * (tokens + 1) / 2)
         label = f"{name} attention {tokens} behind {start}"
