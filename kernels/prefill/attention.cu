@@ -3,19 +3,19 @@
 //
 // So its keys are divided as there: by their number into spans of 2^bits tiles, or within a window of always as many. A span
 // has its own online softmax, and the states of spans are merged in order. A tile or a span of which a query sees nothing
-// changes none of its sums. Queries of a block differ in bits where their numbers of keys pass a power of two: tiles pass
-// by once for each value, and what queries of others get then is not written.
+// changes none of its sums. Queries of a warp differ in bits where their numbers of keys pass a power of two: tiles pass by
+// once for each value, and what queries of the other get then is not written.
 #include "prefill/sums.cuh"
 
 namespace prefill {
 
-// Lets tiles pass by TILES of a warp's tiles of 16 queries, from number `first` on, for COLUMNS columns from `column` on and
-// the rows whose spans have 2^bits tiles, where SPANS is bits > 0. `begins`: the block's queries are still on their way.
+// Lets tiles pass by TILES of a warp's tiles of 16 queries, from number `first` on, for COLUMNS columns from `column` on. Of
+// the warp's values of bits the one number `turn` counts, where SPANS is not it is 0. `begins`: the block's queries are still
+// on their way.
 template <bool SPANS, int TILES, int COLUMNS, typename T, typename Its>
-__device__ __forceinline__ void pass(const Block<T, Its>& block, int bits, int first, int column, bool begins) {
-    const int row = block.warp_row + 16 * first;
-    const bool works = block.exists && block.bits_of(block.warp_row) <= bits &&
-                       block.bits_of(block.warp_row + 16 * Its::TILES - 1) >= bits;
+__device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int first, int column, bool begins) {
+    const int row = block.warp_row + 16 * first, bits = SPANS ? block.least_bits + turn : 0;
+    const bool works = block.exists && bits <= block.most_bits;
     const float factor = static_cast<float>(block.arguments.scale * 1.4426950408889634);  // as decode's launcher rounds it
     Sums<TILES, COLUMNS, SPANS> sums;
 #pragma unroll
@@ -28,49 +28,105 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int bits, int f
     }
     clear(sums.whole);
     if constexpr (SPANS) clear(sums.sum);
-    auto load = [&](int tile) {
-        block.template load_tile<0>(tile);
-        if constexpr (Its::STAGES > 1) block.template load_tile<1>(tile);
-        decode::commit_copies();
+    const unsigned queries = block.queries + Its::BYTES * row;
+    const int lane = threadIdx.x % 32;
+    auto sees = [&](int tile) { return works && tile >= block.warp_tile && tile * KEY_TILE < block.warp_end; };
+    auto compute = [&](Scores<TILES>& score, int tile) {
+        const int own = decode::in_register(lane);  // places of matrices are found anew: registers are few
+#pragma unroll
+        for (int k = 0; k < Its::STEPS; ++k) add_step<T, Its>(score, queries, block.place_of(tile), own, k);
+        if constexpr (INT8) scale_scores(score, block, tile);
+    };
+    Weighed<TILES> weighed;
+    auto weigh = [&](const Scores<TILES>& score, int tile, int n) {
+        const float2 scale = INT8 ? block.template two_scales<1>(tile, n) : make_float2(1.f, 1.f);
+        weigh_eight<T>(weighed, sums, score, factor, scale, n);
+    };
+    auto begin = [&](Scores<TILES>& score, int tile) {
+        hide_scores(score, block, row, tile);
+        const bool is_first = !SPANS || (tile & ((1 << bits) - 1)) == 0 || tile == block.warp_tile;
+        begin_weights<0>(weighed, sums, score, factor, is_first), begin_weights<1>(weighed, sums, score, factor, is_first);
+        return is_first;
+    };
+    auto add = [&](int tile, bool is_first) {
+        const bool is_last = !SPANS || (tile + 1 & ((1 << bits) - 1)) == 0 || (tile + 1) * KEY_TILE >= block.warp_end;
+        add_tile<T, Its>(sums, weighed, block.place_of(tile) + Its::BYTES * KEY_TILE, column, is_first, is_last);
+    };
+    auto reorder = [&] {
+        if (INT8 && begins) reorder_queries<Its::SIZE, 16 * Its::TILES>(block.queries + Its::BYTES * block.warp_row);
     };
     if (!begins) __syncthreads();  // no warp reads what the last pass brought
-    load(block.first_tile);
-#pragma unroll 1
-    for (int tile = block.first_tile; tile < block.tiles; ++tile) {
-        const unsigned keys = block.place_of(tile), values = keys + Its::BYTES * KEY_TILE;
+    block.template load_tile<0>(block.first_tile);
+    if constexpr (Its::template EARLY<SPANS>) {
+        decode::commit_copies();
         decode::wait_for_copies<0>();
-        block.template expand_tile<0>(tile);
-        if constexpr (Its::STAGES > 1) block.template expand_tile<1>(tile);
-        __syncthreads();  // this tile is there, and what the one before had is free
-        if constexpr (Its::STAGES > 1) {
-            if (tile + 1 < block.tiles) load(tile + 1);
-        } else {
-            block.template load_tile<1>(tile);
-            decode::commit_copies();
-        }
-        if (INT8 && begins && tile == block.first_tile)
-            reorder_queries<Its::SIZE, 16 * Its::TILES>(block.queries + Its::BYTES * block.warp_row);
-        const bool sees = works && tile >= block.warp_tile && tile * KEY_TILE < block.warp_end;
-        const int of_span = tile & ((1 << bits) - 1);
-        const bool is_first = !SPANS || of_span == 0 || tile == block.warp_tile;
-        const bool is_last = !SPANS || of_span + 1 == 1 << bits || (tile + 1) * KEY_TILE >= block.warp_end;
+        block.template expand_tile<0>(block.first_tile);
+        __syncthreads();
+        reorder();
+        if (block.first_tile + 1 < block.tiles) block.template load_tile<0>(block.first_tile + 1);
+        block.template load_tile<1>(block.first_tile);
+        decode::commit_copies();
         Scores<TILES> score;
-        if (sees) {
-            compute_scores<T, Its, TILES>(score, block.queries + Its::BYTES * row, keys);
-            finish_scores<T, Its, TILES>(score, block, row, tile);
-        }
-        if constexpr (Its::STAGES == 1) {
+        if (works) compute(score, block.first_tile);
+#pragma unroll 1
+        for (int tile = block.first_tile; tile < block.tiles; ++tile) {
             decode::wait_for_copies<0>();
+            if (tile + 1 < block.tiles) block.template expand_tile<0>(tile + 1);
             block.template expand_tile<1>(tile);
-            __syncthreads();  // values are there, and no warp reads the keys
-            if (tile + 1 < block.tiles) load(tile + 1);
+            __syncthreads();  // the next keys and this tile's values are there, and what was before them is free
+            if (tile + 2 < block.tiles) block.template load_tile<0>(tile + 2);
+            if (tile + 1 < block.tiles) block.template load_tile<1>(tile + 1);
+            decode::commit_copies();
+            if (!sees(tile)) continue;
+            const bool is_first = begin(score, tile);
+            Scores<TILES> next;  // behind the last tile, of what lies there: nobody takes them
+            const int own = decode::in_register(lane);
+#pragma unroll
+            for (int k = 0; k < Its::STEPS; ++k) {
+                add_step<T, Its>(next, queries, block.place_of(tile + 1), own, k);
+#pragma unroll
+                for (int n = 2 * BLOCKS * k / Its::STEPS; n < 2 * BLOCKS * (k + 1) / Its::STEPS; ++n) weigh(score, tile, n);
+            }
+            if constexpr (INT8) scale_scores(next, block, tile + 1);
+            add(tile, is_first);
+#pragma unroll
+            for (int m = 0; m < TILES; ++m)
+#pragma unroll
+                for (int n = 0; n < 2 * BLOCKS; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) score[m][n][i] = next[m][n][i];
         }
-        if (!sees) continue;
-        Weights<TILES> weight;
-        float total[TILES][4], correction[TILES][2];
-        weigh_rows<0, T, Its, TILES>(weight, total, correction, sums, score, block, factor, tile, is_first);
-        weigh_rows<1, T, Its, TILES>(weight, total, correction, sums, score, block, factor, tile, is_first);
-        add_tile<T, Its>(sums, weight, total, correction, values, column, is_first, is_last);
+    } else {
+        if constexpr (Its::STAGES > 1) block.template load_tile<1>(block.first_tile);
+        decode::commit_copies();
+#pragma unroll 1
+        for (int tile = block.first_tile; tile < block.tiles; ++tile) {
+            decode::wait_for_copies<0>();
+            block.template expand_tile<0>(tile);
+            if constexpr (Its::STAGES > 1) block.template expand_tile<1>(tile);
+            __syncthreads();  // this tile is there, and what the one before had is free
+            if constexpr (Its::STAGES > 1) {
+                if (tile + 1 < block.tiles) block.template load_tile<0>(tile + 1), block.template load_tile<1>(tile + 1);
+            } else {
+                block.template load_tile<1>(tile);
+            }
+            decode::commit_copies();
+            if (tile == block.first_tile) reorder();
+            Scores<TILES> score;
+            if (sees(tile)) compute(score, tile);
+            if constexpr (Its::STAGES == 1) {
+                decode::wait_for_copies<0>();
+                block.template expand_tile<1>(tile);
+                __syncthreads();  // values are there, and no warp reads the keys
+                if (tile + 1 < block.tiles) block.template load_tile<0>(tile + 1);
+                decode::commit_copies();
+            }
+            if (!sees(tile)) continue;
+            const bool is_first = begin(score, tile);
+#pragma unroll
+            for (int n = 0; n < 2 * BLOCKS; ++n) weigh(score, tile, n);
+            add(tile, is_first);
+        }
     }
     if (works) write_results(sums, block, row, column, bits);
 }
@@ -88,23 +144,20 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS))
     const size_t token = static_cast<size_t>(block.sequence) * block.tokens + block.first_token;
     const T* const source = reinterpret_cast<const T*>(arguments.queries) + token * arguments.E + block.head * block.size;
     load_rows<T, SIZE, Its::ROWS>(block.queries, source, arguments.E, block.tokens - block.first_token, block.size, 0);
-    const int least = block.bits_of(0), most = block.bits_of(Its::ROWS - 1);
+    if (block.bits_of(Its::ROWS - 1) == 0) {
+        pass<false, TILES, SIZE>(block, 0, 0, 0, true);
+        return;
+    }
     bool begins = true;
 #pragma unroll 1
-    for (int bits = least; bits <= most; ++bits) {
-        if (bits == 0) {
-            pass<false, TILES, SIZE>(block, bits, 0, 0, begins);
-            begins = false;
-            continue;
-        }
+    for (int turn = 0; turn < block.turns; ++turn)
 #pragma unroll 1
         for (int first = 0; first < TILES; first += Its::PASS_TILES)
 #pragma unroll 1
             for (int column = 0; column < block.size; column += Its::PASS_COLUMNS) {
-                pass<true, Its::PASS_TILES, Its::PASS_COLUMNS>(block, bits, first, column, begins);
+                pass<true, Its::PASS_TILES, Its::PASS_COLUMNS>(block, turn, first, column, begins);
                 begins = false;
             }
-    }
 }
 
 }  // namespace prefill

@@ -43,6 +43,8 @@ template <int SIZE_, int TILES_> struct Shape {
     static constexpr int SIZE = SIZE_, TILES = TILES_, ROWS = 16 * TILES * WARPS, STAGES = SIZE <= 128 ? 2 : 1;
     static constexpr int STEPS = SIZE / 16, CHUNKS = SIZE / 8, BYTES = 2 * SIZE;
     static constexpr int PASS_TILES = SIZE == 64 ? TILES : 1, PASS_COLUMNS = SIZE < 128 ? SIZE : 128;
+    // Scores of the next tile are computed while weights are made of a tile's.
+    template <bool SPANS> static constexpr bool EARLY = HOST_EARLY && STAGES > 1 && (TILES == 1 || (SIZE == 64 && !SPANS));
     static constexpr int BLOCKS = SIZE * TILES == 64 ? 3 : 2;  // that registers leave room for
 };
 
@@ -59,6 +61,7 @@ template <typename T, typename Its> struct Block {
     // Of the warp, the first query in the block, its position, where rows end that its queries see, the end of those that the
     // first of them sees, and the first tile.
     int warp_row, position, warp_end, shared_end, warp_tile;
+    int least_bits, most_bits, turns;  // of its queries, and the most different ones that a warp has
     bool exists;
 
     // The last row that a query of the block sees; what stands for queries that do not exist is not written.
@@ -87,8 +90,13 @@ template <typename T, typename Its> struct Block {
 
         warp_row = threadIdx.x / 32 * 16 * Its::TILES, position = start + first_token + warp_row;
         exists = first_token + warp_row < tokens;
+        least_bits = bits_of(warp_row), most_bits = bits_of(warp_row + 16 * Its::TILES - 1), turns = 1;
+        for (int warp = 0; warp < WARPS; ++warp) {
+            const int its_row = warp * 16 * Its::TILES;
+            turns = max(turns, 1 + bits_of(its_row + 16 * Its::TILES - 1) - bits_of(its_row));
+        }
         warp_end = min(last_of(warp_row + 16 * Its::TILES - 1) + 1, end), shared_end = last_of(warp_row) + 1;
-        warp_tile = WINDOW ? max(position + 1 - window, 0) / KEY_TILE : 0;
+        warp_tile = HOST_EARLY ? first_tile : WINDOW ? max(position + 1 - window, 0) / KEY_TILE : 0;
     }
 
     // Where keys, and behind them values, of a tile lie.
@@ -118,6 +126,11 @@ template <typename T, typename Its> struct Block {
 
     template <int KIND> __device__ __forceinline__ const float* scales_of(int tile) const {
         return scales + (tile % Its::STAGES * 2 + KIND) * KEY_TILE;
+    }
+
+    // Of a lane's two keys of eight number `n`.
+    template <int KIND> __device__ __forceinline__ float2 two_scales(int tile, int n) const {
+        return *reinterpret_cast<const float2*>(scales_of<KIND>(tile) + 8 * n + 2 * (threadIdx.x % 4));
     }
 
     template <int KIND> __device__ __forceinline__ void expand_tile(int tile) const {

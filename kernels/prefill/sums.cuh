@@ -22,48 +22,47 @@ template <int TILES, int COLUMNS, bool SPANS> struct Sums {
     float maximum[TILES][2], total[TILES][2], sum[SPANS ? TILES : 1][SPANS ? COLUMNS / 8 : 1][4];
 };
 
-// Products of queries and a tile's keys.
+// Products of queries and a tile's keys: step `k` of 16 elements.
 template <typename T, typename Its, int TILES>
-__device__ __forceinline__ void compute_scores(Scores<TILES>& score, unsigned queries, unsigned keys) {
-    const int lane = decode::in_register(threadIdx.x % 32);  // places of matrices are found anew: registers are few
+__device__ __forceinline__ void add_step(Scores<TILES>& score, unsigned queries, unsigned keys, int lane, int k) {
+    unsigned query[TILES][4];
 #pragma unroll
-    for (int k = 0; k < Its::STEPS; ++k) {
-        unsigned query[TILES][4];
+    for (int m = 0; m < TILES; ++m)
+        load_matrices(query[m], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
 #pragma unroll
-        for (int m = 0; m < TILES; ++m)
-            load_matrices(query[m], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
+    for (int n = 0; n < BLOCKS; ++n) {
+        unsigned key[4];
+        load_matrices(key, keys + offset_of<Its::SIZE>(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 #pragma unroll
-        for (int n = 0; n < BLOCKS; ++n) {
-            unsigned key[4];
-            load_matrices(key, keys + offset_of<Its::SIZE>(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
-#pragma unroll
-            for (int m = 0; m < TILES; ++m) {
-                if (k == 0) {
-                    multiply_alone(score[m][2 * n], query[m], key[0], key[1], T());
-                    multiply_alone(score[m][2 * n + 1], query[m], key[2], key[3], T());
-                    continue;
-                }
-                multiply<T>(score[m][2 * n], query[m], key[0], key[1]);
-                multiply<T>(score[m][2 * n + 1], query[m], key[2], key[3]);
+        for (int m = 0; m < TILES; ++m) {
+            if (k == 0) {
+                multiply_alone(score[m][2 * n], query[m], key[0], key[1], T());
+                multiply_alone(score[m][2 * n + 1], query[m], key[2], key[3], T());
+                continue;
             }
+            multiply<T>(score[m][2 * n], query[m], key[0], key[1]);
+            multiply<T>(score[m][2 * n + 1], query[m], key[2], key[3]);
         }
     }
 }
 
-// Scales a tile's scores, and hides those of keys that queries do not see; the first query is `row` of the block's.
+// Scores times the scales of a tile's keys.
 template <typename T, typename Its, int TILES>
-__device__ __forceinline__ void finish_scores(Scores<TILES>& score, const Block<T, Its>& block, int row, int tile) {
-    const int lane = threadIdx.x % 32, begin = tile * KEY_TILE, own = block.start + block.first_token + row;
-    if constexpr (INT8) {
+__device__ __forceinline__ void scale_scores(Scores<TILES>& score, const Block<T, Its>& block, int tile) {
 #pragma unroll
-        for (int n = 0; n < 2 * BLOCKS; ++n) {
-            const float2 two = *reinterpret_cast<const float2*>(block.template scales_of<0>(tile) + 8 * n + 2 * (lane % 4));
+    for (int n = 0; n < 2 * BLOCKS; ++n) {
+        const float2 two = block.template two_scales<0>(tile, n);
 #pragma unroll
-            for (int m = 0; m < TILES; ++m)
+        for (int m = 0; m < TILES; ++m)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) score[m][n][i] *= i % 2 ? two.y : two.x;
-        }
+            for (int i = 0; i < 4; ++i) score[m][n][i] *= i % 2 ? two.y : two.x;
     }
+}
+
+// Hides the scores of keys that queries do not see; the first query is `row` of the block's.
+template <typename T, typename Its, int TILES>
+__device__ __forceinline__ void hide_scores(Scores<TILES>& score, const Block<T, Its>& block, int row, int tile) {
+    const int lane = threadIdx.x % 32, begin = tile * KEY_TILE, own = block.start + block.first_token + row;
     const bool hides = begin + KEY_TILE > block.shared_end;
     const bool leaves = WINDOW && begin <= own + 16 * TILES - 1 - block.window;
     if (!hides && !leaves) return;
@@ -83,26 +82,34 @@ __device__ __forceinline__ void finish_scores(Scores<TILES>& score, const Block<
         }
 }
 
-// Makes weights of a tile's scores; largest scores follow, and totals begin. What sums before are multiplied by is left in
-// `correction`.
-template <int HALF, typename T, typename Its, int TILES, typename OwnSums>
-__device__ __forceinline__ void weigh_rows(Weights<TILES>& weight, float (&total)[TILES][4], float (&correction)[TILES][2],
-                                           OwnSums& sums, const Scores<TILES>& score, const Block<T, Its>& block, float factor,
-                                           int tile, bool is_first) {
-    float2 scale[2 * BLOCKS];
-    if constexpr (INT8) {
-#pragma unroll
-        for (int n = 0; n < 2 * BLOCKS; ++n)
-            scale[n] = *reinterpret_cast<const float2*>(block.template scales_of<1>(tile) + 8 * n + 2 * (threadIdx.x % 4));
-    }
+// A tile's weights, what totals are with it, and what sums before are multiplied by.
+template <int TILES> struct Weighed {
+    unsigned weight[TILES][BLOCKS][4];
+    float total[TILES][4], correction[TILES][2];
+};
+
+// Takes a tile's largest scores, before its weights are made.
+template <int HALF, int TILES, typename OwnSums>
+__device__ __forceinline__ void begin_weights(Weighed<TILES>& tile, OwnSums& sums, const Scores<TILES>& score, float factor,
+                                              bool is_first) {
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
         const float largest = largest_score<HALF>(score[m]), before = is_first ? LOWEST : sums.maximum[m][HALF];
         const float maximum = fmaxf(before, largest * factor);
-        sums.maximum[m][HALF] = maximum, correction[m][HALF] = power_of_two(before - maximum);
-        const float kept = is_first ? 0.f : sums.total[m][HALF] * correction[m][HALF];
-        total[m][2 * HALF] = total[m][2 * HALF + 1] = kept;
-        weigh<HALF, INT8>(weight[m], total[m][2 * HALF], score[m], factor, maximum, scale, T());
+        sums.maximum[m][HALF] = maximum, tile.correction[m][HALF] = power_of_two(before - maximum);
+        const float kept = is_first ? 0.f : sums.total[m][HALF] * tile.correction[m][HALF];
+        tile.total[m][2 * HALF] = tile.total[m][2 * HALF + 1] = kept;
+    }
+}
+
+// Makes the weights of eight keys number `n`.
+template <typename T, int TILES, typename OwnSums>
+__device__ __forceinline__ void weigh_eight(Weighed<TILES>& tile, const OwnSums& sums, const Scores<TILES>& score, float factor,
+                                            float2 scale, int n) {
+#pragma unroll
+    for (int m = 0; m < TILES; ++m) {
+        weigh_two<0, INT8>(tile.weight[m], tile.total[m][0], score[m], n, factor, sums.maximum[m][0], scale, T());
+        weigh_two<1, INT8>(tile.weight[m], tile.total[m][2], score[m], n, factor, sums.maximum[m][1], scale, T());
     }
 }
 
@@ -183,11 +190,11 @@ __device__ __forceinline__ void merge_totals(Sums<TILES, COLUMNS, SPANS>& sums, 
         }
 }
 
-// Takes a tile whose scores are there: to the sums of its span, and with its last tile to those of all.
+// Takes a tile whose weights are there: to the sums of its span, and with its last tile to those of all.
 template <typename T, typename Its, int TILES, int COLUMNS, bool SPANS>
-__device__ __forceinline__ void add_tile(Sums<TILES, COLUMNS, SPANS>& sums, Weights<TILES>& weight, float (&total)[TILES][4],
-                                         const float (&correction)[TILES][2], unsigned values, int column, bool is_first,
-                                         bool is_last) {
+__device__ __forceinline__ void add_tile(Sums<TILES, COLUMNS, SPANS>& sums, Weighed<TILES>& tile, unsigned values, int column,
+                                         bool is_first, bool is_last) {
+    auto& [weight, total, correction] = tile;
     float2 factors[TILES][2];
     add_weights<T>(total, weight);
     if constexpr (!SPANS) {

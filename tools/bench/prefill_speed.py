@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,10 +150,11 @@ def time_attention(bench: Bench, name: str, config: DecoderConfig) -> None:
         prepare = bench.microseconds(bench.prefill.prepare_heads(qkv, None, rotary, rows, None, None, queries))
         given = queries, rows, size**-0.5, context
         span = bench.microseconds(bench.prefill.causal_attention(*given))
-        tilings = (1, 2) if size <= 128 else (1,)
         each = {
-            f"tiles_{tiles}_us": bench.microseconds(bench.prefill.causal_attention(*given, tiles=tiles))
-            for tiles in tilings
+            f"tiles_{tiles}{'_early' * early}_us": bench.microseconds(
+                bench.prefill.causal_attention(*given, tiles=tiles, early=early)
+            )
+            for tiles, early in (product((1, 2), (False, True)) if size <= 128 else ((1, False),))
         }
         operations = 4 * heads * size * (tokens * start + tokens * (tokens + 1) / 2)
         label = f"{name} attention {tokens} behind {start}"
