@@ -23,8 +23,7 @@ template <int SIZE_, int TILES_> struct Shape {
     static constexpr int SIZE = SIZE_, TILES = TILES_, ROWS = 16 * TILES * WARPS;
     static constexpr int STEPS = SIZE / 16, CHUNKS = SIZE / 8, ROW_BYTES = 2 * (SIZE + 8);
     static constexpr int TILE_BYTES = ROW_BYTES * KEYS;
-    static constexpr bool KEEPS_QUERIES = SIZE <= 80;  // in registers
-    static constexpr int BLOCKS = TILES == 2 || SIZE > 80 ? 2 : 4;  // that registers leave room for
+    static constexpr int BLOCKS = TILES == 2 || SIZE > 80 ? 2 : SIZE > 64 ? 3 : 4;  // that registers leave room for
     using Scores = float[TILES][KEYS / 8][4];
     static __device__ __forceinline__ unsigned offset(int row, int chunk) { return ROW_BYTES * row + 16 * chunk; }
 };
@@ -57,18 +56,10 @@ template <typename Its> struct Sums {
     float sum[Its::TILES][Its::SIZE / 8][4], largest[Its::TILES][2], total[Its::TILES][2];
 };
 
-template <typename Its>
-__device__ __forceinline__ void load_query(unsigned (&query)[Its::TILES][4], unsigned queries, int step) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < Its::TILES; ++m)
-        load_matrices(query[m], queries + Its::offset(16 * m + lane % 16, 2 * step + lane / 16));
-}
-
 // Products of a warp's queries and a tile's keys.
 template <typename T, typename Its>
 __device__ __forceinline__ void compute_scores(
-    typename Its::Scores& score, const unsigned (&kept)[Its::STEPS][Its::TILES][4], unsigned queries, unsigned keys) {
+    typename Its::Scores& score, const unsigned (&query)[Its::STEPS][Its::TILES][4], unsigned keys) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < Its::TILES; ++m)
@@ -77,25 +68,17 @@ __device__ __forceinline__ void compute_scores(
 #pragma unroll
             for (int i = 0; i < 4; ++i) score[m][n][i] = 0.f;
 #pragma unroll
-    for (int k = 0; k < Its::STEPS; ++k) {
-        unsigned query[Its::TILES][4];
-        if constexpr (!Its::KEEPS_QUERIES) load_query<Its>(query, queries, k);
+    for (int k = 0; k < Its::STEPS; ++k)
 #pragma unroll
         for (int n = 0; n < KEYS / 16; ++n) {
             unsigned key[4];
             load_matrices(key, keys + Its::offset(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
 #pragma unroll
             for (int m = 0; m < Its::TILES; ++m) {
-                if constexpr (Its::KEEPS_QUERIES) {
-                    multiply<T>(score[m][2 * n], kept[k][m], key[0], key[1]);
-                    multiply<T>(score[m][2 * n + 1], kept[k][m], key[2], key[3]);
-                } else {
-                    multiply<T>(score[m][2 * n], query[m], key[0], key[1]);
-                    multiply<T>(score[m][2 * n + 1], query[m], key[2], key[3]);
-                }
+                multiply<T>(score[m][2 * n], query[k][m], key[0], key[1]);
+                multiply<T>(score[m][2 * n + 1], query[k][m], key[2], key[3]);
             }
         }
-    }
 }
 
 // Scores of keys that are not visible are below all others.
@@ -176,12 +159,11 @@ __device__ __forceinline__ void add_values(Sums<Its>& sums, const typename Its::
     }
 }
 
-// A warp's results to where its queries were, then from there to the rows of `context`, `stride` apart.
+// A warp's results to shared memory, then from there to the rows of `context`, `stride` apart.
 template <typename T, typename Its>
 __device__ __forceinline__ void write_results(
-    Sums<Its>& sums, char* queries, T* context, size_t stride, int exist, int size) {
+    Sums<Its>& sums, char* results, T* context, size_t stride, int exist, int size) {
     const int lane = threadIdx.x % 32;
-    __syncwarp();
 #pragma unroll
     for (int m = 0; m < Its::TILES; ++m) {
 #pragma unroll
@@ -194,7 +176,7 @@ __device__ __forceinline__ void write_results(
 #pragma unroll
             for (int n = 0; n < Its::SIZE / 8; ++n) {
                 const float* two = &sums.sum[m][n][2 * half];
-                *reinterpret_cast<unsigned*>(queries + Its::offset(row, n) + lane % 4 * 4) =
+                *reinterpret_cast<unsigned*>(results + Its::offset(row, n) + lane % 4 * 4) =
                     pack<T>(two[0] * inverse, two[1] * inverse);
             }
         }
@@ -205,7 +187,7 @@ __device__ __forceinline__ void write_results(
         const int row = i / Its::CHUNKS, chunk = i % Its::CHUNKS;
         if (row < exist && 8 * chunk < size)
             *reinterpret_cast<uint4*>(context + row * stride + 8 * chunk) =
-                *reinterpret_cast<const uint4*>(queries + Its::offset(row, chunk));
+                *reinterpret_cast<const uint4*>(results + Its::offset(row, chunk));
     }
 }
 
@@ -214,8 +196,9 @@ template <typename T, int SIZE, int TILES>
 __global__ void __launch_bounds__(BLOCK, (Shape<SIZE, TILES>::BLOCKS))
     attention(const __grid_constant__ AttentionArguments arguments) {
     using Its = Shape<SIZE, TILES>;
-    constexpr int VISIBLE = Its::ROW_BYTES * Its::ROWS + 2 * STAGES * Its::TILE_BYTES;  // where their bits stand
+    constexpr int VISIBLE = 2 * STAGES * Its::TILE_BYTES;  // where bits of keys stand, behind two stages of keys and values
     static_assert(VISIBLE == HOST_BYTES, "shared memory as the host counts it");
+    static_assert(STAGES == 2 && Its::ROWS <= 2 * KEYS, "queries, then results, have room in a stage");
     extern __shared__ __align__(128) char memory[];
     const int size = arguments.D, rows = arguments.window, tiles = (rows + KEYS - 1) / KEYS;
     const int head = blockIdx.x, first_query = blockIdx.y * Its::ROWS, warp_row = threadIdx.x / 32 * 16 * TILES;
@@ -225,8 +208,7 @@ __global__ void __launch_bounds__(BLOCK, (Shape<SIZE, TILES>::BLOCKS))
         return own_heads + ((static_cast<size_t>(which) * arguments.G + head) * arguments.R + first) * size;
     };
     const T *const all_keys = rows_of(1), *const all_values = rows_of(2);
-    const unsigned shared = shared_address(memory), ring = shared + Its::ROW_BYTES * Its::ROWS;
-    const unsigned queries = shared + Its::ROW_BYTES * warp_row;
+    const unsigned ring = shared_address(memory), queries = ring + 2 * Its::TILE_BYTES;  // in the second stage, at first
     unsigned (*const visible)[2] = reinterpret_cast<unsigned (*)[2]>(memory + VISIBLE);
     launch_next_kernel();
     wait_for_previous_kernel();
@@ -238,7 +220,8 @@ __global__ void __launch_bounds__(BLOCK, (Shape<SIZE, TILES>::BLOCKS))
         load_rows<T, Its, KEYS>(target + Its::TILE_BYTES, all_values + begin, rows - tile * KEYS, size);
         decode::commit_copies();
     };
-    load_rows<T, Its, Its::ROWS>(shared, rows_of(0) + static_cast<size_t>(first_query) * size, rows - first_query, size);
+    load_rows<T, Its, Its::ROWS>(queries, rows_of(0) + static_cast<size_t>(first_query) * size, rows - first_query, size);
+    decode::commit_copies();
     find_visible(visible, arguments.visible == nullptr ? nullptr : arguments.visible + first, tiles, rows);
     __syncthreads();
     auto next_visible = [&](int tile) {
@@ -248,9 +231,9 @@ __global__ void __launch_bounds__(BLOCK, (Shape<SIZE, TILES>::BLOCKS))
     int tile = next_visible(0), stage = 0;
     if (tile < tiles) load_tile(tile, 0);
 
+    const int lane = threadIdx.x % 32;
     const bool exists = first_query + warp_row < rows;
     const float scale = static_cast<float>(arguments.scale) * 1.4426950408889634f;
-    unsigned kept[Its::STEPS][TILES][4];
     Sums<Its> sums;
 #pragma unroll
     for (int m = 0; m < TILES; ++m) {
@@ -261,7 +244,14 @@ __global__ void __launch_bounds__(BLOCK, (Shape<SIZE, TILES>::BLOCKS))
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums.sum[m][n][i] = 0.f;
     }
-    bool begins = true;
+    unsigned query[Its::STEPS][TILES][4];
+    decode::wait_for_copies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < Its::STEPS; ++k)
+#pragma unroll
+        for (int m = 0; m < TILES; ++m)
+            load_matrices(query[k][m], queries + Its::offset(warp_row + 16 * m + lane % 16, 2 * k + lane / 16));
 #pragma unroll 1
     while (tile < tiles) {
         const unsigned keys = ring + stage * 2 * Its::TILE_BYTES, low = visible[tile][0], high = visible[tile][1];
@@ -270,17 +260,13 @@ __global__ void __launch_bounds__(BLOCK, (Shape<SIZE, TILES>::BLOCKS))
         tile = next_visible(tile + 1), stage = (stage + 1) % STAGES;
         if (tile < tiles) load_tile(tile, stage);
         if (!exists) continue;
-        if (Its::KEEPS_QUERIES && begins)
-#pragma unroll
-            for (int k = 0; k < Its::STEPS; ++k) load_query<Its>(kept[k], queries, k);
-        begins = false;
         float score[TILES][KEYS / 8][4];
-        compute_scores<T, Its>(score, kept, queries, keys);
+        compute_scores<T, Its>(score, query, keys);
         if ((low & high) != 0xffffffffu) hide_keys<Its>(score, low, high);
         take_softmax<Its>(score, sums, scale);
         add_values<T, Its>(sums, score, keys + Its::TILE_BYTES);
     }
-    decode::wait_for_copies<0>();
+    __syncthreads();  // no warp reads keys any more
     if (!exists) return;
     T* const context = reinterpret_cast<T*>(arguments.context) + (first + first_query + warp_row) * arguments.E + head * size;
     write_results<T, Its>(

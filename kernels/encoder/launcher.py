@@ -44,14 +44,14 @@ def attention_tiles(size: int, window: int, heads: int, multiprocessors: int) ->
     return 2 if size <= 80 and window > _rows(1) and -(-window // _rows(2)) * heads >= multiprocessors else 1
 
 
-def attention_bytes(size: int, tiles: int, window: int) -> int:
-    """Shared memory of a block of `attention` in windows of so many rows, for heads of `size` elements: queries, two
-    stages of keys and values, and a bit for each row of the window, in whole tiles."""
-    return _tile_bytes(_padded(size), tiles) + 8 * -(-window // _KEYS)
+def attention_bytes(size: int, window: int) -> int:
+    """Shared memory of a block of `attention` in windows of so many rows, for heads of `size` elements: two stages of
+    keys and values, and a bit for each row of the window, in whole tiles."""
+    return _stage_bytes(_padded(size)) * _STAGES + 8 * -(-window // _KEYS)
 
 
-def _tile_bytes(padded: int, tiles: int) -> int:
-    return 2 * (padded + 8) * (_rows(tiles) + 2 * _STAGES * _KEYS)
+def _stage_bytes(padded: int) -> int:
+    return 2 * 2 * (padded + 8) * _KEYS
 
 
 @lru_cache
@@ -67,7 +67,7 @@ def attention_kernel(dtype: str, size: int, tiles: int) -> Kernel:
     padded = _padded(size)
     macros = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_KEYS", _KEYS))
     expression = f"encoder::attention<{CUDA_TYPES[dtype]}, {padded}, {tiles}>"
-    macros = (*MACROS, *macros, ("HOST_BYTES", _tile_bytes(padded, tiles)))
+    macros = (*MACROS, *macros, ("HOST_BYTES", _stage_bytes(padded) * _STAGES))
     return _kernel("attention.cu", "attention", expression, f"{dtype}_{padded}_{tiles}", macros)
 
 
@@ -156,7 +156,7 @@ class CudaEncoder:
         if tiles is None:
             tiles = attention_tiles(size, window, count * windows, self._module.multiprocessors)
         grid = (count, -(-window // _rows(tiles)), windows)
-        kernel, shared = attention_kernel(heads.dtype, size, tiles), attention_bytes(size, tiles, window)
+        kernel, shared = attention_kernel(heads.dtype, size, tiles), attention_bytes(size, window)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
 
     def _packed(self, name: str, *arguments: Any) -> tuple[dict[str, Any], Any]:
