@@ -23,7 +23,7 @@ template <int SIZE_, int TILES_> struct Shape {
     static constexpr int SIZE = SIZE_, TILES = TILES_, ROWS = 16 * TILES * WARPS;
     static constexpr int STEPS = SIZE / 16, CHUNKS = SIZE / 8, ROW_BYTES = 2 * (SIZE + 8);
     static constexpr int TILE_BYTES = ROW_BYTES * KEYS;
-    static constexpr int BLOCKS = TILES == 2 || SIZE > 80 ? 2 : SIZE > 64 ? 3 : 4;  // that registers leave room for
+    static constexpr int BLOCKS = TILES == 2 || SIZE > 80 ? 2 : 3;  // that registers leave room for
     using Scores = float[TILES][KEYS / 8][4];
     static __device__ __forceinline__ unsigned offset(int row, int chunk) { return ROW_BYTES * row + 16 * chunk; }
 };

@@ -7,9 +7,9 @@ Heads are G of D elements each. "mixed" is float32 or the model's dtype.
 **Elements.** The residual stream, and all that sums are taken of, is float32, as are the sums; what a linear layer or
 attention multiplies is in the model's dtype, rounded once.
 
-**Rows.** A row depends on its own inputs alone, and the order of its sums on its width alone: not on how many rows there
-are, nor on the grid. Attention takes keys in tiles that begin at multiples of 64 rows of their window; a tile without a
-visible key changes nothing. So an image has the same bits in an engine of more rows.
+**Rows.** A row depends on its own inputs alone, and the order of its sums on its width alone: not on how many rows
+there are, nor on the grid. Attention takes keys in tiles that begin at multiples of 64 rows of their window; a tile
+without a visible key changes nothing. So an image has the same bits in an engine of more rows.
 
 A call gives what enqueues it, so that an encoder's launches are prepared once.
 """
@@ -127,10 +127,7 @@ class EncoderKernels(Protocol):
 
     @limited(_check_activation)
     def activate(
-        self,
-        values: Annotated[OwnArray, "RK float32"],
-        activation: int,
-        output: Annotated[OwnArray, "RP compute"],
+        self, values: Annotated[OwnArray, "RK float32"], activation: int, output: Annotated[OwnArray, "RP compute"]
     ) -> Launchable:
         """A function of each element, one of `ACTIVATIONS`: x sigmoid(x), x Phi(x), its approximation by tanh or that
         by x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
@@ -156,11 +153,7 @@ class EncoderKernels(Protocol):
 
     @limited(_check_squares)
     def average_pool(
-        self,
-        values: Annotated[OwnArray, "SK mixed"],
-        side: int,
-        size: int,
-        output: Annotated[OwnArray, "MK float32"],
+        self, values: Annotated[OwnArray, "SK mixed"], side: int, size: int, output: Annotated[OwnArray, "MK float32"]
     ) -> Launchable:
         """The means over squares of `size` by `size` of values that are a square of `side` by `side` rows, both in
         reading order. The columns of a square are added up first, each from its uppermost row on, then the sums from

@@ -165,12 +165,7 @@ class CudaEncoder:
         return sizes, self._check.pack(name, sizes, *arguments)
 
     def _by_row(
-        self,
-        name: str,
-        dtypes: tuple[str, ...],
-        arrays: tuple[DeviceArray, ...],
-        widths: tuple[int, ...],
-        packed: Any,
+        self, name: str, dtypes: tuple[str, ...], arrays: tuple[DeviceArray, ...], widths: tuple[int, ...], packed: Any
     ) -> Launch:
         """The launch of a kernel of rows.cu whose blocks have a row of the last of the arrays each."""
         width = _columns_at_once(*widths)

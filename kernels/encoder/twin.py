@@ -7,7 +7,8 @@ import math
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.encoder.contract import ACTIVATIONS, EncoderKernels, Launchable, check_source
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch
+from edgellm.kernels.encoder.contract import ACTIVATIONS, EncoderKernels, check_source
 
 _check = Contracts(EncoderKernels, np.ndarray)
 #: Scores that are held at a time.
@@ -26,7 +27,7 @@ class NumpyEncoder:
         epsilon: float,
         offset: float,
         output: np.ndarray,
-    ) -> Launchable:
+    ) -> NumpyLaunch:
         """Layer norm or RMS norm; see the contract."""
         _check("norm", values, weight, bias, epsilon, offset, output)
 
@@ -35,14 +36,14 @@ class NumpyEncoder:
             normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon))
             _write(output, normed * (weight + np.float32(offset)) if bias is None else normed * weight + bias)
 
-        return compute
+        return NumpyLaunch(compute)
 
-    def activate(self, values: np.ndarray, activation: int, output: np.ndarray) -> Launchable:
+    def activate(self, values: np.ndarray, activation: int, output: np.ndarray) -> NumpyLaunch:
         """A function of each element; see the contract."""
         _check("activate", values, activation, output)
-        return lambda: _write(output, activated(values, _NAMES[activation]))
+        return NumpyLaunch(lambda: _write(output, activated(values, _NAMES[activation])))
 
-    def copy_rows(self, values: np.ndarray, rows: np.ndarray | None, output: np.ndarray, column: int) -> Launchable:
+    def copy_rows(self, values: np.ndarray, rows: np.ndarray | None, output: np.ndarray, column: int) -> NumpyLaunch:
         """Rows, or chosen ones, into columns of others; see the contract."""
         _check("copy_rows", values, rows, output, column)
         check_source(values, rows, output)
@@ -51,14 +52,14 @@ class NumpyEncoder:
             chosen = values[: len(output)] if rows is None else values[np.clip(rows, 0, len(values) - 1)]
             _write(output[:, column:], chosen)
 
-        return compute
+        return NumpyLaunch(compute)
 
-    def add_rows(self, values: np.ndarray, other: np.ndarray, output: np.ndarray) -> Launchable:
+    def add_rows(self, values: np.ndarray, other: np.ndarray, output: np.ndarray) -> NumpyLaunch:
         """A sum; see the contract."""
         _check("add_rows", values, other, output)
-        return lambda: np.copyto(output, values + other)
+        return NumpyLaunch(lambda: np.copyto(output, values + other))
 
-    def average_pool(self, values: np.ndarray, side: int, size: int, output: np.ndarray) -> Launchable:
+    def average_pool(self, values: np.ndarray, side: int, size: int, output: np.ndarray) -> NumpyLaunch:
         """Means over squares; see the contract."""
         _check("average_pool", values, side, size, output)
 
@@ -68,14 +69,14 @@ class NumpyEncoder:
             total = sum(columns[:, :, column] for column in range(size))
             np.copyto(output, (total * np.float32(1 / size**2)).reshape(output.shape))
 
-        return compute
+        return NumpyLaunch(compute)
 
-    def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> Launchable:
+    def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> NumpyLaunch:
         """A product by a weight [K, C]; see the contract."""
         _check("product", values, weight, scale, output)
-        return lambda: np.copyto(output, values @ weight * np.float32(scale))
+        return NumpyLaunch(lambda: np.copyto(output, values @ weight * np.float32(scale)))
 
-    def prepare_heads(self, qkv: np.ndarray, rotary: np.ndarray | None, heads: np.ndarray) -> Launchable:
+    def prepare_heads(self, qkv: np.ndarray, rotary: np.ndarray | None, heads: np.ndarray) -> NumpyLaunch:
         """Heads apart, turned; see the contract."""
         _check("prepare_heads", qkv, rotary, heads)
 
@@ -87,11 +88,11 @@ class NumpyEncoder:
                 low, high = np.split(heads[:2], 2, axis=-1)
                 heads[:2] = np.concatenate((low * cosine - high * sine, high * cosine + low * sine), axis=-1)
 
-        return compute
+        return NumpyLaunch(compute)
 
     def attention(
         self, heads: np.ndarray, window: int, visible: np.ndarray | None, scale: float, context: np.ndarray
-    ) -> Launchable:
+    ) -> NumpyLaunch:
         """Attention within windows; see the contract."""
         _check("attention", heads, window, visible, scale, context)
 
@@ -104,7 +105,7 @@ class NumpyEncoder:
                     chosen = slice(first, min(first + step, begin + window))
                     _attend(heads, chosen, seen, scale, context[chosen])
 
-        return compute
+        return NumpyLaunch(compute)
 
 
 def activated(x: np.ndarray, activation: str) -> np.ndarray:
