@@ -45,6 +45,8 @@ from edgellm.kernels.encoder.launcher import attention_bytes
 
 #: Bytes at whose multiples buffers begin.
 _ALIGNMENT = 256
+#: The most rows of a linear layer.
+_MOST_ROWS = 65_536
 #: The calls that are linear layers.
 LINEAR_CALLS = ("linear", "gate_up", "linear_residual")
 
@@ -252,6 +254,8 @@ def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | No
     shared memory; None if they do."""
     if dtype not in ("float16", "bfloat16"):
         return f"kernels compute in float16 and bfloat16, not {dtype}"
+    if program.shape.tokens > _MOST_ROWS:
+        return f"kernels take up to {_MOST_ROWS} rows, not {program.shape.tokens}"
     for step in program.steps:
         refusal = _step_refusal(step, shared_limit)
         if refusal is not None:
@@ -266,10 +270,10 @@ def _step_refusal(step: Step, limit: int) -> str | None:
     if type(step) not in _LOWER:
         return "encoders have no kernel for it"
     if isinstance(step, EncoderAttention):
-        refusal, needed = heads_refusal(step.head_size), attention_bytes(step.head_size, step.windows[1])
-        if refusal is not None or needed <= limit:
+        if (refusal := heads_refusal(step.head_size)) is not None:
             return refusal
-        return f"it needs {needed} bytes of shared memory, a block has {limit}"
+        needed = attention_bytes(step.head_size, step.windows[1])
+        return None if needed <= limit else f"it needs {needed} bytes of shared memory, a block has {limit}"
     if isinstance(step, Normed):
         return _norm_refusal(step.norm)
     if isinstance(step, NormLinear):

@@ -3,6 +3,7 @@ widths are: zeros stand behind."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,11 @@ class Padding:
         """The shape in memory."""
         rows = self.parts * padded_width(self._part)
         return (rows,) if self.columns is None else (rows, self._padded_columns)
+
+    @property
+    def zeros(self) -> int:
+        """How many elements in memory are none of the weight's."""
+        return math.prod(self.shape) - self.rows * (self.columns or 1)
 
     def pieces(self, first: int, values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Published `values` [n], which begin at element `first` of the weight, as what stands in memory one behind the

@@ -1,5 +1,5 @@
-"""Vision encoders of every family with random weights, what NumPy's operations compute of them, and their engines on the
-kernels' twins."""
+"""Vision encoders of every family with random weights, what NumPy's operations compute of them, and their engines on
+the kernels' twins."""
 
 from __future__ import annotations
 
