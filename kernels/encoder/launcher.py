@@ -65,9 +65,9 @@ def row_kernel(file: str, name: str, *arguments: str | int) -> Kernel:
 def attention_kernel(dtype: str, size: int, tiles: int) -> Kernel:
     """`attention` for heads of `size` elements."""
     padded = _padded(size)
-    macros = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_KEYS", _KEYS))
+    sizes = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_KEYS", _KEYS))
     expression = f"encoder::attention<{CUDA_TYPES[dtype]}, {padded}, {tiles}>"
-    macros = (*MACROS, *macros, ("HOST_BYTES", _stage_bytes(padded) * _STAGES))
+    macros = (*MACROS, *sizes, ("HOST_BYTES", _stage_bytes(padded) * _STAGES))
     return _kernel("attention.cu", "attention", expression, f"{dtype}_{padded}_{tiles}", macros)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import reduce
 
 import numpy as np
 
@@ -65,8 +66,8 @@ class NumpyEncoder:
 
         def compute() -> None:
             squares = values.reshape(side // size, size, side // size, size, -1)
-            columns = sum(squares[:, row] for row in range(size))
-            total = sum(columns[:, :, column] for column in range(size))
+            columns = reduce(np.add, (squares[:, row] for row in range(size)))
+            total = reduce(np.add, (columns[:, :, column] for column in range(size)))
             np.copyto(output, (total * np.float32(1 / size**2)).reshape(output.shape))
 
         return NumpyLaunch(compute)
