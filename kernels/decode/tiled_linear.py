@@ -48,10 +48,10 @@ _TILE_COLUMNS = ROW_BYTES // 2
 #: Bytes of sixteen rows of activations, a step of columns, in shared memory.
 _FRAGMENT_BYTES = 16 * STEP * 2
 
-_Map = ctypes.c_uint64 * 16
+TensorMap = ctypes.c_uint64 * 16
 
 
-class _TiledLinear(ctypes.Structure):
+class TiledLinear(ctypes.Structure):
     """`TiledLinear` of tiled_linear.cu."""
 
     _fields_ = [
@@ -71,7 +71,7 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: 
         ("HOST_BARRIER_BYTES", BARRIER_BYTES),
         ("HOST_SMALL_BYTES", Tiling(16, 128, 1).shared_bytes(3)),
         ("HOST_LARGE_BYTES", Tiling(64, 192, 1).shared_bytes(2, adapted=True)),
-        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)),
+        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)),
     )
     sizes = f"{tiling.row_tiles}, {tiling.column_tiles}, {tiling.row_warps}, {tiling.resident(gpu)}"
     sizes += ", true" if adapted else ""
@@ -81,7 +81,7 @@ def tiled_kernel(name: str, dtype: str, tiling: Tiling, gpu: Capacity, adapted: 
 def direct_kernel(name: str, dtype: str, tiling: DirectTiling | GroupTiling, columns: int) -> Kernel:
     """A kernel of direct_linear.cu or group_linear.cu for matrices of so many columns, or of others whose slices end as
     often."""
-    macros = (("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES), ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(_TiledLinear)))
+    macros = (("HOST_FRAGMENT_BYTES", _FRAGMENT_BYTES), ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)))
     every, chosen = slices_end_every(columns), f"{CUDA_TYPES[dtype]}, {tiling.rows // 16}, {tiling.weight_tiles}"
     if isinstance(tiling, GroupTiling):
         expression = f"decode::direct::group_{name}<{chosen}, {tiling.depth}, {every}>"
@@ -97,6 +97,8 @@ def capacity_of(module: KernelModule) -> Capacity:
 
 class CudaTiledKernels:
     """The kernels for one GPU, stream and dtype; each is loaded when a launch first needs it."""
+
+    most_rows = MAX_TILED_ROWS
 
     def __init__(self, module: KernelModule, dtype: str) -> None:
         if dtype not in CUDA_TYPES:
@@ -157,16 +159,16 @@ class CudaTiledKernels:
         rows: int,
         scale: float,
         selected: DeviceArray | None = None,
-    ) -> _TiledLinear:
+    ) -> TiledLinear:
         columns, stride = linear.weight.shape[1], x.shape[-1]
         batch = rows_of(x) if selected is None else selected.size
-        if not 1 <= batch <= MAX_TILED_ROWS or columns % 8 or stride not in (columns, padded_columns(columns)):
+        if not 1 <= batch <= self.most_rows or columns % 8 or stride not in (columns, padded_columns(columns)):
             raise KernelError(
-                f"tiled decode kernels take 1 to {MAX_TILED_ROWS} rows of a width that is a multiple of 8, found "
+                f"tiled decode kernels take 1 to {self.most_rows} rows of a width that is a multiple of 8, found "
                 f"{x.shape} times {linear.weight.shape}"
             )
         check_room("output", output, batch, rows)
-        return _TiledLinear(
+        return TiledLinear(
             linear=linear_argument(linear, batch, rows, scale),
             input=x.pointer,
             output=output.pointer,
@@ -179,7 +181,7 @@ class CudaTiledKernels:
         name: str,
         x: DeviceArray,
         linear: LinearWeights,
-        arguments: _TiledLinear,
+        arguments: TiledLinear,
         tiling: AnyTiling | PackedTiling | PackedTiles | None = None,
     ) -> Launch:
         if isinstance(linear.weight, PackedMatrix):
@@ -199,14 +201,14 @@ class CudaTiledKernels:
         return self._tiled_launch(name, x, linear, arguments, tiling)
 
     def _tiled_launch(
-        self, name: str, x: DeviceArray, linear: LinearWeights, arguments: _TiledLinear, tiling: Tiling
+        self, name: str, x: DeviceArray, linear: LinearWeights, arguments: TiledLinear, tiling: Tiling
     ) -> Launch:
         """The launch of a layer with rows of its own, or without: of adapters' A alone."""
         adapters, (every_row, columns) = linear.adapters, linear.weight.shape
         rows, adapted = every_row if arguments.linear.rows else 0, adapters is not None
         arguments.stages = tiling.stages(self.gpu, adapted)
         tile_rows = tiling.weight_rows // (1 + (arguments.linear.rows != rows))
-        low_map = _Map() if adapters is None else tensor_map(self.module, adapters.a, columns, tile_rows)
+        low_map = TensorMap() if adapters is None else tensor_map(self.module, adapters.a, columns, tile_rows)
         weight_map = tensor_map(self.module, linear.weight, columns, tile_rows) if rows else low_map
         maps = weight_map, tensor_map(self.module, x, columns, tiling.rows), low_map
         kernel = tiled_kernel(name, self.dtype, tiling, self.gpu, adapted)
@@ -215,9 +217,9 @@ class CudaTiledKernels:
         return Launch(self.module, kernel, grid, 32 * WARPS, shared, (*maps, arguments), (1, tiling.splits, 1))
 
     def _packed_launch(
-        self, name: str, linear: LinearWeights, arguments: _TiledLinear, tiling: PackedTiling | PackedTiles | None
+        self, name: str, linear: LinearWeights, arguments: TiledLinear, tiling: PackedTiling | PackedTiles | None
     ) -> Launch:
-        batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(_TiledLinear)
+        batch, layout, bytes_given = arguments.linear.batch, linear.weight.layout, ctypes.sizeof(TiledLinear)
         adapted = linear.adapters is not None
         if name == "gate_up" and layout.rows % 16:
             raise KernelError(f"packed layers take gates in eights, found {layout.rows} rows")
@@ -245,15 +247,18 @@ def tiled_shared_bytes(shared_limit: int) -> int:
     return min(tiling.shared_bytes(2, adapted=True) for tiling in tilings(MAX_TILED_ROWS, gpu))
 
 
-def tensor_map(module: KernelModule, array: DeviceArray, columns: int, tile_rows: int) -> Any:
+def tensor_map(
+    module: KernelModule, array: DeviceArray, columns: int, tile_rows: int, tile_columns: int = _TILE_COLUMNS
+) -> Any:
     """What tells the tensor memory accelerator (sm_90 and later) of the first `columns` of a matrix [rows, stride].
 
-    It has 16-bit elements, in tiles [tile_rows, 64]; outside the matrix, they hold zeros. The map is a kernel's
-    argument; on a GPU without the accelerator it is empty. Raises KernelError if the driver refuses it.
+    It has 16-bit elements, in tiles [tile_rows, tile_columns], swizzled where rows are of 64; outside the matrix, they
+    hold zeros. The map is a kernel's argument; on a GPU without the accelerator it is empty. Raises KernelError if the
+    driver refuses it.
     """
     if not module.has_clusters:
-        return _Map()
-    driver, stride = module.driver, array.shape[-1]
+        return TensorMap()
+    driver, stride, swizzles = module.driver, array.shape[-1], module.driver.CUtensorMapSwizzle
     rows = array.size // stride
     status, found = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,  # or any other of as many bits
@@ -261,10 +266,10 @@ def tensor_map(module: KernelModule, array: DeviceArray, columns: int, tile_rows
         array.pointer,
         [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
         [driver.cuuint64_t(2 * stride)],
-        [driver.cuuint32_t(_TILE_COLUMNS), driver.cuuint32_t(tile_rows)],
+        [driver.cuuint32_t(tile_columns), driver.cuuint32_t(tile_rows)],
         [driver.cuuint32_t(1), driver.cuuint32_t(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if tile_columns == _TILE_COLUMNS else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -273,4 +278,4 @@ def tensor_map(module: KernelModule, array: DeviceArray, columns: int, tile_rows
             f"CUDA reported {status} for a tensor map of {rows} rows of {columns} elements, {stride} apart, at "
             f"{array.pointer:#x}: expected an address and rows that are multiples of 16 bytes"
         )
-    return _Map(*map(int, found.opaque))
+    return TensorMap(*map(int, found.opaque))

@@ -1,163 +1,91 @@
-"""What one order of sums costs at the size of prompts: linear layers of 128 to 8,000 rows by mma.sync, beside cuBLAS.
+"""How fast linear layers of a prompt's rows are, in each tiling, beside cuBLAS.
 
-    python tools/bench/prompt_rows.py OUTPUT.json [--rows 128 512 2048 4000] [--dtype float16]
+    python tools/bench/prompt_rows.py OUTPUT.json [--rows 65 128 256 512 2048 4000] [--dtype float16]
+    python tools/bench/prompt_rows.py --compile-only sm_87
 
-The kernel of prompt_rows.cu with one sum of all columns, with slices added in order, and with the decode kernels' order
-(slices, groups of four, groups), at several tiles, over the layers of Llama-1B and 8B: TFLOP/s of the best of a few
-walks over the tiles, in CUDA graphs, weights in turns beyond the cache. Before, every tiling is compared with float64,
-and those of one order with each other, bit for bit. Needs PyTorch with CUDA, on sm_90 or later.
+TFLOP/s over the layers of Llama-1B and 8B in CUDA graphs, weights in turns beyond the cache; `chosen` is the tiling
+that a model gets. Needs PyTorch with CUDA. `--compile-only` prints registers and bytes of stack of every kernel for an
+architecture and needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
+import struct
 import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 from provenance import provenance
 
-from edgellm.kernels.compiler import ModuleSource, compile_module
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.arguments import CUDA_TYPES
-from edgellm.kernels.decode.contract import MAX_LORA_PLACES, SLICES, slice_steps
+from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.prefill.linear import (
+    REGISTERS,
+    SHARED,
+    TILINGS,
+    CudaPromptLinear,
+    PromptTiling,
+    prompt_kernel,
+    prompt_tiling,
+    prompt_tilings,
+)
 
-ONE, RUNNING, GROUPED = range(3)
 #: N and K of the layers of Llama-1B, then of 8B: qkv, output, gate and up, down.
 LAYERS = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (6144, 4096), (28672, 4096), (4096, 14336))
-
-
-class Tiling(NamedTuple):
-    """Template arguments of `Geometry` in prompt_rows.cu."""
-
-    row_tiles: int
-    column_tiles: int
-    row_warps: int
-    column_warps: int
-    stages: int
-    order: int
-    shared_total: bool
-    ahead: bool
-    cluster: int = 1
-
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows of activations and weight rows of a block."""
-        return 16 * self.row_tiles * self.row_warps, 8 * self.column_tiles * self.column_warps
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 32 * self.row_warps * self.column_warps
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block."""
-        rows, columns = self.tile
-        return self.stages * (rows + columns) * 128 + 1024 + self.shared_total * rows * columns * 4
-
-    def expression(self, dtype: str) -> str:
-        """Its instantiation of the kernel."""
-        return f"prompt::multiply_rows<{CUDA_TYPES[dtype]}, {', '.join(str(int(each)) for each in self)}>"
-
-
-TILINGS = (
-    *(Tiling(4, 4, 2, 4, 4, order, order == GROUPED, True) for order in (ONE, RUNNING, GROUPED)),
-    *(Tiling(2, 8, 4, 2, 4, order, order == GROUPED, True) for order in (ONE, GROUPED)),
-    *(Tiling(4, 4, 2, 4, 4, order, order == GROUPED, True, 2) for order in (ONE, GROUPED)),
-    Tiling(4, 4, 2, 4, 4, GROUPED, True, False),
-    Tiling(4, 8, 2, 4, 4, ONE, False, False),
-    Tiling(4, 6, 2, 4, 4, ONE, False, False),
-    *(Tiling(2, 4, *warps, 4, GROUPED, False, True) for warps in ((2, 4), (4, 2), (2, 2))),
-    Tiling(4, 4, 2, 2, 3, GROUPED, True, True),
+#: Tilings that no model gets.
+MORE = (
+    PromptTiling(4, 4, 2, 4, 1, SHARED),
+    PromptTiling(2, 8, 2, 4, 1, SHARED),
+    PromptTiling(4, 4, 2, 2, 2, SHARED),
+    PromptTiling(2, 4, 4, 2, 1, REGISTERS),
 )
+#: Milliseconds that a graph takes at 200 TFLOP/s, and the most copies of a weight.
+_SPAN, _COPIES = 2.0, 8
+#: Words in front of what a cubin says of a kernel.
+_REGISTERS, _FRAME = 0x0008_2F04, 0x0008_1104
 
 
 class Bench:
-    """The kernels of all tilings for one dtype, on PyTorch's current stream."""
+    """The kernels for one dtype, and memory of PyTorch's, on a stream of its own."""
 
     def __init__(self, dtype: str) -> None:
         import torch
-        from cuda.bindings import driver
 
-        self.torch, self.driver, self.dtype = torch, driver, dtype
+        self.torch, self.dtype = torch, dtype
         torch.zeros(1, device="cuda")  # the context
-        self.multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-        macros = {"HOST_SLICES": SLICES, "HOST_KEPT_BYTES": 16, "HOST_LINEAR_BYTES": "sizeof(Linear)"}
-        macros |= {"HOST_TILED_WARPS": 8, "HOST_MOST_STAGES": 8, "HOST_ROW_BYTES": 128, "HOST_BARRIER_BYTES": 16}
-        macros |= {"HOST_GELU_TANH": 1, "HOST_MOST_PLACES": MAX_LORA_PLACES}
-        text = (Path(__file__).parent / "prompt_rows.cu").read_text()
-        expressions = tuple(tiling.expression(dtype) for tiling in TILINGS)
-        source = ModuleSource(
-            "prompt_rows", ("prompt_rows.cu",), expressions, tuple(macros.items()), (("prompt_rows.cu", text),)
-        )
-        major, minor = torch.cuda.get_device_capability()
-        compiled = compile_module(source, f"sm_{major}{minor}")
-        module = self._checked(driver.cuModuleLoadData(compiled.code))
-        self.functions = {}
-        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        for tiling in TILINGS:
-            name = compiled.lowered_names[tiling.expression(dtype)]
-            function = self._checked(driver.cuModuleGetFunction(module, name.encode()))
-            self._checked(driver.cuFuncSetAttribute(function, limit, tiling.shared_bytes))
-            self.functions[tiling] = function
+        self.stream = torch.cuda.Stream()
+        module = KernelModule(find_gpu(), SimpleNamespace(handle=self.stream.cuda_stream))
+        self.kernels = CudaPromptLinear(module, dtype)
 
-    def _checked(self, result: tuple) -> Any:
-        status, *values = result
-        assert status == self.driver.CUresult.CUDA_SUCCESS, status
-        return values[0] if values else None
+    def choices(self) -> list[tuple[PromptTiling, bool]]:
+        """Tilings that fit, each with copies of threads and of the accelerator."""
+        gpu = self.kernels.gpu
+        tilings = [*prompt_tilings(gpu), *(tiling for tiling in MORE if tiling.resident(2, gpu))]
+        return list(product(tilings, (False, True)[: 1 + gpu.has_clusters]))
 
-    def _map(self, matrix: Any, tile_rows: int) -> Any:
-        """A tensor map of a matrix [rows, columns] in tiles of 64 columns, whose 16 bytes are swizzled by the row."""
-        driver, (rows, columns) = self.driver, matrix.shape
-        found = self._checked(
-            driver.cuTensorMapEncodeTiled(
-                driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                2,
-                matrix.data_ptr(),
-                [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-                [driver.cuuint64_t(2 * columns)],
-                [driver.cuuint32_t(64), driver.cuuint32_t(tile_rows)],
-                [driver.cuuint32_t(1), driver.cuuint32_t(1)],
-                driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-                driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-                driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            )
-        )
-        return (ctypes.c_uint64 * 16)(*map(int, found.opaque))
+    def launch(self, choice: tuple[PromptTiling, bool], x: Any, weight: Any, output: Any, gated: bool) -> Any:
+        """What multiplies rows x [M, K] with weight [N, K] into output [M, N], or [M, N / 2] of gates and ups."""
+        self.kernels.tiling, self.kernels.accelerated = choice
+        linear = LinearWeights(self.array(weight))
+        if gated:
+            return self.kernels.gate_up(self.array(x), linear, "silu", self.array(output))
+        return self.kernels.linear(self.array(x), linear, self.array(output))
 
-    def launch(self, tiling: Tiling, x: Any, weight: Any, output: Any, band: int = 8) -> Callable[[], None]:
-        """What multiplies `permuted` rows x [M, K] with weight [N, K] into output [M, N]."""
-        driver, (rows, columns), weight_rows = self.driver, x.shape, weight.shape[0]
-        high, wide = (-(-size // side) for size, side in zip((rows, weight_rows), tiling.tile, strict=True))
-        tiles = -(-high // tiling.cluster) * wide
-        resident = 2 if tiling.threads <= 128 and 2 * tiling.shared_bytes <= 227 << 10 else 1
-        maps = self._map(x, tiling.tile[0]), self._map(weight, tiling.tile[1] // tiling.cluster)
-        numbers = (rows, weight_rows, columns, slice_steps(columns), band)
-        arguments = (*maps, ctypes.c_uint64(output.data_ptr()), *map(ctypes.c_int, numbers))
-        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        config = driver.CUlaunchConfig()
-        config.gridDimX = min(tiles, self.multiprocessors * resident // tiling.cluster) * tiling.cluster
-        config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
-        config.blockDimX, config.sharedMemBytes = tiling.threads, tiling.shared_bytes
-        if tiling.cluster > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attribute.value.clusterDim
-            size.x, size.y, size.z = tiling.cluster, 1, 1
-            config.attrs, config.numAttrs = [attribute], 1
-
-        def enqueue(kept: Any = (arguments, pointers)) -> None:
-            config.hStream = driver.CUstream(self.torch.cuda.current_stream().cuda_stream)
-            self._checked(driver.cuLaunchKernelEx(config, self.functions[tiling], ctypes.addressof(kept[1]), 0))
-
-        return enqueue
+    def array(self, tensor: Any) -> DeviceArray:
+        """A tensor as kernels take it."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return DeviceArray(tensor.data_ptr(), tuple(tensor.shape), dtype, tensor)
 
     def matrix(self, rows: int, columns: int, scale: float = 1.0) -> Any:
         """Random elements."""
@@ -166,41 +94,42 @@ class Bench:
     def milliseconds(self, launches: list[Callable[[], Any]], repeats: int) -> float:
         """Of one launch, on average, in a graph of all of them."""
         torch = self.torch
-        for launch in launches:
-            launch()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(repeats):
-                for launch in launches:
-                    launch()
-        graph.replay()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
+        with torch.cuda.stream(self.stream):
+            for launch in launches:
+                launch()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=self.stream):
+                for _ in range(repeats):
+                    for launch in launches:
+                        launch()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            begin.record()
+            graph.replay()
+            end.record()
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / repeats / len(launches)
 
 
-def permuted(x: Any) -> Any:
-    """Columns as the kernel takes them: of each 32, element e of the first (second) four of eights q is at place
-    2 q + e of the first (second) 16, and there at 8 + 2 q + e - 2 from e = 2 on."""
-    eights = x.reshape(*x.shape[:-1], -1, 4, 2, 2, 2)  # 32 columns: q, half, e // 2, e % 2
-    return eights.movedim(-4, -2).reshape(x.shape).contiguous()
+def named(tiling: PromptTiling, mapped: bool = False) -> str:
+    """Rows times weight rows of a tile, then of a warp, and where totals are; `mapped`: the accelerator copies."""
+    warp = f"{16 * tiling.row_tiles}x{8 * tiling.column_tiles}"
+    return f"{tiling.rows}x{tiling.weight_rows}/{warp}{'rsj'[tiling.totals]}{'+' * mapped}"
 
 
-def compared(bench: Bench) -> dict[str, Any]:
-    """The largest error of each tiling beside float64, and how many elements the first of its order has otherwise."""
+def errors(bench: Bench) -> dict[str, Any]:
+    """The largest error of each tiling beside float64, and how many elements the first tiling has otherwise."""
     rows, weight_rows, columns = 300, 640, 1536
     x, weight = bench.matrix(rows, columns), bench.matrix(weight_rows, columns, 0.05)
-    expected, first, found = x.double() @ weight.double().T, dict[int, Any](), {}
-    for tiling in TILINGS:
-        output = bench.torch.full((rows, weight_rows), float("nan"), device="cuda", dtype=x.dtype)
-        bench.launch(tiling, permuted(x), weight, output, 2)()
+    expected, first, found = x.double() @ weight.double().T, None, {}
+    for choice in bench.choices():
+        output = bench.torch.full((rows, weight_rows), float("nan"), device="cuda")
         bench.torch.cuda.synchronize()
-        differ = (output != first.setdefault(tiling.order, output)).sum().item()
-        found[str(tuple(tiling))] = [(output.double() - expected).abs().max().item(), differ]
+        bench.launch(choice, x, weight, output, False)()
+        bench.torch.cuda.synchronize()
+        first = output if first is None else first
+        found[named(*choice)] = [(output.double() - expected).abs().max().item(), (output != first).sum().item()]
     return found
 
 
@@ -208,36 +137,68 @@ def speeds(bench: Bench, counts: list[int]) -> dict[str, dict[str, Any]]:
     """TFLOP/s of cuBLAS and of each tiling by layer and rows."""
     found = {}
     for rows, (weight_rows, columns) in product(counts, LAYERS):
-        operations = 2 * rows * weight_rows * columns / 1e9
-        x, output = bench.matrix(rows, columns), bench.matrix(rows, weight_rows)
-        copies = max(1, min(8, (120 << 20) // (weight_rows * columns * 2)))
-        weights = [bench.matrix(weight_rows, columns, 0.05) for _ in range(copies)]
-        repeats = max(1, int(1.2e3 / operations / copies))
-        library = [partial(bench.torch.mm, x, weight.T, out=output) for weight in weights]
-        row = {"cuBLAS": round(operations / bench.milliseconds(library, repeats))}
-        for tiling in TILINGS:
-            bands = (4, 16) if rows > 512 else (8,)
-            times = [
-                bench.milliseconds([bench.launch(tiling, x, weight, output, band) for weight in weights], repeats)
-                for band in bands
-            ]
-            row[str(tuple(tiling))] = round(operations / min(times))
+        operations, gated = 2 * rows * weight_rows * columns / 1e9, weight_rows > 3 * columns
+        copies = max(1, min(_COPIES, (120 << 20) // (weight_rows * columns * 2)))
+        x, weights = bench.matrix(rows, columns), [bench.matrix(weight_rows, columns, 0.05) for _ in range(copies)]
+        repeats = max(1, int(200 * _SPAN / operations / copies))
+        product_of = bench.matrix(rows, weight_rows)
+        output = bench.matrix(rows, weight_rows // 2) if gated else product_of.float()
+        library = [partial(bench.torch.mm, x, weight.T, out=product_of) for weight in weights]
+        row: dict[str, Any] = {"cuBLAS": round(operations / bench.milliseconds(library, repeats))}
+        for choice in bench.choices():
+            launches = [bench.launch(choice, x, weight, output, gated) for weight in weights]
+            row[named(*choice)] = round(operations / bench.milliseconds(launches, repeats))
+        row["chosen"] = named(prompt_tiling(rows, weight_rows, columns, bench.kernels.gpu))
         found[f"{rows} x {weight_rows} x {columns}"] = row
         print(rows, weight_rows, columns, json.dumps(row), flush=True)
     return found
 
 
+def resources(code: bytes) -> tuple[int, int]:
+    """Registers of a thread and bytes of its stack, of the only kernel of a cubin.
+
+    That is an ELF file of 64 bits. Its section .nv.info has them behind a word that says so: a symbol, then the value.
+    """
+    (table,), (size, count, names) = struct.unpack_from("<Q", code, 0x28), struct.unpack_from("<3H", code, 0x3A)
+    every = [struct.unpack_from("<IIQQQQ", code, table + i * size) for i in range(count)]
+    texts, found = every[names][4], {_REGISTERS: 0, _FRAME: 0}
+    for name, _, _, _, offset, length in every:
+        if code[texts + name :].startswith(b".nv.info\0"):
+            for at in range(offset, offset + length - 11, 4):
+                kind, value = struct.unpack_from("<I4xI", code, at)
+                if kind in found:
+                    found[kind] = max(found[kind], value)
+    return found[_REGISTERS], found[_FRAME]
+
+
+def compile_only(architecture: str, dtype: str) -> None:
+    """Print what each kernel takes of a thread's memory."""
+    mapped = int(architecture.partition("_")[2]) >= 90
+    for name, tiling in product(("linear", "gate_up", "linear_residual", "low_products"), TILINGS):
+        for adapted in (False, True)[: 1 + (name != "low_products")]:
+            compiled = compile_module(prompt_kernel(name, dtype, tiling, adapted, mapped).source, architecture)
+            registers, stack = resources(compiled.code)
+            more = " with adapters" if adapted else ""
+            print(
+                f"{named(tiling, mapped):22s} {name}{more}: {registers} registers, {stack} bytes of stack", flush=True
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--rows", type=int, nargs="+", default=[128, 512, 2048, 4000])
+    parser.add_argument("output", type=Path, nargs="?")
+    parser.add_argument("--rows", type=int, nargs="+", default=[65, 128, 256, 512, 2048, 4000])
     parser.add_argument("--dtype", choices=list(CUDA_TYPES), default="float16")
+    parser.add_argument("--compile-only", metavar="ARCHITECTURE")
     arguments = parser.parse_args()
+    if arguments.compile_only:
+        return compile_only(arguments.compile_only, arguments.dtype)
     bench = Bench(arguments.dtype)
-    result = {**provenance(), "error, differ": compared(bench)}
-    print(json.dumps(result["error, differ"], indent=1), flush=True)
+    result = {**provenance(), "error, differ": errors(bench)}
+    print(json.dumps(result["error, differ"]), flush=True)
     result["TFLOP/s"] = speeds(bench, arguments.rows)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    if arguments.output:
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from edgellm.kernels.encoder.launcher import row_kernel
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
 from edgellm.kernels.prefill.launcher import heads_kernel
+from edgellm.kernels.prefill.linear import TILINGS, prompt_kernel
 from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel, gates_kernel
 from edgellm.kernels.sampling.launcher import DRAWING, EmbeddingTable, finite_source, step_source
 from edgellm.kernels.tree.launcher import tree_source
@@ -91,6 +92,9 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     prefill += [prefill_attention(dtype, *shape, window=True).source for shape in shapes]
     shapes = ((64, 1, False, False), (128, 2, True, False), (256, 1, False, True), (256, 1, True, True))
     prefill += [prefill_attention(dtype, *shape, ahead=True).source for shape in shapes]
+    names, last = ("linear", "gate_up", "linear_residual", "low_products"), TILINGS[-1]
+    prefill += [prompt_kernel(name, dtype, tiling).source for tiling in TILINGS for name in names]
+    prefill += [prompt_kernel(name, dtype, tiling, True).source for tiling in (TILINGS[0], last) for name in names[:3]]
     packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
     every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
     return drawing + prefill + packed + every

@@ -1,0 +1,280 @@
+// Linear layers of any number of rows of activations, as prompts have: tiles of weight rows times rows of activations.
+//
+// Every sum has the order of decode/linear.cu: slices of K from zero, four slices a group, then the groups. So a row
+// gets the bits of the decode step. A warp has its own rows of activations and weight rows, for all of K; it keeps the
+// sums of the slice and of the group in registers, and those of all groups there or, of large tiles, in shared memory.
+// Blocks stay: each walks over its tiles, and the next tile's first columns are copied while the last one's outputs are
+// written. Where there are fewer tiles than multiprocessors, each group has warps of its own.
+#include "decode/many_rows.cuh"
+#include "prefill/linear_adapters.cuh"
+#include "prefill/linear_tiles.cuh"
+
+namespace prefill {
+
+// A thread's sums over the columns of a tile.
+template <typename T, typename G> struct TileSums {
+    Sums<G> slice, group, total;  // a total in shared memory is `place`, and in registers only at the end
+    float4* place;
+    int steps, steps_left, slices_left;
+    bool has_total;
+
+    __device__ TileSums(float4* own, int steps_of_slice) : place(own), steps(steps_of_slice) {}
+    __device__ void begin() {
+        steps_left = 0, slices_left = SLICES_OF_A_GROUP + 1, has_total = false;
+        for_each_sum<G>([&](int r, int c, int i) {
+            slice[r][c][i] = group[r][c][i] = 0.f;
+            if (G::TOTALS == REGISTERS) total[r][c][i] = 0.f;
+        });
+    }
+    // Multiplies the step that lies at `step`, and reads what the next one begins with, which lies where `next` says.
+    // A step that begins a slice first adds the one before to the group, each sum where its first product is made, so
+    // that additions stand between products.
+    template <typename Next>
+    __device__ void multiply(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
+        if (steps_left == 0) {
+            multiply_step<true>(fragments, step, lane, next);
+            steps_left = steps;
+            if (--slices_left == 0) {
+                slices_left = SLICES_OF_A_GROUP;
+                end_group();
+            }
+        } else {
+            multiply_step<false>(fragments, step, lane, next);
+        }
+        --steps_left;
+    }
+    // Leaves all of it in `total`.
+    __device__ void end() {
+        for_each_sum<G>([&](int r, int c, int i) { group[r][c][i] += slice[r][c][i]; });
+        if constexpr (G::TOTALS == SHARED) {
+            const bool adds = has_total;
+            for_each_place([&](int r, int c, float4& own) {
+                const float4 before = adds ? own : make_float4(0.f, 0.f, 0.f, 0.f);
+                total[r][c][0] = before.x, total[r][c][1] = before.y;
+                total[r][c][2] = before.z, total[r][c][3] = before.w;
+            });
+        }
+        for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] += group[r][c][i]; });
+    }
+    // Of a team's group alone: leaves the group's sums in shared memory, and in `joined` those of all groups, of a half
+    // of the thread's column tiles and one of its two row tiles.
+    template <typename Half> __device__ void join(Sums<Half>& joined, char* shared) {
+        static_assert(G::ROW_TILES == 2 && G::TEAMS == 4, "each team joins a fourth of the sums");
+        constexpr int TILES = G::ROW_TILES * G::COLUMN_TILES;
+        float4* area = reinterpret_cast<float4*>(shared) + threadIdx.x % G::TEAM;
+        const int team = threadIdx.x / G::TEAM;
+        wait_for_copies<0>();
+        __syncthreads();  // the ring, whose memory takes the sums, has been read by all
+#pragma unroll
+        for (int r = 0; r < G::ROW_TILES; ++r)
+#pragma unroll
+            for (int c = 0; c < G::COLUMN_TILES; ++c) {
+                const float(&last)[4] = slice[r][c], (&own)[4] = group[r][c];
+                area[(team * TILES + r * G::COLUMN_TILES + c) * G::TEAM] =
+                    make_float4(own[0] + last[0], own[1] + last[1], own[2] + last[2], own[3] + last[3]);
+            }
+        __syncthreads();
+        const int first = team / 2 * G::COLUMN_TILES + team % 2 * Half::COLUMN_TILES;
+#pragma unroll
+        for (int c = 0; c < Half::COLUMN_TILES; ++c) {
+            float(&sum)[4] = joined[0][c];
+            sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+#pragma unroll
+            for (int g = 0; g < G::TEAMS; ++g) {
+                const float4 more = area[(g * TILES + first + c) * G::TEAM];
+                sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
+            }
+        }
+    }
+
+  private:
+    template <bool BEGINS, typename Next>
+    __device__ void multiply_step(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
+        using F = Fragments<G>;
+        fragments.begin();
+#pragma unroll
+        for (int part = 0; part < F::PARTS; ++part) {
+            if (part + 1 < F::PARTS) fragments.read_weights(step, lane, part + 1);
+            else fragments.read_first(next(), lane);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int r = 0; r < G::ROW_TILES; ++r)
+#pragma unroll
+                    for (int i = 0; i < F::TILES; ++i) {
+                        const int c = part * F::TILES + i;
+                        float(&sum)[4] = slice[r][c];
+                        if (BEGINS && half == 0) {
+#pragma unroll
+                            for (int k = 0; k < 4; ++k) group[r][c][k] += sum[k], sum[k] = 0.f;
+                        }
+                        fragments.multiply(sum, r, part, i, half, T());
+                    }
+        }
+    }
+    template <typename Action> __device__ void for_each_place(const Action& action) {
+#pragma unroll
+        for (int r = 0; r < G::ROW_TILES; ++r)
+#pragma unroll
+            for (int c = 0; c < G::COLUMN_TILES; ++c) action(r, c, place[(r * G::COLUMN_TILES + c) * G::THREADS]);
+    }
+    __device__ void end_group() {
+        if constexpr (G::TOTALS == SHARED) {
+            const bool adds = has_total;
+            for_each_place([&](int r, int c, float4& own) {
+                float(&sum)[4] = group[r][c];
+                const float4 before = adds ? own : make_float4(0.f, 0.f, 0.f, 0.f);
+                own = make_float4(before.x + sum[0], before.y + sum[1], before.z + sum[2], before.w + sum[3]);
+                sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+            });
+            has_total = true;
+        } else if constexpr (G::TOTALS == REGISTERS) {
+            for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] += group[r][c][i], group[r][c][i] = 0.f; });
+        }
+    }
+};
+
+// What becomes of a thread's sums. rows: the layer's outputs, of gates and ups half of its weight rows.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void write(
+    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int batch,
+    int rows) {
+#pragma unroll
+    for (int r = 0; r < G::ROW_TILES; ++r)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int b = place.row + lane.row_of(r, half);
+            if (b >= batch) continue;
+            float2 before[G::COLUMN_TILES];
+#pragma unroll
+            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
+                const int n = place.column + lane.weight_row_of(c);
+                if (n < rows) before[c] = output.before_two(b, n, rows);
+            }
+#pragma unroll
+            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
+                const int n = place.column + lane.weight_row_of(c);
+                if (n >= rows) continue;
+                float2 one[G::SUMS];
+#pragma unroll
+                for (int s = 0; s < G::SUMS; ++s) {
+                    one[s] = make_float2(total[r][c + s][2 * half], total[r][c + s][2 * half + 1]);
+                    if (bias != nullptr) {
+                        const float2 more = read_two(bias + s * rows + n, n, rows);
+                        one[s].x += more.x, one[s].y += more.y;
+                    }
+                }
+                output.two(b, n, rows, one, before[c]);
+            }
+        }
+}
+
+// The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places.
+template <typename T> struct LowOutput {
+    RowAdapters<T> adapters;
+    __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
+    __device__ void two(int b, int n, int, const float2 (&sum)[1], float2) const { adapters.leave(b, n, sum[0]); }
+};
+
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void finish(
+    Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, const Linear& linear,
+    int rows) {
+    if constexpr (G::ADAPTED) add_adapters<T, G>(total, lane, linear, place);
+    write<T, G>(total, lane, bias, output, place, linear.batch, rows);
+}
+
+// Grid: as many blocks as run at once, or where groups are joined one for each tile. Dynamic shared memory: the ring of
+// stages, then totals and barriers. MAPPED: tensor maps tell where weights and activations are, if the GPU has such.
+template <typename T, typename G, bool MAPPED, typename Output>
+__device__ __forceinline__ void multiply(
+    const TensorMap* weight_map, const TensorMap* input_map, const TiledLinear& arguments, const T* weight, int rows,
+    const T* bias, const Output& output) {
+    extern __shared__ __align__(128) char shared[];
+    static_assert(G::STAGE_BYTES == HOST_STAGE_BYTES, "as the host counts them");
+    const Linear& linear = arguments.linear;
+    const int team_columns = SLICES_OF_A_GROUP * linear.steps * 32;
+    const int own_columns = G::TEAMS > 1 ? min(team_columns, linear.columns) : linear.columns;
+    const Operands<T> operands{
+        weight_map, input_map, weight, static_cast<const T*>(arguments.input), arguments.stride, linear.batch, rows,
+        linear.columns, team_columns, {arguments.selected, arguments.tokens}};
+    launch_next_kernel();
+    wait_for_previous_kernel();
+    const Work work(G::ROWS, G::UNIT, linear.batch, rows, (own_columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS);
+    typename CopiesOf<T, G, MAPPED>::type chunks(operands, work, shared, arguments.stages);
+    const Lane<G> lane;
+    TileSums<T, G> sums(
+        reinterpret_cast<float4*>(shared + arguments.stages * G::STAGE_BYTES) + threadIdx.x, linear.steps);
+    for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
+        sums.begin();
+        Fragments<G> fragments;
+        fragments.read_first(chunks.next_stage(), lane);
+#pragma unroll 1
+        for (int chunk = 1; chunk <= work.chunks; ++chunk) {
+            chunks.copy();
+            const char *first = chunks.stage(), *second = first + G::STEP_BYTES;
+            sums.multiply(fragments, first, lane, [&] { return second; });
+            // Behind the last chunk something is read that nobody multiplies.
+            sums.multiply(fragments, second, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
+        }
+        const Place place = work.place_of(tile);
+        if constexpr (G::TOTALS == JOINED) {
+            using Half = Geometry<1, G::COLUMN_TILES / 2, 2 * G::ROW_WARPS, 2 * G::COLUMN_WARPS, REGISTERS, G::PAIRED,
+                                  G::ADAPTED>;
+            const int team = threadIdx.x / G::TEAM, warp = threadIdx.x % G::TEAM / 32;
+            const Lane<Half> own(warp % G::ROW_WARPS * 2 + team / 2, warp / G::ROW_WARPS * 2 + team % 2);
+            Sums<Half> joined;
+            sums.template join<Half>(joined, shared);
+            finish<T, Half>(joined, own, bias, output, place, linear, rows);
+        } else {
+            sums.end();
+            finish<T, G>(sums.total, lane, bias, output, place, linear, rows);
+        }
+    }
+}
+
+#define PROMPT_KERNEL(NAME)                                                                                            \
+    template <typename T, int ROW_TILES, int COLUMN_TILES, int ROW_WARPS, int COLUMN_WARPS, int BLOCKS, int TOTALS,    \
+              bool ADAPTED, bool MAPPED>                                                                               \
+    __global__ void __launch_bounds__(32 * ROW_WARPS * COLUMN_WARPS * (TOTALS == JOINED ? GROUPS : 1), BLOCKS) NAME(   \
+        const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,                     \
+        const __grid_constant__ TiledLinear arguments)
+#define PROMPT_GEOMETRY(PAIRED)                                                                                        \
+    using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, COLUMN_WARPS, TOTALS, PAIRED, ADAPTED>;                     \
+    const Linear& linear = arguments.linear;                                                                           \
+    const T *weight = static_cast<const T*>(linear.weight), *bias = static_cast<const T*>(linear.bias)
+
+// output = scale (input weight^T + bias)
+PROMPT_KERNEL(linear) {
+    PROMPT_GEOMETRY(false);
+    const FloatOutput output{static_cast<float*>(arguments.output), linear.scale};
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+}
+
+// output = activation(gate) up of input weight^T + bias
+PROMPT_KERNEL(gate_up) {
+    PROMPT_GEOMETRY(true);
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+}
+
+// output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all.
+PROMPT_KERNEL(linear_residual) {
+    PROMPT_GEOMETRY(false);
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias,
+                           residual_output<T>(arguments));
+}
+
+// The products of LoRA adapters' A, which the kernels above take; the next launch's are cleared.
+PROMPT_KERNEL(low_products) {
+    PROMPT_GEOMETRY(false);
+    const RowAdapters<T> adapters(linear);
+    weight = static_cast<const T*>(linear.adapters.a), bias = nullptr;
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, adapters.all_low_rows(), bias,
+                           LowOutput<T>{adapters});
+    adapters.clear_next();
+}
+#undef PROMPT_KERNEL
+#undef PROMPT_GEOMETRY
+
+}  // namespace prefill

@@ -1,0 +1,192 @@
+"""Linear layers of any number of rows on the GPU: which tiles, and the launches.
+
+No bit depends on the tiles; what decides is time alone, estimated in clocks of what limits a layer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
+from edgellm.kernels.decode.contract import STEP, LinearWeights
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, TensorMap, TiledLinear, tensor_map
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, Launch
+
+#: The most rows of activations, and stages of a ring, each of 64 columns; bytes of a row in a step of 32.
+MAX_PROMPT_ROWS, _MOST_STAGES, _ROW_BYTES = 65_536, 4, 2 * STEP
+#: Bytes that a multiprocessor keeps for each block; bytes a clock of its shared memory.
+_KEPT_BYTES, _SHARED = 1024, 128
+#: Clocks of a tile beside its steps, and that a step takes at least.
+_TILE_CLOCKS, _LATENCY = 2500, 250
+#: Where sums of groups are added, and how many groups there are.
+REGISTERS, SHARED, JOINED = range(3)
+_GROUPS = 4
+#: Bytes of the stages' barriers.
+_BARRIERS = 8 * _MOST_STAGES
+
+
+class PromptTiling(NamedTuple):
+    """Template arguments of `Geometry` in linear_tiles.cuh, and how many blocks registers have room for.
+
+    A warp has `row_tiles` of 16 rows of activations times `column_tiles` of 8 weight rows. `totals`: where sums of
+    groups of slices are added: in registers, in shared memory, or by teams of warps, one for each group, that join.
+    """
+
+    row_tiles: int
+    column_tiles: int
+    row_warps: int
+    column_warps: int
+    blocks: int
+    totals: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of activations of a tile."""
+        return 16 * self.row_tiles * self.row_warps
+
+    @property
+    def weight_rows(self) -> int:
+        """Weight rows of a tile."""
+        return 8 * self.column_tiles * self.column_warps
+
+    @property
+    def teams(self) -> int:
+        """Teams of warps."""
+        return _GROUPS if self.totals == JOINED else 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.row_warps * self.column_warps * self.teams
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of 64 columns of weights and activations for each team."""
+        return 2 * (self.rows + self.weight_rows) * _ROW_BYTES * self.teams
+
+    def shared_bytes(self, stages: int) -> int:
+        """Bytes of a block's ring, its sums and barriers."""
+        return _BARRIERS + stages * self.stage_bytes + (self.totals == SHARED) * self.rows * self.weight_rows * 4
+
+    def resident(self, stages: int, gpu: Capacity) -> int:
+        """Blocks that a multiprocessor has at once; 0 where shared memory does not take one."""
+        room = gpu.shared_limit + _KEPT_BYTES
+        return min(self.blocks, room // (self.shared_bytes(stages) + _KEPT_BYTES))
+
+    def stages(self, gpu: Capacity) -> int:
+        """Stages of the ring: as many as leave room for as many blocks as two stages do."""
+        fitting = range(2, _MOST_STAGES + 1)
+        return max(count for count in fitting if count == 2 or self.resident(count, gpu) == self.resident(2, gpu))
+
+    def tiles(self, batch: int, weight_rows: int) -> int:
+        """Tiles of so many rows of activations times weight rows."""
+        return -(-batch // self.rows) * -(-weight_rows // self.weight_rows)
+
+    def grid(self, batch: int, weight_rows: int, gpu: Capacity) -> tuple[int, int, int]:
+        """Blocks that walk over the tiles."""
+        tiles, at_once = self.tiles(batch, weight_rows), gpu.multiprocessors * self.resident(self.stages(gpu), gpu)
+        return (tiles if self.totals == JOINED else min(tiles, at_once)), 1, 1
+
+    def clocks(self, batch: int, weight_rows: int, columns: int, gpu: Capacity) -> float:
+        """Clocks of `batch` rows of activations times a matrix [weight_rows, columns]."""
+        warps, own = self.threads // 32, -(-self.tiles(batch, weight_rows) // gpu.multiprocessors)
+        fragments = warps * (16 * self.row_tiles + 8 * self.column_tiles)
+        shared = (fragments + self.teams * (self.rows + self.weight_rows)) * _ROW_BYTES / _SHARED
+        products = self.teams * self.rows * self.weight_rows * STEP / gpu.speeds[1]
+        step = max(shared, products) + 0.3 * min(shared, products)
+        beside = min(own, self.resident(self.stages(gpu), gpu))
+        steps, rounds = -(-columns // (STEP * self.teams)), -(-own // beside)
+        return rounds * (steps * max(step * beside, _LATENCY) + _TILE_CLOCKS)
+
+
+#: All tilings, the largest tiles first.
+TILINGS = (
+    PromptTiling(2, 8, 4, 2, 1, SHARED),
+    PromptTiling(2, 8, 2, 2, 2, SHARED),
+    PromptTiling(2, 4, 2, 4, 1, REGISTERS),
+    PromptTiling(2, 8, 2, 1, 1, JOINED),
+    PromptTiling(2, 4, 2, 2, 2, REGISTERS),
+    PromptTiling(2, 4, 1, 2, 2, JOINED),
+    PromptTiling(1, 4, 2, 2, 3, REGISTERS),
+)
+
+
+def prompt_tilings(gpu: Capacity) -> list[PromptTiling]:
+    """All tilings whose blocks find room in a GPU's shared memory; at least one."""
+    return [tiling for tiling in TILINGS if tiling.resident(2, gpu)]
+
+
+@cache
+def prompt_tiling(batch: int, weight_rows: int, columns: int, gpu: Capacity) -> PromptTiling:
+    """The fastest tiling for `batch` rows of activations times a matrix [weight_rows, columns]."""
+    return min(prompt_tilings(gpu), key=lambda tiling: tiling.clocks(batch, weight_rows, columns, gpu))
+
+
+@cache
+def prompt_kernel(name: str, dtype: str, tiling: PromptTiling, adapted: bool = False, mapped: bool = False) -> Kernel:
+    """A kernel of linear.cu; `adapted`: with LoRA adapters; `mapped`: tensor maps tell where rows are."""
+    macros = (
+        ("HOST_MOST_STAGES", _MOST_STAGES),
+        ("HOST_STAGE_BYTES", tiling.stage_bytes),
+        ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)),
+    )
+    sizes = [int(each) for each in (*tiling, adapted, mapped)]
+    expression = f"prefill::{name}<{CUDA_TYPES[dtype]}, {', '.join(map(str, sizes))}>"
+    module = "-".join(map(str, ("prefill", name, dtype, *sizes)))
+    return Kernel(ModuleSource(module, ("prefill/linear.cu",), (expression,), (*MACROS, *macros)), expression)
+
+
+class CudaPromptLinear(CudaTiledKernels):
+    """The kernels for one GPU, stream and dtype: methods and results of `CudaTiledKernels`, of 1 to 65,536 rows, for
+    dense weights alone.
+
+    Of LoRA adapters `low_products` must be launched before a layer that has them. Each is loaded when a launch first
+    needs it. `tiling`: other than the fastest; `accelerated`: the tensor memory accelerator copies, where a GPU has it.
+    """
+
+    most_rows = MAX_PROMPT_ROWS
+    tiling: PromptTiling | None = None
+    accelerated = True
+
+    def low_products(self, x: DeviceArray, linear: LinearWeights, selected: DeviceArray | None = None) -> Launch:
+        """See `NumpyTiledKernels.low_products`; what a layer with adapters takes in any case."""
+        assert linear.adapters is not None
+        arguments = self._arguments(x, linear, x, 0, 1.0, selected)
+        (arguments.selected,) = addresses(selected)
+        return self._prompt_launch("low_products", x, linear.adapters.a, arguments)
+
+    def _launch(
+        self, name: str, x: DeviceArray, linear: LinearWeights, arguments: TiledLinear, tiling: Any = None
+    ) -> Launch:
+        if linear.is_packed:
+            raise KernelError("prompts take dense weights: dequantize packed ones first")
+        name, adapted = name.replace("selected", "linear"), linear.adapters is not None
+        return self._prompt_launch(name, x, linear.weight, arguments, adapted, tiling)
+
+    def _prompt_launch(
+        self,
+        name: str,
+        x: DeviceArray,
+        weight: DeviceArray,
+        arguments: TiledLinear,
+        adapted: bool = False,
+        tiling: PromptTiling | None = None,
+    ) -> Launch:
+        """The launch of a kernel over all rows of a weight."""
+        batch, (every_row, columns) = arguments.linear.batch, weight.shape
+        tiling = tiling or self.tiling or prompt_tiling(batch, every_row, columns, self.gpu)
+        arguments.stages = tiling.stages(self.gpu)
+        mapped = self.accelerated and self.gpu.has_clusters and not arguments.selected
+        maps = [TensorMap(), TensorMap()]
+        if mapped:
+            tiles = (weight, tiling.weight_rows // (1 + (name == "gate_up"))), (x, tiling.rows)
+            maps = [tensor_map(self.module, matrix, columns, rows, STEP) for matrix, rows in tiles]
+        kernel = prompt_kernel(name, self.dtype, tiling, adapted, mapped)
+        grid, shared = tiling.grid(batch, every_row, self.gpu), tiling.shared_bytes(arguments.stages)
+        return Launch(self.module, kernel, grid, tiling.threads, shared, (*maps, arguments))

@@ -1,0 +1,335 @@
+// Tiles of linear.cu: where a thread's sums stand, how weights and activations come into shared memory, and from there
+// to the tensor cores.
+//
+// A stage of the ring holds 64 columns for each team of warps, in two steps of 32; of each step first the weight rows,
+// then the rows of activations, 64 bytes each without gaps. So the 16 bytes that a lane reads of eight rows lie beside
+// the next lane's.
+#pragma once
+#include "decode/outputs.cuh"
+
+namespace prefill {
+using namespace decode;
+
+constexpr int STAGE_COLUMNS = 64, STAGE_STEPS = 2, ROW_BYTES = 64, MOST_STAGES = HOST_MOST_STAGES;
+constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
+constexpr int BAND = 1024;  // rows of activations whose tiles are neighbours in time
+
+// Where the sums of groups of slices are added: in registers, in shared memory, or each group by a team of warps of its
+// own, which join theirs in shared memory.
+enum Totals { REGISTERS, SHARED, JOINED };
+
+// Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS times COLUMN_WARPS
+// warps a team. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the gate rows in the first
+// half; every second column tile of a warp is of them. ADAPTED: with LoRA adapters.
+template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int COLUMN_WARPS_, int TOTALS_, bool PAIRED_,
+          bool ADAPTED_>
+struct Geometry {
+    static constexpr int ROW_TILES = ROW_TILES_, COLUMN_TILES = COLUMN_TILES_, ROW_WARPS = ROW_WARPS_;
+    static constexpr int COLUMN_WARPS = COLUMN_WARPS_, TOTALS = TOTALS_;
+    static constexpr bool PAIRED = PAIRED_, ADAPTED = ADAPTED_;
+    static constexpr int TEAMS = TOTALS == JOINED ? GROUPS : 1;
+    static constexpr int TEAM = 32 * ROW_WARPS * COLUMN_WARPS, THREADS = TEAMS * TEAM;
+    static constexpr int ROWS = 16 * ROW_TILES * ROW_WARPS, WEIGHT_ROWS = 8 * COLUMN_TILES * COLUMN_WARPS;
+    static constexpr int SUMS = PAIRED ? 2 : 1;      // that an output is made of
+    static constexpr int UNIT = WEIGHT_ROWS / SUMS;  // output columns of a tile
+    static constexpr int STEP_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES, TEAM_BYTES = STAGE_STEPS * STEP_BYTES;
+    static constexpr int STAGE_BYTES = TEAMS * TEAM_BYTES, TOTAL_BYTES = TOTALS == SHARED ? ROWS * WEIGHT_ROWS * 4 : 0;
+    static constexpr int AT_ONCE = THREADS / 8;  // rows that all threads copy at once
+    static_assert(COLUMN_TILES % SUMS == 0 && UNIT % AT_ONCE == 0 && ROWS % AT_ONCE == 0, "whole pairs and rounds");
+};
+
+template <typename G> using Sums = float[G::ROW_TILES][G::COLUMN_TILES][4];
+
+template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
+#pragma unroll
+    for (int r = 0; r < G::ROW_TILES; ++r)
+#pragma unroll
+        for (int c = 0; c < G::COLUMN_TILES; ++c)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) action(r, c, i);
+}
+
+// Where a thread's sums stand in the tile.
+template <typename G> struct Lane {
+    int row, column_warp;
+
+    __device__ Lane() : Lane(threadIdx.x / 32 % G::ROW_WARPS, threadIdx.x % G::TEAM / 32 / G::ROW_WARPS) {}
+    __device__ Lane(int row_warp, int column) : row(row_warp * G::ROW_TILES * 16), column_warp(column) {}
+    // The first weight row of the warp's tile `c`.
+    __device__ int tile_row(int c) const {
+        const int tile = column_warp * G::COLUMN_TILES + c;
+        return G::PAIRED ? tile % 2 * G::UNIT + tile / 2 * 8 : tile * 8;
+    }
+    __device__ int row_of(int r, int half) const { return row + r * 16 + half * 8 + threadIdx.x % 32 / 4; }
+    // The first of two.
+    __device__ int weight_row_of(int c) const { return tile_row(c) + threadIdx.x % 4 * 2; }
+};
+
+// sum [16, 8] += a [16, 16] times the transpose of b [8, 16]. Nothing but its operands decides where it stands.
+#define PROMPT_MULTIPLY(T, NAME)                                                                                       \
+    __device__ __forceinline__ void multiply_rows(float (&sum)[4], unsigned a0, unsigned a1, unsigned a2, unsigned a3, \
+                                                  unsigned b0, unsigned b1, T) {                                       \
+        asm("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                             \
+            "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                                    \
+            : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])                                                   \
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));                                                   \
+    }
+PROMPT_MULTIPLY(__half, "f16")
+PROMPT_MULTIPLY(__nv_bfloat16, "bf16")
+#undef PROMPT_MULTIPLY
+
+// What a warp multiplies in a step of 32 columns: of each row a lane has eight columns, of which the first four are
+// multiplied first, as the decode kernels do. Weights come in parts of a step, each while the part before is
+// multiplied.
+template <typename G> struct Fragments {
+    static constexpr int TILES = 2, PARTS = G::COLUMN_TILES / TILES;  // column tiles of a part
+    static_assert(PARTS % 2 == 0, "the first part of the next step finds the first place free");
+    unsigned activations[G::ROW_TILES][2][4];
+    uint4 weights[2][TILES], next[G::ROW_TILES][2];
+
+    static __device__ uint4 at(const char* place) { return *reinterpret_cast<const uint4*>(place); }
+    __device__ void read_weights(const char* step, const Lane<G>& lane, int part) {
+#pragma unroll
+        for (int i = 0; i < TILES; ++i)
+            weights[part % 2][i] = at(step + lane.tile_row(part * TILES + i) * ROW_BYTES + threadIdx.x % 32 * 16);
+    }
+    // What a step begins with.
+    __device__ void read_first(const char* step, const Lane<G>& lane) {
+        const char* rows = step + (G::WEIGHT_ROWS + lane.row) * ROW_BYTES + threadIdx.x % 32 * 16;
+        read_weights(step, lane, 0);
+#pragma unroll
+        for (int r = 0; r < G::ROW_TILES; ++r)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) next[r][half] = at(rows + (r * 16 + half * 8) * ROW_BYTES);
+    }
+    // The next step's activations as the tensor cores take them: four registers side by side, of two loads. What is
+    // combined with zero (blockIdx.z) is a value of its own to the compiler, which would else put the four together anew
+    // for each product, with more moves than products.
+    __device__ void begin() {
+#pragma unroll
+        for (int r = 0; r < G::ROW_TILES; ++r) {
+            const uint4 &low = next[r][0], &high = next[r][1];
+            const unsigned given[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | blockIdx.z;
+        }
+    }
+    template <typename T> __device__ void multiply(float (&sum)[4], int r, int part, int i, int half, T) const {
+        const unsigned(&a)[4] = activations[r][half];
+        const uint4& b = weights[part % 2][i];
+        multiply_rows(sum, a[0], a[1], a[2], a[3], half == 0 ? b.x : b.z, half == 0 ? b.y : b.w, T());
+    }
+};
+
+// A CUtensorMap.
+struct __align__(64) TensorMap {
+    unsigned long long opaque[16];
+};
+
+// A matrix product's operands. The maps tell the tensor memory accelerator of weight and input. rows: N, or half of it
+// of gate and up. input: rows `stride` elements apart, of which `source` says where row b lies. team_columns: of a group
+// of slices.
+template <typename T> struct Operands {
+    const TensorMap *weight_map, *input_map;
+    const T *weight, *input;
+    int stride, batch, rows, columns, team_columns;
+    SelectedRows source;
+};
+
+// The first row of activations, and the first output column, of a tile.
+struct Place {
+    int row, column;
+};
+
+// All tiles, in chunks of 64 columns, those of a team. Blocks that run at once have tiles of few rows of activations and
+// few weight rows, which the second-level cache then gives to several: tiles follow each other downwards in a band.
+struct Work {
+    int tile_rows, tile_columns, high, wide, tiles, chunks;
+
+    __device__ Work(int height, int width, int batch, int rows, int all_chunks)
+        : tile_rows(height), tile_columns(width), high((batch + height - 1) / height), wide((rows + width - 1) / width),
+          tiles(high * wide), chunks(all_chunks) {}
+    __device__ Place place_of(int tile) const {
+        const int band = BAND / tile_rows, begin = tile / (band * wide) * band, within = tile - begin * wide;
+        const int height = min(band, high - begin);
+        return {(begin + within % height) * tile_rows, within / height * tile_columns};
+    }
+};
+
+// Every thread copies 16 bytes of some rows, those of a chunk in one group. A barrier of the block for each chunk says
+// that it has come, and that the one before has been read: its stage is filled again.
+template <typename T, typename G> struct Copies {
+    static constexpr int WEIGHT_COPIES = G::WEIGHT_ROWS / G::AT_ONCE, COPIES = G::ROWS / G::AT_ONCE;
+    const Operands<T>& operands;
+    const Work& work;
+    const char* memory;
+    int stages, read_stage, written_stage, tile, chunk;
+    int own_row, own_column;
+    unsigned own;
+    const uint4 *weights[G::SUMS], *input;                          // of the tile's first rows
+    unsigned weight_of[WEIGHT_COPIES / G::SUMS], input_of[COPIES];  // pieces of 8 elements behind them
+
+    __device__ Copies(const Operands<T>& given, const Work& all, const char* shared, int count)
+        : operands(given), work(all), memory(shared), stages(count), read_stage(-1), written_stage(0), tile(blockIdx.x),
+          chunk(0) {
+        const int lane = threadIdx.x % 32, step = lane / 8 % 2, piece = lane % 4;
+        own_row = threadIdx.x / 32 * 4 + lane / 16 * 2 + lane / 4 % 2, own_column = step * 32 + piece * 8;
+        own = shared_address(shared) + step * G::STEP_BYTES + own_row * ROW_BYTES + piece * 16;
+        begin_tile();
+#pragma unroll 1
+        for (int i = 0; i < stages - 1; ++i) copy();
+    }
+    // Behind the last column are zeros.
+    __device__ void copy() {
+        if (tile < work.tiles) {
+#pragma unroll
+            for (int team = 0; team < G::TEAMS; ++team) {
+                const int first = team * operands.team_columns + chunk * STAGE_COLUMNS;
+                const bool exists = first + own_column < operands.columns;
+                const int from = (exists ? first : -own_column) / 8;
+                const unsigned target = own + written_stage * G::STAGE_BYTES + team * G::TEAM_BYTES;
+#pragma unroll
+                for (int i = 0; i < WEIGHT_COPIES; ++i) {
+                    const int half = i * G::AT_ONCE / G::UNIT, place = i % (WEIGHT_COPIES / G::SUMS);
+                    copy_async_16(target + i * G::AT_ONCE * ROW_BYTES, weights[half] + from + weight_of[place], exists);
+                }
+#pragma unroll
+                for (int i = 0; i < COPIES; ++i) {
+                    const int line = i * G::AT_ONCE;
+                    copy_async_16(target + (G::WEIGHT_ROWS + line) * ROW_BYTES, input + from + input_of[i], exists);
+                }
+            }
+            if (++chunk == work.chunks) {
+                chunk = 0, tile += gridDim.x;
+                begin_tile();
+            }
+        }
+        if (++written_stage == stages) written_stage = 0;
+        commit_copies();
+    }
+    // Of what lies behind the last row the last one is copied, which is what nobody reads.
+    __device__ void begin_tile() {
+        if (tile >= work.tiles) return;
+        const Place place = work.place_of(tile);
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s)
+            weights[s] = line_of(operands.weight, place.column + s * operands.rows, operands.columns);
+#pragma unroll
+        for (int i = 0; i < WEIGHT_COPIES / G::SUMS; ++i) {
+            const int line = min(own_row + i * G::AT_ONCE, operands.rows - 1 - place.column);
+            weight_of[i] = (line * operands.columns + own_column) / 8;
+        }
+        input = line_of(operands.input, operands.source(place.row), operands.stride);
+#pragma unroll
+        for (int i = 0; i < COPIES; ++i) {
+            const int line = min(place.row + own_row + i * G::AT_ONCE, operands.batch - 1);
+            // Rows that are selected follow each other, so that none lies before the first.
+            const unsigned behind = operands.source(line) - operands.source(place.row);
+            input_of[i] = behind * (operands.stride / 8) + own_column / 8;
+        }
+    }
+    __device__ const char* stage() const {
+        return memory + read_stage * G::STAGE_BYTES + threadIdx.x / G::TEAM * G::TEAM_BYTES;
+    }
+    // The stage of the next chunk, once it has come. All threads of the block call it, then `copy`.
+    __device__ const char* next_stage() {
+        if (++read_stage == stages) read_stage = 0;
+        wait_for_all_but(stages - 2);
+        __syncthreads();
+        return stage();
+    }
+
+  private:
+    static __device__ const uint4* line_of(const T* matrix, int line, int columns) {
+        return reinterpret_cast<const uint4*>(matrix + static_cast<size_t>(line) * columns);
+    }
+    static __device__ void wait_for_all_but(int groups) {
+        if (groups == 0) wait_for_copies<0>();
+        else if (groups == 1) wait_for_copies<1>();
+        else wait_for_copies<2>();
+    }
+    static_assert(MOST_STAGES == 4, "a case for each");
+};
+
+template <typename T, typename G, bool MAPPED> struct CopiesOf { using type = Copies<T, G>; };
+
+#if __CUDA_ARCH__ >= 900
+
+// The same by the tensor memory accelerator, for which one thread asks: a barrier of each stage counts the bytes that
+// have come. Behind the last column are zeros, behind the last row whatever is there.
+template <typename T, typename G> struct MappedCopies {
+    const Operands<T>& operands;
+    const Work& work;
+    const char* memory;
+    unsigned barriers;
+    int stages, read_stage, written_stage, parity, tile, chunk;
+
+    __device__ MappedCopies(const Operands<T>& given, const Work& all, const char* shared, int count)
+        : operands(given), work(all), memory(shared),
+          barriers(shared_address(shared) + count * G::STAGE_BYTES + G::TOTAL_BYTES), stages(count), read_stage(-1),
+          written_stage(0), parity(0), tile(blockIdx.x), chunk(0) {
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < stages; ++i)
+                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int i = 0; i < stages - 1; ++i) copy();
+    }
+    __device__ void copy() {
+        if (tile < work.tiles) {
+            if (threadIdx.x == 0) copy_stage(work.place_of(tile));
+            if (++chunk == work.chunks) chunk = 0, tile += gridDim.x;
+        }
+        if (++written_stage == stages) written_stage = 0;
+    }
+    __device__ const char* stage() const {
+        return memory + read_stage * G::STAGE_BYTES + threadIdx.x / G::TEAM * G::TEAM_BYTES;
+    }
+    // See `Copies`. The parity is that of the rounds before.
+    __device__ const char* next_stage() {
+        if (++read_stage == stages) read_stage = 0, parity ^= 1;
+        asm volatile(
+            "{\n.reg .pred ready;\nagain:\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 ready, [%0], %1;\n@!ready bra again;\n}" ::"r"(
+                barriers + 8 * read_stage),
+            "r"(parity)
+            : "memory");
+        __syncthreads();
+        return stage();
+    }
+
+  private:
+    __device__ void copy_stage(const Place& place) const {
+        const unsigned barrier = barriers + 8 * written_stage;
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(G::STAGE_BYTES)
+                     : "memory");
+#pragma unroll 1
+        for (int i = 0; i < G::TEAMS * STAGE_STEPS; ++i) {
+            const int team = i / STAGE_STEPS, step = i % STAGE_STEPS;
+            const int column = team * operands.team_columns + chunk * STAGE_COLUMNS + step * 32;
+            const unsigned target = shared_address(memory) + written_stage * G::STAGE_BYTES + i * G::STEP_BYTES;
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s)
+                copy_tile(target + s * G::UNIT * ROW_BYTES, operands.weight_map, column,
+                          place.column + s * operands.rows, barrier);
+            copy_tile(target + G::WEIGHT_ROWS * ROW_BYTES, operands.input_map, column, place.row, barrier);
+        }
+    }
+    static __device__ void copy_tile(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
+            "l"(map), "r"(column), "r"(row), "r"(barrier)
+            : "memory");
+    }
+};
+
+template <typename T, typename G> struct CopiesOf<T, G, true> { using type = MappedCopies<T, G>; };
+
+#endif
+
+}  // namespace prefill
