@@ -36,6 +36,7 @@ from edgellm.kernels.decode.contract import ACTIVATIONS as GATE_ACTIVATIONS
 from edgellm.kernels.encoder.contract import (
     ACTIVATIONS,
     MAX_NORM_WIDTH,
+    NO_ACTIVATION,
     WIDTH_STEP,
     activation_number,
     heads_refusal,
@@ -48,7 +49,7 @@ _ALIGNMENT = 256
 #: The most rows of a linear layer.
 _MOST_ROWS = 65_536
 #: The calls that are linear layers.
-LINEAR_CALLS = ("linear", "gate_up", "linear_residual")
+LINEAR_CALLS = ("linear", "activated", "gate_up", "linear_residual")
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,13 @@ class Call(NamedTuple):
 
 class EncoderCalls:
     """The calls of a program, in order, and its buffers: `places` gives of each where it begins in scratch of `nbytes`,
-    whose elements of "compute" take two bytes, or four with `wide`."""
+    whose elements of "compute" take two bytes, or four with `wide`.
 
-    def __init__(self, program: Program, wide: bool = False) -> None:
-        self._program, self._wide = program, wide
+    `rounds`: the kernels of linear layers apply activations and round (`activated`), which takes a launch more else.
+    """
+
+    def __init__(self, program: Program, wide: bool = False, rounds: bool = True) -> None:
+        self._program, self._wide, self._rounds = program, wide, rounds
         self._sizes: list[int] = []
         self._values: dict[str, Place] = {}
         for name, (shape, dtype) in program.inputs.items():
@@ -163,6 +167,10 @@ class EncoderCalls:
         if step.gated:
             output = self._buffer((x.shape[0], padded_width(width // 2)), "compute")
             self._call("gate_up", x, step.linear, step.activation, output)
+        elif self._rounds and step.scale == 1.0 and (step.activation or step.output in self._program.outputs):
+            output = self._target(step.output, (x.shape[0], padded_width(width)), "compute")
+            activation = NO_ACTIVATION if step.activation is None else activation_number(step.activation)
+            self._call("activated", x, step.linear, activation, output)
         else:
             output = self._buffer((x.shape[0], padded_width(width)), "float32")
             self._call("linear", x, step.linear, output, step.scale)

@@ -24,7 +24,7 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 class EncoderStepKernels(NamedTuple):
     """The kernels in a GPU's memory, or their NumPy twins: those of encoders, and linear layers of any number of rows
-    (`linear`, `gate_up`, `linear_residual` as of `NumpyTiledKernels`)."""
+    as of `NumpyEncoderLinear` (`linear`, `gate_up`, `linear_residual` and, if they have it, `activated`)."""
 
     encoder: EncoderKernels
     linear: Any
@@ -45,7 +45,7 @@ class EncoderEngine:
         self.shape = shape
         self._kernels, self._dtype = kernels, dtype
         program = model_program(config, shape)
-        lowered = EncoderCalls(program, wide=dtype == "float32")
+        lowered = EncoderCalls(program, wide=dtype == "float32", rounds=hasattr(kernels.linear, "activated"))
         self._calls, self._places, self.scratch_bytes = lowered.calls, lowered.places, lowered.nbytes
         #: How weights stand in memory that do not stand there as they are published, by name.
         self.paddings = padded_weights(program)

@@ -9,7 +9,7 @@ from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import MAXIMUM_ROWS, Contracts, cuda_header
 from edgellm.kernels.decode.arguments import MACROS
-from edgellm.kernels.encoder.contract import ACTIVATIONS, EncoderKernels, check_source
+from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, EncoderKernels, check_source
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.launcher import CUDA_TYPES
@@ -19,11 +19,7 @@ _THREADS, _TILE = 256, 64
 _WARPS, _STAGES, _KEYS = 4, 2, 64
 #: The sizes that heads are padded to.
 _SIZES = (64, 80, 128)
-_ROW_MACROS = (
-    ("HOST_THREADS", _THREADS),
-    ("HOST_TILE", _TILE),
-    *((f"HOST_{name.upper()}", ACTIVATIONS[name]) for name in ("gelu", "gelu_tanh", "quick_gelu")),
-)
+_ROW_MACROS = (("HOST_THREADS", _THREADS), ("HOST_TILE", _TILE), *ACTIVATION_MACROS)
 
 
 def _padded(size: int) -> int:

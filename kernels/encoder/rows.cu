@@ -1,6 +1,7 @@
 // What becomes of an encoder's rows between its linear layers: norms, activations, rows that are copied, added, or averaged
 // over squares. A block has a row of the result, all of which it writes; its threads take WIDTH columns at a time.
 #include "encoder/values.cuh"
+#include "shared/plain_activations.cuh"
 #include "shared/reductions.cuh"
 
 namespace encoder {
@@ -48,12 +49,6 @@ __global__ void __launch_bounds__(THREADS) norm(const __grid_constant__ NormArgu
     }
 }
 
-__device__ __forceinline__ float activated(float x, int activation) {
-    if (activation == HOST_GELU) return x * (1.f + erff(x * 0.70710678f)) * 0.5f;
-    if (activation == HOST_GELU_TANH) return x * (1.f + tanhf(0.79788456f * fmaf(0.044715f * x * x, x, x))) * 0.5f;
-    return x / (1.f + expf(activation == HOST_QUICK_GELU ? -1.702f * x : -x));
-}
-
 template <class Compute, int WIDTH>
 __global__ void __launch_bounds__(THREADS) activate(const __grid_constant__ ActivateArguments a) {
     begin();
@@ -62,7 +57,7 @@ __global__ void __launch_bounds__(THREADS) activate(const __grid_constant__ Acti
         if (column < a.K) {
             load<float, WIDTH>(reinterpret_cast<const char*>(a.values), size_t(blockIdx.x) * a.K + column, values);
 #pragma unroll
-            for (int i = 0; i < WIDTH; ++i) values[i] = activated(values[i], a.activation);
+            for (int i = 0; i < WIDTH; ++i) values[i] = plain_activation(values[i], a.activation);
         }
         store<Compute, WIDTH>(a.output, size_t(blockIdx.x) * a.P + column, values);
     }

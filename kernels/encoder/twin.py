@@ -8,8 +8,9 @@ from functools import reduce
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.decode.numpy_twins import NumpyLaunch
-from edgellm.kernels.encoder.contract import ACTIVATIONS, EncoderKernels, check_source
+from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch, NumpyTiledKernels, product
+from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, EncoderKernels, check_source
 
 _check = Contracts(EncoderKernels, np.ndarray)
 #: Scores that are held at a time.
@@ -105,6 +106,19 @@ class NumpyEncoder:
                 for first in range(begin, begin + window, step):
                     chosen = slice(first, min(first + step, begin + window))
                     _attend(heads, chosen, seen, scale, context[chosen])
+
+        return NumpyLaunch(compute)
+
+
+class NumpyEncoderLinear(NumpyTiledKernels):
+    """The twins of linear layers of any number of rows, `CudaPromptLinear`."""
+
+    def activated(self, x: np.ndarray, linear: LinearWeights, activation: int, output: np.ndarray) -> NumpyLaunch:
+        """`output` [R, N] compute = activation(x weight^T + bias), one of `ACTIVATIONS` or `NO_ACTIVATION`."""
+
+        def compute() -> None:
+            sums = product(x, linear)
+            np.copyto(output, sums if activation == NO_ACTIVATION else activated(sums, _NAMES[activation]))
 
         return NumpyLaunch(compute)
 

@@ -8,6 +8,7 @@
 #include "decode/many_rows.cuh"
 #include "prefill/linear_adapters.cuh"
 #include "prefill/linear_tiles.cuh"
+#include "shared/plain_activations.cuh"
 
 namespace prefill {
 
@@ -169,6 +170,17 @@ __device__ __forceinline__ void write(
         }
 }
 
+// What an activation without a gate makes of the sums, rounded.
+template <typename T> struct ActivatedOutput {
+    T* output;
+    __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
+    __device__ void two(int b, int n, int rows, const float2 (&sum)[1], float2) const {
+        const float2 values = make_float2(
+            plain_activation(sum[0].x, HOST_ACTIVATION), plain_activation(sum[0].y, HOST_ACTIVATION));
+        write_two(output + static_cast<size_t>(b) * rows + n, values, n, rows);
+    }
+};
+
 // The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places.
 template <typename T> struct LowOutput {
     RowAdapters<T> adapters;
@@ -248,6 +260,13 @@ __device__ __forceinline__ void multiply(
 PROMPT_KERNEL(linear) {
     PROMPT_GEOMETRY(false);
     const FloatOutput output{static_cast<float*>(arguments.output), linear.scale};
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+}
+
+// output = activation(input weight^T + bias), rounded
+PROMPT_KERNEL(activated) {
+    PROMPT_GEOMETRY(false);
+    const ActivatedOutput<T> output{static_cast<T*>(arguments.output)};
     multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
 }
 

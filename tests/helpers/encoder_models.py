@@ -15,7 +15,7 @@ from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.limits import EngineShape, vision_shape
 from edgellm.engines.model.vision import VisionConfig, vision_inputs
 from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
-from edgellm.kernels.encoder.twin import NumpyEncoder
+from edgellm.kernels.encoder.twin import NumpyEncoder, NumpyEncoderLinear
 from edgellm.multimodal.vision_layout import Grid, vision_layout
 
 _COMMON: dict[str, Any] = {
@@ -108,9 +108,11 @@ def expected_outputs(config: VisionConfig, shape: EngineShape, arrays: dict[str,
     return {name: engine._bindings[name] for name in outputs}
 
 
-def twin_engine(config: VisionConfig, shape: EngineShape) -> EncoderEngine:
-    """The engine on the kernels' twins, in float32; nothing unwritten is read: it is NaN."""
-    kernels: Any = EncoderStepKernels(NumpyEncoder(), NumpyTiledKernels())
+def twin_engine(config: VisionConfig, shape: EngineShape, rounds: bool = True) -> EncoderEngine:
+    """The engine on the kernels' twins, in float32; nothing unwritten is read: it is NaN. `rounds`: linear layers apply
+    activations."""
+    linear = NumpyEncoderLinear() if rounds else NumpyTiledKernels()
+    kernels: Any = EncoderStepKernels(NumpyEncoder(), linear)
     engine = EncoderEngine(kernels, config, shape, "float32")
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
     return engine

@@ -9,6 +9,7 @@ from edgellm.kernels.decode.attention import attention_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
 from edgellm.kernels.decode.tiled_linear import direct_kernel, tiled_kernel
 from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
+from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION
 from edgellm.kernels.encoder.launcher import attention_kernel as encoder_attention
 from edgellm.kernels.encoder.launcher import row_kernel
 from edgellm.kernels.images.launcher import images_source
@@ -68,7 +69,7 @@ def recurrent_sources(dtype: str) -> list[ModuleSource]:
 
 
 def encoder_sources(dtype: str) -> list[ModuleSource]:
-    """Those of vision encoders beside linear layers: of each kind of arguments that steps have, and each head size."""
+    """Those of vision encoders: of each kind of arguments that steps have, each head size, and each activation."""
     kernels = [encoder_attention(dtype, size, tiles) for size in (64, 80) for tiles in (1, 2)]
     kernels.append(encoder_attention(dtype, 128, 1))
     kernels += [row_kernel("heads.cu", "prepare_heads", "float32", dtype)]
@@ -79,6 +80,8 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     pairs = (("float32", dtype), (dtype, dtype), (dtype, "float32"), ("float32", "float32"))
     of_rows += [("copy_rows", *pair) for pair in pairs]
     kernels += [row_kernel("rows.cu", *names, width) for names in of_rows for width in (1, 4)]
+    activations = (*ACTIVATIONS.values(), NO_ACTIVATION)
+    kernels += [prompt_kernel("activated", dtype, TILINGS[-1], activation=number) for number in activations]
     return [kernel.source for kernel in kernels]
 
 

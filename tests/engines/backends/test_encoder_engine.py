@@ -28,14 +28,14 @@ from edgellm.engines.model.vision import VisionConfig
 _MOST_SHARED = 99 << 10
 
 
-@pytest.mark.parametrize("larger", [False, True])
+@pytest.mark.parametrize(("larger", "rounds"), [(False, True), (True, True), (True, False)])
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_operations(name: str, larger: bool) -> None:
+def test_equals_operations(name: str, larger: bool, rounds: bool) -> None:
     config = MODELS[name]
     for grid in grids_of(config):
         shape = shape_of(config, grid, larger)
         arrays = random_encoder(config, grid, shape)
-        expected, engine = expected_outputs(config, shape, arrays), twin_engine(config, shape)
+        expected, engine = expected_outputs(config, shape, arrays), twin_engine(config, shape, rounds)
         found = {output: np.full(values.shape, np.nan, np.float32) for output, values in expected.items()}
         engine.bind(padded_arrays(engine, arrays) | found)
         for _ in range(2):

@@ -26,6 +26,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.encoder.launcher import CudaEncoder
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -81,9 +82,7 @@ def len_of(x: Any) -> int:
 
 def linear_kernels(module: Any, dtype: str, kind: str) -> Any:
     """The kernels of prompts, or those of trees by blocks of rows."""
-    if kind == "tiled":
-        return RowBlocks(CudaTiledKernels(module, dtype))
-    return pytest.importorskip("edgellm.kernels.prefill.linear").CudaPromptLinear(module, dtype)
+    return CudaPromptLinear(module, dtype) if kind == "prompt" else RowBlocks(CudaTiledKernels(module, dtype))
 
 
 class OnDevice:
@@ -137,6 +136,19 @@ def test_equals_operations(gpu: Any, name: str, kind: str, dtype: str) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_inside_of_linear_layers_change_no_bit(gpu: Any, name: str, dtype: str) -> None:
+    """The kernels of trees have none, and those of prompts give their bits."""
+    config = MODELS[name]
+    grid = grids_of(config)[0]
+    shape = shape_of(config, grid)
+    arrays, tokens = random_encoder(config, grid, shape), config.token_count(grid)
+    found = [OnDevice(gpu, config, shape, arrays, dtype, kind) for kind in ("tiled", "prompt")]
+    for output in model_program(config, shape).outputs:
+        np.testing.assert_array_equal(*(each.bits(output, tokens) for each in found))
+
+
+@DTYPES
 @pytest.mark.parametrize("kind", ["tiled", "prompt"])
 @pytest.mark.parametrize("name", [name for name, config in MODELS.items() if not config.image_side])
 def test_an_image_has_the_same_bits_in_a_larger_engine(gpu: Any, name: str, kind: str, dtype: str) -> None:
@@ -156,7 +168,7 @@ class EncoderBackend(CudaBackend):
     def load_engine(self, shape: EngineShape) -> Engine:
         if shape.model != "vision":
             return super().load_engine(shape)
-        linear = RowBlocks(CudaTiledKernels(self._module, self.compute_dtype))
+        linear = CudaPromptLinear(self._module, self.compute_dtype)
         kernels = EncoderStepKernels(CudaEncoder(self._module), linear)
         engine = EncoderEngine(kernels, self._directory.model_config("vision"), shape, self.compute_dtype)
         self._engines.append(engine)

@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from device_bits import from_bits, relative, to_bits
 from encoder_cases import CASES, EXACT, Case, Compute, attention, first_of_each, nothing
+from gpu_device import device_copy
 
-from edgellm.kernels.encoder.contract import ACTIVATIONS
+from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION
 from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.encoder.twin import NumpyEncoder
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +104,27 @@ def test_a_window_has_the_same_bits_among_others(gpu, dtype: str) -> None:
         heads = Compute(case.arguments[0].values[:, :, own].copy())
         alone = Case("attention", (heads, window, visible[own], 80**-0.5, Compute(nothing(window, 240))))
         np.testing.assert_array_equal(bits[own], alone.run(gpu, kernels, dtype)[1])
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width", "columns"), [(1, 48, 72), (65, 1000, 592), (300, 4304, 1152)])
+@pytest.mark.parametrize("kind", [*ACTIVATIONS, None])
+def test_linear_layers_apply_activations_to_their_own_sums(
+    gpu, kind: str | None, rows: int, width: int, columns: int, dtype: str
+) -> None:
+    random, kernels, linear = np.random.default_rng(rows), CudaEncoder(gpu.kernel_module), CudaPromptLinear
+    of_rows, bias = linear(gpu.kernel_module, dtype), random.standard_normal(width, np.float32)
+    x = device_copy(gpu, to_bits(random.standard_normal((rows, columns), np.float32), dtype))
+    matrix = random.standard_normal((width, columns), np.float32) * np.float32(3 * columns**-0.5)
+    weights = LinearWeights(*(device_copy(gpu, to_bits(each, dtype)) for each in (matrix, bias)))
+    sums, expected, found = gpu.empty((rows, width), "float32"), *(gpu.empty((rows, width), dtype) for _ in range(2))
+    of_rows.linear(x, weights, sums)()
+    if kind is None:
+        kernels.copy_rows(sums, None, expected, 0)()
+    else:
+        kernels.activate(sums, ACTIVATIONS[kind], expected)()
+    of_rows.activated(x, weights, NO_ACTIVATION if kind is None else ACTIVATIONS[kind], found)()
+    np.testing.assert_array_equal(*(gpu.download(each).view(np.uint16) for each in (found, expected)))
 
 
 def test_parts_side_by_side_and_sums_in_place(gpu) -> None:
