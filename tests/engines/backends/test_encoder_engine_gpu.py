@@ -26,7 +26,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.encoder.launcher import CudaEncoder
-from edgellm.kernels.prefill.linear import CudaPromptLinear
+from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -82,7 +82,14 @@ def len_of(x: Any) -> int:
 
 def linear_kernels(module: Any, dtype: str, kind: str) -> Any:
     """The kernels of prompts, or those of trees by blocks of rows."""
-    return CudaPromptLinear(module, dtype) if kind == "prompt" else RowBlocks(CudaTiledKernels(module, dtype))
+    return prompt_kernels(module, dtype) if kind == "prompt" else RowBlocks(CudaTiledKernels(module, dtype))
+
+
+def prompt_kernels(module: Any, dtype: str) -> CudaPromptLinear:
+    """Those of prompts in the smallest tiles, which are compiled in the least time; no bit depends on tiles."""
+    kernels = CudaPromptLinear(module, dtype)
+    kernels.tiling = TILINGS[-1]
+    return kernels
 
 
 class OnDevice:
@@ -168,7 +175,7 @@ class EncoderBackend(CudaBackend):
     def load_engine(self, shape: EngineShape) -> Engine:
         if shape.model != "vision":
             return super().load_engine(shape)
-        linear = CudaPromptLinear(self._module, self.compute_dtype)
+        linear = prompt_kernels(self._module, self.compute_dtype)
         kernels = EncoderStepKernels(CudaEncoder(self._module), linear)
         engine = EncoderEngine(kernels, self._directory.model_config("vision"), shape, self.compute_dtype)
         self._engines.append(engine)
