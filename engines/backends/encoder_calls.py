@@ -132,16 +132,26 @@ class EncoderCalls:
         others = [other for other, each in self._values.items() if each.memory == place.memory]
         if place.dtype != "float32" or isinstance(place.memory, str):
             return None
-        return None if any(self._is_read(other, number) for other in others) else place
+        are_read = any(self._readers(other, number) or other in self._program.outputs for other in others)
+        return None if are_read else place
 
-    def _is_read(self, name: str, number: int) -> bool:
-        """Whether a later step reads a value before it is written anew, or it is given out."""
+    def _readers(self, name: str, number: int) -> list[Step]:
+        """The later steps that read a value before it is written anew."""
+        found = []
         for step in self._program.steps[number + 1 :]:
             if name in step.reads:
-                return True
+                found.append(step)
             if name in step.writes:
-                return False
-        return name in self._program.outputs
+                break
+        return found
+
+    def _is_rounded(self, step: NormLinear, number: int) -> bool:
+        """Whether nothing is lost where a linear layer rounds: its output is an activation's or the engine's, or heads
+        are taken from it that are not turned."""
+        readers = self._readers(step.output, number)
+        if step.activation is not None or step.output in self._program.outputs:
+            return True
+        return all(isinstance(each, EncoderAttention) and each.rotary is None for each in readers)
 
     def _normed_to(self, value: Place, norm: Norm, output: Place) -> None:
         bias = None if norm.bias is None else self._weight(norm.bias)
@@ -167,7 +177,7 @@ class EncoderCalls:
         if step.gated:
             output = self._buffer((x.shape[0], padded_width(width // 2)), "compute")
             self._call("gate_up", x, step.linear, step.activation, output)
-        elif self._rounds and step.scale == 1.0 and (step.activation or step.output in self._program.outputs):
+        elif self._rounds and step.scale == 1.0 and self._is_rounded(step, number):
             output = self._target(step.output, (x.shape[0], padded_width(width)), "compute")
             activation = NO_ACTIVATION if step.activation is None else activation_number(step.activation)
             self._call("activated", x, step.linear, activation, output)

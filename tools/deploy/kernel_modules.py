@@ -72,7 +72,7 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     """Those of vision encoders: of each kind of arguments that steps have, each head size, and each activation."""
     kernels = [encoder_attention(dtype, size, tiles) for size in (64, 80) for tiles in (1, 2)]
     kernels.append(encoder_attention(dtype, 128, 1))
-    kernels += [row_kernel("heads.cu", "prepare_heads", "float32", dtype)]
+    kernels += [row_kernel("heads.cu", "prepare_heads", given, dtype) for given in ("float32", dtype)]
     kernels += [row_kernel("product.cu", "product", "float32", dtype, dtype)]
     of_rows = [("norm", "float32", dtype, output) for output in (dtype, "float32")]
     of_rows += [("activate", dtype), ("average_pool", "float32")]
