@@ -20,6 +20,7 @@ def check_options(
     path: Any,
     vision_path: Any,
     backend: Any,
+    executor: Any,
     adapters: Any,
     drafting: Any,
     snapshots: Any,
@@ -32,6 +33,7 @@ def check_options(
     if vision_path is not None:
         check_path("multimodal_engine_directory", vision_path)
     require(isinstance(backend, str), "backend", backend, "one of auto, numpy, tensorrt")
+    require(isinstance(executor, str), "executor", executor, "auto or tensorrt")
     expected = "directories by name, as in {'json': 'adapter-dir'}"
     require(isinstance(adapters, (Mapping, type(None))), "adapters", adapters, expected)
     for name, path in (adapters or {}).items():

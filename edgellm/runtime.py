@@ -56,15 +56,17 @@ class SpecDecodeRuntime:
     """What computes answers, for one thread; `edgellm.LLM` gives it a thread of its own and serves many.
 
     `engine_directory` has the model; images need vision engines, from there or from `multimodal_engine_directory`.
-    `backend` is "auto" (TensorRT where there is a GPU, else NumPy), "numpy" or "tensorrt". `kv_cache` "int8" keeps the
-    model's KV rows in 8 bits, "compute" in the dtype of computing (None: as the directory was built). `drafting` says
-    how to draft; None, and kind "suffix", load no draft model and take no memory for it; "auto" drafts where the
-    directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by name,
-    which join those of the engine directory; None loads none, and nothing that applies them. `snapshots` are files of
-    `edgellm cache build` or `generate_and_save_system_prompt_kv_cache`; in memory they take up to `snapshot_budget`
-    bytes, those used least recently go first. Rows of answers that give way to others (see `Request`) are kept in up to
-    `preemption_budget` bytes of the host's memory, which is taken when it is needed; beyond that they are computed
-    again. Recurrent states, of models that have such, are kept at places of texts in up to `state_budget` bytes of it.
+    `backend` is "auto" (the GPU where there is one, else NumPy), "numpy" or "tensorrt" (the GPU). `executor` says what
+    runs steps on a GPU: "auto" kernels, and TensorRT what they do not take; "tensorrt" the other way round. `kv_cache`
+    "int8" keeps the model's KV rows in 8 bits, "compute" in the dtype of computing (None: as the directory was built).
+    `drafting` says how to draft; None, and kind "suffix", load no draft model and take no memory for it; "auto" drafts
+    where the directory has a draft model, as this machine's preset says. `adapters` are directories of LoRA adapters by
+    name, which join those of the engine directory; None loads none, and nothing that applies them. `snapshots` are
+    files of `edgellm cache build` or `generate_and_save_system_prompt_kv_cache`; in memory they take up to
+    `snapshot_budget` bytes, those used least recently go first. Rows of answers that give way to others (see `Request`)
+    are kept in up to `preemption_budget` bytes of the host's memory, which is taken when it is needed; beyond that they
+    are computed again. Recurrent states, of models that have such, are kept at places of texts in up to `state_budget`
+    bytes of it.
     Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError subclasses that say
     what is wrong.
     """
@@ -77,6 +79,7 @@ class SpecDecodeRuntime:
         drafting: DraftingConfig | Literal["auto"] | None = None,
         *,
         backend: str = "auto",
+        executor: str = "auto",
         kv_cache: str | None = None,
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
@@ -91,7 +94,7 @@ class SpecDecodeRuntime:
             "preemption_budget": preemption_budget,
             "state_budget": state_budget,
         }
-        check_options(path, vision_path, backend, adapters, drafting, snapshots, budgets, progress, metrics)
+        check_options(path, vision_path, backend, executor, adapters, drafting, snapshots, budgets, progress, metrics)
         self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
@@ -116,7 +119,7 @@ class SpecDecodeRuntime:
         self._observer: Observer | None = None
         self._following: FollowingLogits | None = None
         loras = read_adapters(self.directory, adapters)
-        opened = open_backend(backend, self.directory)
+        opened = open_backend(backend, self.directory, executor)
         try:
             chosen = default_drafting(self.directory.limits, opened.name) if drafting == "auto" else drafting
             if self._multimodal_directory is not None:

@@ -18,7 +18,7 @@ from edgellm.commands.options import ModelOptions
 from edgellm.commands.table import option, takes_options
 from edgellm.drafting.config import DraftingConfig, default_drafting
 from edgellm.engines.backends.plan_files import platforms_with_plans, present_platform
-from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
+from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.directories.engine_directory import EngineDirectory, edgellm_version
 from edgellm.engines.model.memory_plan import recurrent_bytes
 from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
@@ -122,7 +122,9 @@ def _driver() -> str:
 
 
 def _tensorrt() -> str:
-    library = find_tensorrt() or load_tensorrt()
+    library = find_tensorrt()
+    if library is None:
+        return "none: kernels run text models; vision encoders on a GPU, and --executor tensorrt, need it"
     name = "TensorRT-RTX" if library.flavour == "rtx" else "TensorRT"
     targets = ", ".join(library.buildable_targets) or "none without its GPU"
     return f"{name} {library.version}, builds for {targets}"

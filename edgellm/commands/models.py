@@ -102,6 +102,7 @@ def open_model_with(
         llm = LLM(
             settings.model,
             backend=settings.backend,
+            executor=settings.executor,
             kv_cache=settings.kv_cache,
             drafting=drafting,
             adapters=adapters,

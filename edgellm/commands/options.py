@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from edgellm.structure.description import Structure
 
 BACKENDS = ("auto", "numpy", "tensorrt")
+EXECUTORS = ("auto", "tensorrt")
 #: The kinds of `DraftingConfig`, which takes longer to load than all else here.
 DRAFT_KINDS = ("tree", "chain", "choices", "suffix")
 OPTIONAL_KIND = f"[{'|'.join(DRAFT_KINDS)}]"
@@ -64,6 +65,7 @@ class ComputingOptions(Options, panel="Model"):
     """What computes, how KV rows are kept, and where other settings stand."""
 
     backend: str | None = option("What computes.", choices=BACKENDS)
+    executor: str | None = option("What runs steps on a GPU: kernels, or wherever it can TensorRT.", choices=EXECUTORS)
     kv_cache: str | None = option(
         "Keep the KV cache in the dtype that is computed in, or in 8 bits, which takes half the memory [default: as "
         "the engine directory was built].",

@@ -151,6 +151,7 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
     llm = AsyncLLM(
         settings.model,
         backend=settings.backend,
+        executor=settings.executor,
         kv_cache=settings.kv_cache,
         drafting=models.chosen_drafting(settings),
         adapters=loras,

@@ -47,6 +47,7 @@ class Settings:
 
     model: Path | None = None
     backend: str = "auto"
+    executor: str = "auto"
     kv_cache: str | None = None
     system: str | None = None
     chat_template: Path | None = None

@@ -1,4 +1,4 @@
-"""The backend on the GPU: TensorRT engines, CUDA kernels and memory on one stream of the primary context."""
+"""The backend on the GPU: engines of CUDA kernels or of TensorRT, and memory, on one stream of the primary context."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
-from edgellm.engines.backends.encoder_engine import EncoderEngine
+from edgellm.engines.backends.encoder_calls import encoder_refusal
+from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
 from edgellm.engines.backends.executors import kernel_executor, plan_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
+from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.padded_weights import Padding
-from edgellm.engines.backends.plan_files import gpu_platform, load_or_build_plan
+from edgellm.engines.backends.plan_engines import PlanEngines
 from edgellm.engines.backends.planned_engines import CODE
-from edgellm.engines.backends.platform import load_tensorrt
+from edgellm.engines.backends.prompt_executor import PromptRows
 from edgellm.engines.backends.split_engine import SplitEngine
-from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
-from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -38,9 +38,11 @@ from edgellm.kernels.acceptance.launcher import CudaAcceptance
 from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
+from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 from edgellm.kernels.sampling.launcher import CudaSampling
@@ -48,6 +50,8 @@ from edgellm.kernels.sampling.twin import first_not_finite
 from edgellm.kernels.tree.launcher import CudaTree
 
 logger = logging.getLogger("edgellm.tensorrt")
+
+LoadedEngine = TensorRTEngine | KernelEngine | SplitEngine | EncoderEngine
 
 
 class CudaBackend(CudaDevice):
@@ -61,11 +65,11 @@ class CudaBackend(CudaDevice):
     fixed_shapes = True
     computes_at_once = False
 
-    def __init__(self, directory: EngineDirectory, packed: PackedLayouts | None = None) -> None:
-        """`packed` are the `model_layouts` of a directory with packed weights."""
-        self._directory, self._packed = directory, packed or {}
+    def __init__(self, directory: EngineDirectory, packed: PackedLayouts | None = None, executor: str = "auto") -> None:
+        """`packed` are the `model_layouts` of a directory with packed weights, `executor` is one of
+        `opening.EXECUTORS`, or "kernels": vision encoders run on kernels, too, which on "auto" run on TensorRT."""
+        self._directory, self._packed, self._executor = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
-        self._library = load_tensorrt()
         self._opened: ExitStack | None = None
         with ExitStack() as opened:
             super().__init__()
@@ -79,16 +83,20 @@ class CudaBackend(CudaDevice):
         rows = most_logit_rows(self._directory.limits)
         workspace = self.zeros((CudaSampling.workspace_bytes(rows),), "uint8")
         self.kernels = CudaSampling(self._module, self.compute_dtype, workspace)
-        self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
-        self._platform = gpu_platform(self.gpu, self._library)
-        self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
-        self._engines: list[TensorRTEngine | KernelEngine | SplitEngine | EncoderEngine] = []
+        self._engines: list[LoadedEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
-        self._many: CudaTiledKernels | None = None
+        self._many = CudaTiledKernels(self._module, self.compute_dtype)
+        self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
+        self._prefill = CudaPrefill(self._module)
         self._scratch, self._is_checked = self.empty((0,), "uint8"), False
         #: The weights that were loaded, and how they are packed (None: dense). Where base and draft have one of the
         #: same name it is the draft's, which is loaded last.
         self._loaded: dict[str, DeviceLayout | None] = {}
+
+    @cached_property
+    def _plans(self) -> PlanEngines:
+        """TensorRT, where an engine is its."""
+        return PlanEngines(self._directory, self.gpu)
 
     @cached_property
     def draft_tree(self) -> CudaTree:
@@ -212,47 +220,83 @@ class CudaBackend(CudaDevice):
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         """True where hand-written kernels compute the attention."""
         config, limit = self._directory.model_config(shape.model), self._module.shared_limit
+        if self._prefers_plan(shape):
+            return False
         return (
             kernel_executor(config, shape, self.compute_dtype, limit)[0] is not None
             or split_refusal(config, shape, self.compute_dtype, limit) is None
         )
 
     def load_engine(self, shape: EngineShape) -> Engine:
-        """The decode kernels where they take model and shape (they are faster), otherwise plans: of what stands between
-        attention, or of the whole where kernels do not take that; EngineError where nothing runs a shape. One that is
+        """What runs a shape: kernels where they take it, otherwise plans, of what stands between attention or of the
+        whole; the other way round where TensorRT is asked for. EngineError where nothing runs it. An engine that is
         loaded after `check_memory` has scratch of its own where it needs more than there is."""
-        engine = self._kernel_engine(shape) or self._split_engine(shape) or self._plan_engine(shape)
+        ways: tuple[Callable[[EngineShape], LoadedEngine | None], ...]
+        ways = self._encoder_engine, self._kernel_engine, self._split_engine, self._plan_engine
+        if self._executor == "tensorrt":
+            ways = self._split_engine, self._preferred_plan, self._kernel_engine, self._plan_engine
+        engine = next(found for way in ways if (found := way(shape)) is not None)
         self._engines.append(engine)
         if self._is_checked:
             small = engine.scratch_bytes > self._scratch.nbytes
             self._attach(engine, self.empty((engine.scratch_bytes,), "uint8") if small else self._scratch)
         return engine
 
+    def _prefers_plan(self, shape: EngineShape) -> bool:
+        """Whether a plan of the whole runs a shape though kernels would."""
+        config, limit = self._directory.model_config(shape.model), self._module.shared_limit
+        return (
+            self._executor == "tensorrt"
+            and split_refusal(config, shape, self.compute_dtype, limit) is not None
+            and plan_refusal(config, shape, self.compute_dtype, limit, shape.model in self._packed) is None
+        )
+
+    def _preferred_plan(self, shape: EngineShape) -> TensorRTEngine | None:
+        return self._plan_engine(shape) if self._prefers_plan(shape) else None
+
     def _kernel_engine(self, shape: EngineShape) -> KernelEngine | None:
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        packed = self._packed_of(shape.model, model_program(config, shape)) if self._packed else None
+        program = model_program(config, shape)
+        packed = self._packed_of(shape.model, program) if self._packed else None
         executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module), packed)
         if executor is None:
             if shape.segment is None:
                 name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
                 logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
-        return KernelEngine(self._step_kernels(config, executor), executor, config, shape, dtype, limit)
+        if executor is PromptRows:
+            self._load_attention(program)
+        return KernelEngine(self._step_kernels(config), executor, config, shape, dtype, limit, packed)
+
+    def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
+        """A vision encoder on kernels, where these are asked for and take it."""
+        config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
+        if self._executor != "kernels" or shape.model != "vision":
+            return None
+        if encoder_refusal(model_program(config, shape), dtype, limit) is not None:
+            return None
+        kernels = EncoderStepKernels(CudaEncoder(self._module), self._any_rows)
+        return EncoderEngine(kernels, config, shape, dtype)
+
+    def _load_attention(self, program: Program) -> None:
+        """Load the kernels of many tokens' attention before a step waits for them."""
+        shape = program.shape
+        kinds = {(step.heads, step.window is not None, step.looks_ahead) for step in program.attentions}
+        for (heads, _, size), window, ahead in kinds:
+            int8 = shape.kv_cache == "int8"
+            self._prefill.load(self.compute_dtype, size, shape.tokens, shape.batch * heads, int8, window, ahead)
 
     def _split_engine(self, shape: EngineShape) -> SplitEngine | None:
         config, dtype = self._directory.model_config(shape.model), self.compute_dtype
         refusal = split_refusal(config, shape, dtype, self._module.shared_limit)
         if refusal is not None:
             return None
-        program, kernels = model_program(config, shape), CudaPrefill(self._module)
-        # Before a step waits for them.
-        kinds = {(step.heads, step.window is not None, step.looks_ahead) for step in program.attentions}
-        for (heads, _, size), window, ahead in kinds:
-            kernels.load(dtype, size, shape.tokens, shape.batch * heads, shape.kv_cache == "int8", window, ahead)
+        program = model_program(config, shape)
+        self._load_attention(program)
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
         packed = set(self._packed_of(shape.model, program))
-        return SplitEngine(kernels, program, engines, dtype, packed, self.recurrent)
+        return SplitEngine(self._prefill, program, engines, dtype, packed, self.recurrent)
 
     def _packed_of(self, model: str, program: Program) -> dict[str, DeviceLayout]:
         """A program's packed weights by name; those that no checkpoint of a draft fills are the base's."""
@@ -263,32 +307,21 @@ class CudaBackend(CudaDevice):
                 found[spec.name] = layouts[spec.name]
         return found
 
-    def _step_kernels(self, config: Any, executor: Executor) -> StepKernels:
-        """The kernels for a model's heads, those of many rows where the executor takes them: loaded once."""
+    def _step_kernels(self, config: Any) -> StepKernels:
+        """The kernels for a model's heads; those of a kind are the same for all engines."""
         decoder = config.decoder if isinstance(config, DraftConfig) else config
         few = self._few.get(decoder.head_dim)
         if few is None:
             few = self._few[decoder.head_dim] = CudaDecodeKernels(self._module, self.compute_dtype, decoder.head_dim)
-        if (executor is ManyRows or self._packed) and self._many is None:
-            self._many = CudaTiledKernels(self._module, self.compute_dtype)
-        return StepKernels(few, self._many, capacity_of(self._module), self.recurrent)
+        return StepKernels(few, self._many, capacity_of(self._module), self.recurrent, self._any_rows, self._prefill)
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
-        """Load the plan from the engine directory or the cache; build it where there is none."""
-        config, attention = self._directory.model_config(shape.model), self._directory.attention
-        is_packed = shape.model in self._packed
+        """A plan; EngineError where TensorRT does not run the shape."""
+        config, is_packed = self._directory.model_config(shape.model), shape.model in self._packed
         refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, is_packed)
         if refusal is not None:
             raise EngineError(refusal)
-
-        def build() -> bytes:
-            capability = self._platform.compute_capability
-            stage = f"Plans are built for {capability} with TensorRT {self._library.version}: none were there"
-            logger.warning("%s: %s", stage, shape.name, extra={"stage": (stage, shape.name)})
-            return build_plan(config, shape, self.compute_dtype, attention, capability)
-
-        plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
-        return TensorRTEngine(self._library, self._runtime, plan, shape, self._runtime_cache)
+        return self._plans.load(shape)
 
     def scratch_bytes(self) -> int:
         """The largest need of a loaded engine: they run one after another."""
@@ -296,7 +329,8 @@ class CudaBackend(CudaDevice):
 
     def check_memory(self, plan: MemoryPlan) -> None:
         """Compare the plan with the free memory of the GPU, then allocate the engines' scratch."""
-        self._runtime_cache.save()  # by now every engine is loaded
+        if "_plans" in self.__dict__:  # by now every engine is loaded
+            self._plans.keep()
         free, total = self.free_memory()
         if plan.total > free:
             raise DeviceMemoryError(
@@ -309,9 +343,7 @@ class CudaBackend(CudaDevice):
         for engine in self._engines:
             self._attach(engine, self._scratch)
 
-    def _attach(
-        self, engine: TensorRTEngine | KernelEngine | SplitEngine | EncoderEngine, scratch: DeviceArray
-    ) -> None:
+    def _attach(self, engine: LoadedEngine, scratch: DeviceArray) -> None:
         engine.attach(self, scratch)
         if not isinstance(engine, TensorRTEngine):
             engine.load_kernels(self._loaded)
@@ -321,31 +353,7 @@ class CudaBackend(CudaDevice):
         if self._opened is None:
             return
         self._engines.clear()
-        self._runtime = None
+        self.__dict__.pop("_plans", None)
         self._scratch = None
         opened, self._opened = self._opened, None
         opened.close()
-
-
-class _Logger:
-    """Passes TensorRT's warnings and errors on to logging."""
-
-    @staticmethod
-    def make(trt: Any) -> Any:
-        severity = trt.ILogger.Severity
-        levels = {
-            severity.INTERNAL_ERROR: logging.ERROR,
-            severity.ERROR: logging.ERROR,
-            severity.WARNING: logging.INFO,
-            severity.INFO: logging.DEBUG,
-            severity.VERBOSE: logging.DEBUG,
-        }
-
-        class Logger(trt.ILogger):
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, level: Any, message: str) -> None:
-                logger.log(levels[level], "%s", message)
-
-        return Logger()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows
 from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal
+from edgellm.engines.backends.prompt_executor import PromptRows
 from edgellm.engines.backends.recurrent_steps import recurrent_refusal
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.config import DecoderConfig
@@ -42,26 +43,31 @@ def kernel_executor(
     `capacity` says which is the fastest: by itself an H200 whose blocks have that limit. `packed` are the weights that
     are read packed, by name.
 
-    A step of more rows than one launch takes runs in passes, each of some of its sequences.
+    A step of more rows than one launch takes runs in passes, each of some of its sequences. Kernels of prompts run what
+    those of few and of many rows refuse; a segment between TensorRT's engines is not theirs.
     """
     if dtype not in ("float16", "bfloat16"):
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
     if shape.model == "vision":
         return None, "vision encoders run on TensorRT"
     program = replace(model_program(config, passes(shape)[-1][1]), packed=packed or {})
-    rows = most_rows(program)
-    if rows > ManyRows.most_rows:
+    capacity, rows = capacity or Capacity(shared_limit=shared_limit), most_rows(program)
+    order: list[Executor] = []
+    if rows <= ManyRows.most_rows:
+        possible: list[Executor] = [FewRows, ManyRows] if rows <= FewRows.most_rows else [ManyRows]
+        few_first = fastest(possible, lambda executor, gpu: executor.clocks(program, gpu), capacity) is FewRows
+        order = [FewRows, ManyRows] if few_first else [ManyRows, FewRows]
+    if shape.segment is None and shape.phase in PromptRows.phases:
+        order.append(PromptRows)
+    if not order:
         return None, f"kernels take up to {ManyRows.most_rows} rows, not {rows}"
-    capacity = capacity or Capacity(shared_limit=shared_limit)
-    possible: list[Executor] = [FewRows, ManyRows] if rows <= FewRows.most_rows else [ManyRows]
-    few_first = fastest(possible, lambda executor, gpu: executor.clocks(program, gpu), capacity) is FewRows
     reasons: list[str] = []
-    for executor in (FewRows, ManyRows) if few_first else (ManyRows, FewRows):
+    for executor in order:
         reason = executor.refusal(program, shared_limit)
         if reason is None:
             return executor, reasons[0] if reasons else ""
         reasons.append(reason)
-    return None, reasons[-1] if few_first else reasons[0]
+    return None, reasons[order.index(ManyRows)] if ManyRows in order else reasons[0]
 
 
 def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:

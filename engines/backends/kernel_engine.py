@@ -1,5 +1,5 @@
-"""Engines of hand-written kernels: decode, verify and draft steps, short prefills and the segments of long ones that
-have few rows, as launches prepared once.
+"""Engines of hand-written kernels: decode, verify and draft steps, prompts, and the segments that have few rows of
+those which TensorRT runs, as launches prepared once.
 
 They stand behind the same edge as TensorRT's engines and write the same KV rows, so that all share caches and weights.
 Each new token sees the committed rows, itself, and in steps of several tokens the new ones that `attention_mask` lets
@@ -50,15 +50,16 @@ class KernelEngine:
         shape: EngineShape,
         dtype: str,
         shared_limit: int,
+        packed: Mapping[str, DeviceLayout] | None = None,
     ) -> None:
-        """`executor` is one that takes the shape, as `kernel_executor` finds it."""
+        """`executor` is one that takes the shape, as `kernel_executor` finds it; `packed` are the weights that will be
+        bound packed, by name."""
         self.shape, self.executor = shape, executor
-        self.reads_attention_mask = shape.phase != "decode"
+        self.reads_attention_mask = shape.phase != "decode" and not executor.many_tokens
         self._kernels, self._dtype, self._shared_limit = kernels, dtype, shared_limit
-        self._program = model_program(config, shape)
-        parts = passes(shape)
-        whole = len(parts) == 1
-        self._passes = [(slots, self._program if whole else model_program(config, part)) for slots, part in parts]
+        programs = [(slots, model_program(config, part)) for slots, part in passes(shape)]
+        self._passes = [(slots, replace(program, packed=packed or {})) for slots, program in programs]
+        self._program = self._passes[0][1] if len(programs) == 1 else model_program(config, shape)
         self._tensors = {name: (size, self._own(kind)) for name, (size, kind) in self._program.edge.items()}
         layouts = [self._layout(program) for _, program in self._passes]
         self._layouts, self.scratch_bytes = [each for each, _ in layouts], max(size for _, size in layouts)
@@ -80,7 +81,7 @@ class KernelEngine:
         self._scratch = []
         for (_, program), layout in zip(self._passes, self._layouts, strict=True):
             arrays = {name: device.part(scratch, *place) for name, place in layout.items()}
-            if program.attentions:  # not in the shared scratch: the counters must be zero between steps
+            if "partial" in arrays:  # not in the shared scratch: the counters must be zero between steps
                 most = max(step.heads[1] for step in program.attentions)
                 arrays["counters"] = device.zeros((most_rows(program), most), "uint32")
             self._scratch.append(arrays)
@@ -111,7 +112,7 @@ class KernelEngine:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         if not self._launches:
             self._launches = self._prepare()
-            for launch in self._launches:
+            for launch in self._launches if self.executor.overlaps else ():
                 launch.overlap_previous()
         self._enqueue(self._launches, lambda index: None)
 
@@ -120,7 +121,7 @@ class KernelEngine:
         wait."""
         if not self._launches_by_layer:
             self._launches_by_layer = self._prepare()
-            for number, launch in enumerate(self._launches_by_layer):
+            for number, launch in enumerate(self._launches_by_layer if self.executor.overlaps else ()):
                 if number not in self._layer_starts:  # that one must not overtake what its layer waits for
                     launch.overlap_previous()
         self._enqueue(self._launches_by_layer, before_layer)
@@ -176,7 +177,7 @@ class KernelEngine:
     def _layout(self, program: Program) -> tuple[dict[str, tuple[int, tuple[int, ...], str]], int]:
         """Offset, shape and dtype of every intermediate result, and the bytes of all."""
         layout, offset = {}, 0
-        for name, (size, kind) in scratch_of(program).items():
+        for name, (size, kind) in scratch_of(program, self.executor.many_tokens).items():
             layout[name] = (offset, size, self._own(kind))
             nbytes = math.prod(size) * ITEM_SIZES[self._own(kind)]
             offset += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -8,6 +8,7 @@ launches of their own, for all blocks of the linear layer that follows. Either g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from edgellm.engines.backends.kernel_steps import (
@@ -64,13 +65,15 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermut
 
 
 class StepKernels(NamedTuple):
-    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; the GPU; and those of recurrent
-    layers, which a program may need."""
+    """The kernels in a GPU's memory, or their NumPy twins: of few rows, and of many; the GPU; and what a program may
+    need beside them: kernels of recurrent layers, of linear layers of any number of rows, and of prompts' attention."""
 
     few: Any
     many: Any
     gpu: Capacity = Capacity()
     recurrent: Any = None
+    any_rows: Any = None
+    prefill: Any = None
 
 
 class FewRows:
@@ -78,6 +81,10 @@ class FewRows:
 
     name = "kernels of few rows"
     most_rows = MAX_ROWS
+    #: Whether each launch may start while the one before still runs.
+    overlaps = True
+    #: Whether attention is that of prompts.
+    many_tokens = False
 
     def __init__(
         self,
@@ -98,10 +105,14 @@ class FewRows:
         if rows > cls.most_rows:
             return f"{cls.name} take up to {cls.most_rows} rows, not {rows}"
         for step in program.steps:
-            reason = step_refusal(step, program) or cls._memory_refusal(step, program, limit)
+            reason = cls._step_refusal(step, program) or cls._memory_refusal(step, program, limit)
             if reason is not None:
                 return f"{cls.name} cannot run {step.title}: {reason}"
         return None
+
+    @classmethod
+    def _step_refusal(cls, step: Step, program: Program) -> str | None:
+        return step_refusal(step, program)
 
     @classmethod
     def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
@@ -143,7 +154,7 @@ class FewRows:
     @staticmethod
     def norms_inside(step: NormLinear) -> bool:
         """Whether one kernel norms the inputs of a linear layer and multiplies them."""
-        return len(step.inputs) <= 2 and all(len(given.norms) == 1 for given in step.inputs)
+        return not step.selects and len(step.inputs) <= 2 and all(len(given.norms) == 1 for given in step.inputs)
 
     def launches(self, step: Step, next_early: bool) -> list[Any]:
         """The launches of a step. `next_early` False: what overlaps the last of them starts when its predecessor is
@@ -171,6 +182,8 @@ class FewRows:
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         few, linear, output = self._kernels.few, self._weights(step.linear), self._array(step.output)
+        if step.selects:
+            return self._selected(step, linear)
         if linear.is_packed:
             return self._packed_linear(step, linear, next_early)
         if not self.norms_inside(step):
@@ -208,27 +221,52 @@ class FewRows:
             return [*launches, many.gate_up(x, linear, step.activation, output)]
         return [*launches, many.linear(x, linear, output, step.scale)]
 
-    def _residual_kernels(self, step: LinearResidual) -> Any:
+    def _selected(self, step: NormLinear, linear: LinearWeights) -> list[Any]:
+        """The launches of a layer that takes some of the rows that are normed."""
+        x, launches = self._together(step, padded=False)
+        selected = self._array("last_token_ids")
+        launches += [*self._low_products(x, linear, selected), *self._arranged(x, linear)]
+        kernels = self._few_or_many(step, linear)
+        return [
+            *launches,
+            kernels.linear_residual(x, linear, None, self._array(step.output), step.scale, None, selected),
+        ]
+
+    def _copy_kept(self, keep: Keep, values: Array) -> Any:
+        rows, width = values.size // values.shape[-1], values.shape[-1]
+        any_place = self._array(JOINED_INPUTS)[: rows * width].reshape(rows, width)
+        return self._kernels.few.norm(NormedInput(values, None), any_place, 0, self._kept(keep))
+
+    def _few_or_many(self, step: NormLinear | LinearResidual, linear: LinearWeights) -> Any:
+        """The kernels that multiply what is not normed by them."""
+        if not linear.is_packed:
+            return self._unnormed_kernels(step)
+        takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
+        return self._kernels.few if takes else self._kernels.many
+
+    def _unnormed_kernels(self, step: NormLinear | LinearResidual) -> Any:
         return self._kernels.few
 
     def _linear_residual(self, step: LinearResidual) -> list[Any]:
         selected, linear = (self._array("last_token_ids"),) if step.selects else (), self._weights(step.linear)
-        kernels = self._residual_kernels(step)
-        if linear.is_packed:
-            takes = self._kernels.few.takes(linear, step_rows(step, self._program), normed=False)
-            kernels = self._kernels.few if takes else self._kernels.many
-        x, residual, output = (self._array(name) for name in (step.value, step.residual, step.output))
+        x = self._array(step.value)
         launches = [*self._low_products(x, linear, *selected), *self._arranged(x, linear)]
+        if step.selects and step.keep is not None:  # features are those of all rows
+            launches.append(self._copy_kept(step.keep, self._array(step.residual)))
+            step = replace(step, keep=None)
+        return [*launches, *self._added(step, x, linear, self._few_or_many(step, linear), *selected)]
+
+    def _added(
+        self, step: LinearResidual, x: Array, linear: LinearWeights, kernels: Any, *selected: Array
+    ) -> list[Any]:
+        """The launches that multiply inputs which are arranged, and add what that gives."""
+        residual, output = self._array(step.residual), self._array(step.output)
         if step.norm is None:
-            return [
-                *launches,
-                kernels.linear_residual(x, linear, residual, output, step.scale, self._kept(step.keep), *selected),
-            ]
+            return [kernels.linear_residual(x, linear, residual, output, step.scale, self._kept(step.keep), *selected)]
         rows, width = step_rows(step, self._program), linear.weight.shape[0]
         given = self._array(UNNORMED)[: rows * width].reshape(rows, width)
         normed = NormedInput(given, self._array(step.norm.weight.name), step.norm.epsilon, step.norm.offset)
         return [
-            *launches,
             kernels.linear_residual(x, linear, None, given, step.scale, None, *selected),
             self._kernels.few.norm_residual(normed, residual, output, *selected),
         ]
@@ -353,6 +391,8 @@ class ManyRows(FewRows):
 
     def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
         linear = self._weights(step.linear)
+        if step.selects:
+            return self._selected(step, linear)
         return (self._packed_linear if linear.is_packed else self._normed_apart)(step, linear, next_early)
 
     @classmethod
@@ -361,7 +401,7 @@ class ManyRows(FewRows):
         few = isinstance(step, LinearResidual) and _streams(step, program, gpu.shared_limit)
         return min(many, super()._clocks(step, program, gpu)) if few else many
 
-    def _residual_kernels(self, step: LinearResidual) -> Any:
+    def _unnormed_kernels(self, step: NormLinear | LinearResidual) -> Any:
         choices = [_many_clocks, FewRows._clocks][: 1 + _streams(step, self._program, self._limit)]
         clocks = fastest(choices, lambda clocks, gpu: clocks(step, self._program, gpu), self._kernels.gpu)
         return self._kernels.many if clocks is _many_clocks else self._kernels.few
@@ -371,7 +411,7 @@ class ManyRows(FewRows):
 Executor = type[FewRows]
 
 
-def _streams(step: LinearResidual, program: Program, limit: int) -> bool:
+def _streams(step: NormLinear | LinearResidual, program: Program, limit: int) -> bool:
     """Whether the kernels of few rows take a layer."""
     rows = step_rows(step, program)
     return rows <= MAX_ROWS and linear_residual_shared_bytes(rows, limit, _ranks(program)) <= limit

@@ -28,6 +28,8 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 JOINED_INPUTS = "joined_inputs"
 #: What a linear layer gives before it is normed and added.
 UNNORMED = "unnormed"
+#: What a packed weight of many rows is multiplied as.
+DENSE = "dense weight"
 
 
 def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
@@ -72,11 +74,7 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if columns % 8:
         return f"widths must be multiples of 8, not {columns}"
     if isinstance(step, LinearResidual):
-        if step.norm is not None and step.keep is not None:
-            return "features are taken where what is added is normed"
-        return "features of all rows are taken where some are selected" if step.selects and step.keep else None
-    if step.selects:
-        return "features of all rows are taken where some are selected"
+        return "features are taken where what is added is normed" if step.norm and step.keep else None
     if any(norm.bias is not None for given in step.inputs for norm in given.norms):
         return "there is no kernel for layer norms"
     if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):
@@ -109,31 +107,44 @@ def attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
     return AttentionShape(shape.batch, shape.tokens, *step.heads, rows, shape.kv_cache == "int8", window)
 
 
-def scratch_of(program: Program) -> Edge:
-    """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them."""
+def scratch_of(program: Program, many_tokens: bool = False) -> Edge:
+    """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them;
+    `many_tokens`: those of prompts, which want packed weights dense."""
     shape, edge = program.shape, program.inputs.keys() | program.outputs.keys()
     found: Edge = {}
-    packed = 0
+    packed = dense = 0
     for step in program.steps:
         rows, width = step_rows(step, program), program.kinds[step.output][0][-1]
         dtype = "float32"
         if isinstance(step, Attention):
             dtype = "compute"
-            found["partial"] = ((attention_partials(attention_shape(step, shape)),), "float32")
+            if not many_tokens:
+                found["partial"] = ((attention_partials(attention_shape(step, shape)),), "float32")
             if step.gated:
                 found[UNGATED] = ((rows, program.kinds[step.value][0][-1] - width), "float32")
         elif isinstance(step, RECURRENT):
             dtype = program.kinds[step.output][1]
         elif isinstance(step, NormLinear):
             dtype, columns = "compute" if step.gated else "float32", step.linear.weight.shape[1]
-            packed = max(packed, rows * padded_columns(columns))
+            given = math.prod(program.kinds[step.inputs[-1].value][0][:-1])
+            packed = max(packed, given * padded_columns(columns))
             if step.keep is not None and step.keep.target not in edge:
-                found[step.keep.target] = ((rows, columns // len(step.inputs)), "compute")
-        elif isinstance(step, LinearResidual) and step.norm is not None:
-            most = max(rows * width, found.get(UNNORMED, ((0,), dtype))[0][0])
-            found[UNNORMED] = ((most,), dtype)
+                found[step.keep.target] = ((given, columns // len(step.inputs)), "compute")
+        elif isinstance(step, LinearResidual):
+            given = math.prod(program.kinds[step.residual][0][:-1])
+            if step.norm is not None:
+                most = max(rows * width, found.get(UNNORMED, ((0,), dtype))[0][0])
+                found[UNNORMED] = ((most,), dtype)
+            if step.keep is not None and step.selects:
+                packed = max(packed, given * width)
+            if step.keep is not None and step.keep.target not in edge:
+                found[step.keep.target] = ((given, width), "compute")
+        if many_tokens and rows > MAX_TILED_ROWS and packed_layout(step, program) is not None:
+            dense = max(dense, *(math.prod(spec.shape) for spec in step.weights))
         if step.output not in edge:
             found[without_layer(step.output)] = ((rows, width), dtype)
+    if dense:
+        found[DENSE] = ((dense,), "compute")
     return found | {JOINED_INPUTS: ((packed,), "compute")}
 
 

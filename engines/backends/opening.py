@@ -11,16 +11,20 @@ from edgellm.engines.errors import EngineError
 from edgellm.kernels.gpu import find_gpu
 
 BACKENDS = ("auto", "numpy", "tensorrt")
+#: What runs a model's steps on a GPU: kernels wherever they take them, or TensorRT wherever it does.
+EXECUTORS = ("auto", "tensorrt")
 
 
-def open_backend(name: str, directory: EngineDirectory) -> Backend:
-    """Open the backend `name`: "numpy", "tensorrt", or "auto", which takes TensorRT where a GPU is present.
+def open_backend(name: str, directory: EngineDirectory, executor: str = EXECUTORS[0]) -> Backend:
+    """Open the backend `name`: "numpy", "tensorrt" (the GPU), or "auto", which takes the GPU where one is present.
 
-    On "auto" a machine with a GPU but without TensorRT or pycuda raises MissingDependencyError rather than silently
-    computing on the CPU. Packed weights that its kernels do not take are refused there with EngineError.
+    `executor` is one of `EXECUTORS`. On "auto" a machine with a GPU but without pycuda raises MissingDependencyError
+    rather than silently computing on the CPU. Packed weights that its kernels do not take are refused there with
+    EngineError.
     """
-    if name not in BACKENDS:
-        raise EngineError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
+    for kind, given, known in (("backend", name, BACKENDS), ("executor", executor, EXECUTORS)):
+        if given not in known:
+            raise EngineError(f"unknown {kind} {given!r}; expected one of {', '.join(known)}")
     if name == "numpy" or (name == "auto" and find_gpu() is None):
         from edgellm.engines.backends.numpy_backend import NumpyBackend
 
@@ -31,4 +35,4 @@ def open_backend(name: str, directory: EngineDirectory) -> Backend:
     packed = model_layouts(directory.models, directory.checkpoints, directory.dtype)
     from edgellm.engines.backends.cuda_backend import CudaBackend
 
-    return cast(Backend, CudaBackend(directory, packed))
+    return cast(Backend, CudaBackend(directory, packed, executor))

@@ -9,9 +9,11 @@ from typing import Any
 
 from edgellm.engines.backends.device_layouts import PackedLayouts
 from edgellm.engines.backends.executors import kernel_executor, split_refusal
+from edgellm.engines.backends.kernel_engine import KernelEngine
+from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.families.programs import ModelConfig, model_program
-from edgellm.engines.model.limits import EngineLimits
+from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import NormLinear, Program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import ITEM_SIZES
@@ -23,29 +25,37 @@ _SHARED_LIMIT = 99 << 10
 #: before any array (TensorRT-RTX 1.6.1 on an H200), and a few more when it first ran.
 CODE = {"engines' code": 64 << 20}
 
+_NO_KERNELS = StepKernels(None, None)
+
 
 def planned_engines(
     models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts
 ) -> dict[str, int]:
     """The bytes of code, by the memory plan's names, and of the scratch that all engines share: what the longest chunk
-    of a prompt needs where kernels compute its attention. Of other shapes TensorRT alone knows."""
+    of a prompt needs. Of shapes that TensorRT runs whole it alone knows."""
     found = [0]
     for shape in limits.engine_shapes():
         if shape.phase != "prefill" or shape.tokens < limits.prefill_chunk:
             continue
-        config = models[shape.model]
-        whole = kernel_executor(config, shape, dtype, _SHARED_LIMIT)[0] is not None
-        if whole or split_refusal(config, shape, dtype, _SHARED_LIMIT) is not None:
+        config, own = models[shape.model], {**packed.get("base", {}), **packed.get(shape.model, {})}
+        executor, _ = kernel_executor(config, shape, dtype, _SHARED_LIMIT, packed=own)
+        if executor is not None:
+            engine: Any = KernelEngine(_NO_KERNELS, executor, config, shape, dtype, _SHARED_LIMIT, own)
+        elif split_refusal(config, shape, dtype, _SHARED_LIMIT) is None:
+            engine = _split_engine(config, shape, dtype, own)
+        else:
             continue
-        engines: dict[int, Any] = {}  # what they need: they are never run
-        for part in segment_shapes(model_program(config, shape)):
-            on_kernels = kernel_executor(config, part, dtype, _SHARED_LIMIT)[0] is not None
-            needed = 0 if on_kernels else tensorrt_scratch(model_program(config, part), dtype)
-            engines[part.segment or 0] = SimpleNamespace(takes_packed=on_kernels, scratch_bytes=needed)
-        names = {*packed.get("base", ()), *packed.get(shape.model, ())}
-        split = SplitEngine(NumpyPrefill(), model_program(config, shape), engines, dtype, names)
-        found.append(split.scratch_bytes)
+        found.append(engine.scratch_bytes)
     return {"engine scratch": max(found), **CODE}
+
+
+def _split_engine(config: ModelConfig, shape: EngineShape, dtype: str, packed: Mapping[str, Any]) -> SplitEngine:
+    engines: dict[int, Any] = {}  # what they need: they are never run
+    for part in segment_shapes(model_program(config, shape)):
+        on_kernels = kernel_executor(config, part, dtype, _SHARED_LIMIT)[0] is not None
+        needed = 0 if on_kernels else tensorrt_scratch(model_program(config, part), dtype)
+        engines[part.segment or 0] = SimpleNamespace(takes_packed=on_kernels, scratch_bytes=needed)
+    return SplitEngine(NumpyPrefill(), model_program(config, shape), engines, dtype, packed)
 
 
 def tensorrt_scratch(program: Program, dtype: str) -> int:

@@ -261,11 +261,11 @@ class SplitEngine:
         row_scales = RowScales(*scales) if scales else None
         part = None if rotary is None else RotaryPart(step.rotary_first, step.rotary)
         qkv = array(UNGATED) if step.gated else value
-        launches = [
-            self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales, part),
-            self._kernels.attention_ahead(qkv, rows, step.scale, context, row_scales, array(LAST_SEEN))
+        launches = [  # queries are where the context will be
+            self._kernels.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context),
+            self._kernels.attention_ahead(context, rows, step.scale, context, row_scales, array(LAST_SEEN))
             if step.looks_ahead
-            else self._kernels.causal_attention(qkv, rows, step.scale, context, row_scales),
+            else self._kernels.causal_attention(context, rows, step.scale, context, row_scales),
         ]
         if not step.gated:
             return launches

@@ -22,7 +22,8 @@ from edgellm.kernels.decode.contract import (
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
-_KEY_TILE, _ROWS = 64, 16
+#: Keys of a tile, and rows of an instruction.
+KEY_TILE, _ROWS = 64, 16
 #: Warps that can share a tile of heads of more elements than these: each has the sums of 64 columns.
 _SHARED_TILE_WARPS, _MOST_OF_ONE_WARP = 4, 128
 #: The most warps of a block: as many as have the registers that they need.
@@ -109,26 +110,26 @@ class AttentionShape(NamedTuple):
     def window_bits(self) -> int:
         """Spans of a window have 2 to this power tiles: by the model alone, so that there are no more than otherwise,
         wherever in a span a window begins and however many new tokens stand behind it."""
-        tiles = -(-(self.window + MAX_TOKENS) // _KEY_TILE) + 1
+        tiles = -(-(self.window + MAX_TOKENS) // KEY_TILE) + 1
         return next(bits for bits in range(32) if (tiles - 1 >> bits) + 2 <= 1 << self.span_bits)
 
     @property
     def most_keys(self) -> int:
         """The most keys that a sequence can have, those before its window in the same span included."""
-        span = _KEY_TILE << self.window_bits
+        span = KEY_TILE << self.window_bits
         return self.window + span + self.tokens if self.window else self.kv_rows
 
     @property
     def has_unfinished(self) -> bool:
         """Whether spans may have several tiles."""
-        return self.window_bits > 0 if self.window else self.kv_rows > _KEY_TILE << self.span_bits
+        return self.window_bits > 0 if self.window else self.kv_rows > KEY_TILE << self.span_bits
 
     @property
     def spans(self) -> int:
         """The most that there can be of a sequence."""
         if self.window:
-            return -(-self.most_keys // (_KEY_TILE << self.window_bits))
-        return min(-(-self.kv_rows // _KEY_TILE), 1 << self.span_bits)
+            return -(-self.most_keys // (KEY_TILE << self.window_bits))
+        return min(-(-self.kv_rows // KEY_TILE), 1 << self.span_bits)
 
     @property
     def state(self) -> int:
@@ -174,14 +175,14 @@ class AttentionGeometry:
 
     def shared_bytes(self, shape: AttentionShape) -> int:
         """Shared memory of a block, beside its own variables."""
-        ring, queries, steps = self.slots * self.stages * _KEY_TILE, self.row_tiles * _ROWS, -(-shape.size // 16)
+        ring, queries, steps = self.slots * self.stages * KEY_TILE, self.row_tiles * _ROWS, -(-shape.size // 16)
         row, query = (16 * (steps * element | 1) for element in (1 if shape.int8 else 2, 2))
         new_rows = -(-shape.tokens // 16) * 16
         scales = 2 * (ring + new_rows) if shape.int8 else 0
         new_scores = queries * (new_rows + 4)
         unfinished = self.warps * _ROWS * shape.state if shape.has_unfinished else 0
         if self.tile_warps > 1:  # unfinished sums are in registers, scores are told
-            unfinished = self.slots * self.row_tiles * _ROWS * _KEY_TILE
+            unfinished = self.slots * self.row_tiles * _ROWS * KEY_TILE
         floats = scales + new_scores + unfinished + self._own_states(shape) * shape.state
         return (1 if self.in_turn else 2) * (ring + shape.tokens) * row + queries * query + 4 * floats
 
@@ -222,7 +223,7 @@ def attention_kernel(
     macros = (
         ("HOST_MAX_TOKENS", MAX_TOKENS),
         ("HOST_MAX_WARPS", _MOST_WARPS),
-        ("HOST_KEY_TILE", _KEY_TILE),
+        ("HOST_KEY_TILE", KEY_TILE),
         ("HOST_ROWS", _ROWS),
         ("HOST_TABLES_BYTES", _TABLES_BYTES),
         ("HOST_ATTENTION_BYTES", ctypes.sizeof(_Attention)),
@@ -258,10 +259,10 @@ def attention_launch(
     if refusal is not None:
         raise KernelError(refusal)
     window = step.window or 0
-    if window and (kv_rows % _KEY_TILE or window + tokens - 1 > kv_rows or step.masks_all):
+    if window and (kv_rows % KEY_TILE or window + tokens - 1 > kv_rows or step.masks_all):
         raise KernelError(
             f"a ring of {kv_rows} rows for a window of {window} and {tokens} new tokens, masks_all {step.masks_all}; "
-            f"expected at least both, in whole tiles of {_KEY_TILE}, and no mask of all rows"
+            f"expected at least both, in whole tiles of {KEY_TILE}, and no mask of all rows"
         )
     if tokens > MAX_TOKENS or first + rotary > columns or first % 4 or rotary > size or rotary % 4:
         raise KernelError(
@@ -345,7 +346,7 @@ def _microseconds(
     geometry: AttentionGeometry, shape: AttentionShape, keys: int, multiprocessors: int, limit: int
 ) -> float:
     """An estimate for a sequence of so many keys."""
-    tiles, sixty_fours = -(-keys // _KEY_TILE), -(-shape.size // 64)
+    tiles, sixty_fours = -(-keys // KEY_TILE), -(-shape.size // 64)
     tile_bits = shape.window_bits if shape.window else (tiles - 1 >> shape.span_bits).bit_length()
     spans = -(-tiles >> tile_bits)
     rounds = -(-spans // (geometry.splits * geometry.slots)) << tile_bits

@@ -1,14 +1,14 @@
 // What a block of the attention kernel works on: its arguments, its place in the grid, its keys, its memory.
 #pragma once
-#include "decode/common.cuh"
+#include "shared/attention.cuh"
 #include "shared/clusters.cuh"
-#include "shared/quantized_rows.cuh"
 
 namespace decode {
 namespace keys_by_position {
 
-constexpr int KEY_TILE = 64, BLOCK = 16;  // keys of a tile, and of a step of the instruction
-constexpr int BLOCKS = KEY_TILE / BLOCK;
+using namespace attending;
+using namespace quantized;
+
 constexpr int ROWS = 16;  // of the instruction
 constexpr int MAX_TOKENS = HOST_MAX_TOKENS;
 
@@ -21,13 +21,9 @@ constexpr bool IN_TURN = HOST_IN_TURN;
 static_assert(!IN_TURN || (MAX_TOKENS <= KEY_TILE && !HOST_INT8), "new keys lie where a tile does");
 static_assert(KEY_TILE == HOST_KEY_TILE && ROWS == HOST_ROWS, "the host divides keys and rows so");
 
-using namespace quantized;
-
 // Whether the caches' rows are int8; they stay so in shared memory, and become T in the registers of who multiplies them.
 // In a query, then, of each 16 elements those of even columns stand first, as `fragment_of` takes those of a key.
 constexpr bool INT8 = HOST_INT8;
-template <bool IS, typename A, typename B> struct Choice { using Type = A; };
-template <typename A, typename B> struct Choice<false, A, B> { using Type = B; };
 template <typename T> using CacheElement = typename Choice<INT8, signed char, T>::Type;
 
 // Whether tokens see the latest `window` of their keys alone, and the caches are rings: position p is in row p % kv_rows, which
@@ -35,12 +31,6 @@ template <typename T> using CacheElement = typename Choice<INT8, signed char, T>
 // tokens sees. Spans begin at multiples of 2^window_bits tiles, whatever a token sees of them, and a tile or a span of which
 // it sees nothing changes none of its sums: so a token's bits depend on its own position alone.
 constexpr bool WINDOW = HOST_WINDOW;
-
-// Tiles of so many keys, and the logarithm of the tiles of a span, for at most 2^span_bits spans.
-__device__ __forceinline__ int tiles_of(int length) { return (length + KEY_TILE - 1) / KEY_TILE; }
-__device__ __forceinline__ int tile_bits_of(int length, int span_bits) {
-    return 32 - __clz((tiles_of(length) - 1) >> span_bits);
-}
 
 // Of a block's tokens. In shared memory.
 struct Tables {

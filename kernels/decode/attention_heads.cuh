@@ -118,16 +118,6 @@ template <typename T, int STEPS> __device__ __forceinline__ void list_keys(const
     }
 }
 
-// How the lanes of a warp share heads: each has two elements and the two that they are rotated with, QUADS times.
-template <int STEPS> struct Lanes {
-    static constexpr int OF_HEAD = STEPS <= 4 ? 16 : 32, HEADS = 32 / OF_HEAD, QUADS = STEPS <= 8 ? 1 : 2;
-};
-
-// The first of two elements and of those that they are rotated with; of those behind the rotated ones, four neighbours.
-__device__ __forceinline__ int2 places_of(int quad, int rotary) {
-    return 4 * quad < rotary ? make_int2(2 * quad, 2 * quad + rotary / 2) : make_int2(4 * quad, 4 * quad + 2);
-}
-
 // What a lane's elements of normed queries and keys are multiplied by.
 template <int STEPS> struct NormWeights {
     float2 query[Lanes<STEPS>::QUADS][2], key[Lanes<STEPS>::QUADS][2];
@@ -137,10 +127,7 @@ template <int STEPS> struct NormWeights {
 template <typename T, int STEPS>
 __device__ __forceinline__ void read_norms(NormWeights<STEPS>& norms, const Block<T, STEPS>& block) {
     if (block.q_norm == nullptr) return;
-    auto read = [&](const T* weight, int place) {
-        const float2 two = unpack<T>(*reinterpret_cast<const unsigned*>(weight + place));
-        return make_float2(two.x + block.offset, two.y + block.offset);
-    };
+    auto read = [&](const T* weight, int place) { return read_norm(weight, place, block.offset); };
 #pragma unroll
     for (int q = 0; q < Lanes<STEPS>::QUADS; ++q) {
         const int quad = threadIdx.x % Lanes<STEPS>::OF_HEAD + 32 * q;
@@ -187,33 +174,6 @@ template <typename T> __device__ __forceinline__ void write_query(T* query, int 
     }
 }
 
-// A lane's elements of a new key and its value, as rows of caches hold them: two of the key, two others, four of the value.
-template <typename T> struct KeptFour {
-    using Two = typename Choice<INT8, unsigned short, unsigned>::Type;
-    using Four = typename Choice<INT8, unsigned, uint2>::Type;
-    Two two, other;
-    Four four;
-
-    __device__ __forceinline__ KeptFour(unsigned own_two, unsigned own_other, uint2 own_four, const float (&scales)[2]) {
-        if constexpr (INT8) {
-            auto integers = [](unsigned low, unsigned high, float scale) {
-                const float2 x = unpack<T>(low), y = unpack<T>(high);
-                return row_integers(make_float4(x.x, x.y, y.x, y.y), scale);
-            };
-            const unsigned both = integers(own_two, own_other, scales[0]);
-            two = both, other = both >> 16, four = integers(own_four.x, own_four.y, scales[1]);
-        } else {
-            two = own_two, other = own_other, four = reinterpret_cast<const Four&>(own_four);
-        }
-    }
-
-    __device__ __forceinline__ void write(CacheElement<T>* key, CacheElement<T>* value, int2 place, int column) const {
-        *reinterpret_cast<Two*>(key + place.x) = two;
-        *reinterpret_cast<Two*>(key + place.y) = other;
-        *reinterpret_cast<Four*>(value + column) = four;
-    }
-};
-
 // Norm and rotary embedding of the block's queries, and of the new tokens' keys if it has them, to shared memory; the
 // block's own tokens' keys and values to the caches too.
 template <typename T, int STEPS>
@@ -253,50 +213,19 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
         for (int i = 0; i < AT_ONCE; ++i) {
             if (first + i * block.warps * Own::HEADS >= items) break;
             if (block.q_norm != nullptr) {
-                float squares = 0.f;
-#pragma unroll
-                for (int q = 0; q < QUADS; ++q) {
-                    if (4 * (lane + 32 * q) >= size) continue;
-                    squares = fmaf(low[i][q].x, low[i][q].x, fmaf(low[i][q].y, low[i][q].y, squares));
-                    squares = fmaf(high[i][q].x, high[i][q].x, fmaf(high[i][q].y, high[i][q].y, squares));
-                }
-#pragma unroll
-                for (int other = Own::OF_HEAD / 2; other > 0; other /= 2)
-                    squares += __shfl_xor_sync(FULL_WARP, squares, other);
-                const float factor = rsqrtf(fmaf(squares, block.inverse_size, block.epsilon));
-#pragma unroll
-                for (int q = 0; q < QUADS; ++q) {
-                    const float2 first_two = head[i].is_key ? norms.key[q][0] : norms.query[q][0];
-                    const float2 other_two = head[i].is_key ? norms.key[q][1] : norms.query[q][1];
-                    low[i][q].x = low[i][q].x * factor * first_two.x, low[i][q].y = low[i][q].y * factor * first_two.y;
-                    high[i][q].x = high[i][q].x * factor * other_two.x, high[i][q].y = high[i][q].y * factor * other_two.y;
-                }
+                auto weight = [&](int q, int n) { return head[i].is_key ? norms.key[q][n] : norms.query[q][n]; };
+                norm_head<STEPS>(low[i], high[i], weight, lane, size, block.inverse_size, block.epsilon);
             }
             unsigned two[QUADS], other[QUADS];
             uint2 four[QUADS];
 #pragma unroll
             for (int q = 0; q < QUADS; ++q) {
-                const bool rotates = 4 * (lane + 32 * q) < rotary;
-                const float2 c = rotates ? unpack<T>(cosine[i][q]) : make_float2(1.f, 1.f);
-                const float2 s = rotates ? unpack<T>(sine[i][q]) : make_float2(0.f, 0.f);
-                const float2 x = low[i][q], y = high[i][q];
                 const float4 v = value[i][q];
-                two[q] = pack<T>(fmaf(x.x, c.x, -y.x * s.x), fmaf(x.y, c.y, -y.y * s.y));
-                other[q] = pack<T>(fmaf(y.x, c.x, x.x * s.x), fmaf(y.y, c.y, x.y * s.y));
+                rotate<T>(two[q], other[q], low[i][q], high[i][q], cosine[i][q], sine[i][q], 4 * (lane + 32 * q) < rotary);
                 four[q] = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
             }
             float scales[2] = {};
-            if (INT8 && has_new) {
-                unsigned bits[2] = {};
-#pragma unroll
-                for (int q = 0; q < QUADS; ++q) {
-                    if (4 * (lane + 32 * q) >= size) continue;
-                    bits[0] = max(bits[0], max(size_bits(unpack<T>(two[q])), size_bits(unpack<T>(other[q]))));
-                    bits[1] = max(bits[1], max(size_bits(unpack<T>(four[q].x)), size_bits(unpack<T>(four[q].y))));
-                }
-#pragma unroll
-                for (int kind = 0; kind < 2; ++kind) scales[kind] = row_scale<Own::OF_HEAD>(bits[kind]);
-            }
+            if (INT8 && has_new) find_scales<T, STEPS>(scales, two, other, four, lane, size);
             if (own + i * block.warps * Own::HEADS >= items) continue;
             const int cached = head[i].cached * size, row = head[i].target;
             if (INT8 && head[i].is_key && lane == 0) {
@@ -317,7 +246,7 @@ __device__ __forceinline__ void make_heads_ready(const Block<T, STEPS>& block, c
                     write_query(query, place.x, two[q]), write_query(query, place.y, other[q]);
                     continue;
                 }
-                const KeptFour<T> kept(two[q], other[q], four[q], scales);
+                const KeptFour<T, INT8> kept(two[q], other[q], four[q], scales);
                 kept.write(key, its_value, place, 4 * quad);
                 if (cached >= 0) kept.write(block.cached_keys + cached, block.cached_values + cached, place, 4 * quad);
             }

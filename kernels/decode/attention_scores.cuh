@@ -5,9 +5,6 @@
 namespace decode {
 namespace keys_by_position {
 
-// Of a key that is not seen: minus infinity.
-__device__ __forceinline__ float no_score() { return __int_as_float(0xff800000); }
-
 // A lane's two rows, lane / 4 of the warp's tile and the one 8 further: the token (-1: none), the row among the block's,
 // and the token's keys (0: none here). And what all rows of the tile have: its tokens, the most keys, whether there are
 // more than 8.

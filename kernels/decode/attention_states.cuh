@@ -6,15 +6,6 @@
 namespace decode {
 namespace keys_by_position {
 
-// Tensor cores leave a lane sums of two columns of each eight; of int8, of four neighbours of each 16, since the first eight
-// have the even columns. Number n of the lane's pairs of neighbours, of its row `half`: their first column, and its sums.
-__device__ __forceinline__ int column_of(int n) {
-    return INT8 ? 16 * (n / 2) + 4 * (threadIdx.x % 4) + 2 * (n % 2) : 8 * n + 2 * (threadIdx.x % 4);
-}
-template <int WHICH, typename Sums> __device__ __forceinline__ auto& neighbour(Sums& sum, int n, int half) {
-    return INT8 ? sum[n / 2 * 2 + WHICH][2 * half + n % 2] : sum[n][2 * half + WHICH];
-}
-
 // Of a lane's two rows, as tensor cores hold sums: the largest score (log2), the sum of weights, weighted values.
 template <int STEPS> struct Whole {
     float maximum[2], total[2], sum[2 * STEPS][4];
@@ -22,17 +13,6 @@ template <int STEPS> struct Whole {
 template <> struct Whole<0> {};  // of warps that share a row's spans
 // The steps of 16 columns that a warp has sums of.
 template <int STEPS> constexpr int OWN_STEPS = TILE_WARPS == 1 ? STEPS : 4;
-
-// Raises the largest score; what is multiplied by its powers before and in the part that is added.
-__device__ __forceinline__ float2 next_maximum(float& maximum, float of_part) {
-    const float before = maximum;
-    maximum = fmaxf(before, of_part);
-    return make_float2(power_of_two(before - maximum), power_of_two(of_part - maximum));
-}
-
-__device__ __forceinline__ void add_part(float& whole, float part, float2 factors) {
-    whole = fmaf(part, factors.y, __fmul_rn(whole, factors.x));
-}
 
 __device__ __forceinline__ void clear(Whole<0>&) {}
 template <int STEPS> __device__ __forceinline__ void clear(Whole<STEPS>& whole) {
@@ -53,8 +33,8 @@ __device__ __forceinline__ void write_row(const Block<T, STEPS>& block, const Wh
     for (int i = 0; i < 2 * OWN_STEPS<STEPS>; ++i) {
         const int eight = 8 * block.member + i;
         if ((TILE_WARPS > 1 && eight >= 2 * STEPS) || !block.has_eight(eight)) continue;
-        *reinterpret_cast<unsigned*>(context + column_of(i)) =
-            pack<T>(neighbour<0>(whole.sum, i, half) * inverse, neighbour<1>(whole.sum, i, half) * inverse);
+        *reinterpret_cast<unsigned*>(context + column_of<INT8>(i)) =
+            pack<T>(neighbour<0, INT8>(whole.sum, i, half) * inverse, neighbour<1, INT8>(whole.sum, i, half) * inverse);
     }
 }
 

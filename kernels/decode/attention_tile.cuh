@@ -7,10 +7,6 @@
 namespace decode {
 namespace keys_by_position {
 
-template <typename T> struct Ones;
-template <> struct Ones<__half> { static constexpr unsigned PAIR = 0x3c003c00u; };
-template <> struct Ones<__nv_bfloat16> { static constexpr unsigned PAIR = 0x3f803f80u; };
-
 // Of a lane's two rows, the softmax of a span so far: largest score (log2), sum of weights; and what sums of the span's
 // earlier tiles are multiplied by.
 struct Softmax {
@@ -51,29 +47,15 @@ template <int HALF, typename T, int STEPS>
 __device__ __forceinline__ void compute_weights(Tile& tile, float (&total)[4], Softmax& softmax,
                                                 const float (&score)[2 * BLOCKS][4], const Block<T, STEPS>& block,
                                                 const Rows& rows) {
-    float largest = fmaxf(score[0][2 * HALF], score[0][2 * HALF + 1]);
-#pragma unroll
-    for (int n = 1; n < 2 * BLOCKS; ++n) largest = fmaxf(largest, fmaxf(score[n][2 * HALF], score[n][2 * HALF + 1]));
-    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
+    const float largest = largest_score<HALF>(score);
     const float before = tile.is_first ? LOWEST : softmax.maximum[HALF], maximum = fmaxf(before, largest * block.scale);
     softmax.maximum[HALF] = maximum;
     softmax.correction[HALF] = power_of_two(before - maximum);
     total[2 * HALF] = total[2 * HALF + 1] = tile.is_first ? 0.f : softmax.total[HALF] * softmax.correction[HALF];
-    const float offset = INT8 ? WEIGHT_BITS - maximum : -maximum;
     float2 scale[2 * BLOCKS];
     if constexpr (INT8) read_value_scales<HALF>(scale, block, rows, tile);
-#pragma unroll
-    for (int n = 0; n < 2 * BLOCKS; ++n) {
-        float low = power_of_two(fmaf(score[n][2 * HALF], block.scale, offset));
-        float high = power_of_two(fmaf(score[n][2 * HALF + 1], block.scale, offset));
-        if constexpr (INT8) total[2 * HALF] += low + high, low *= scale[n].x, high *= scale[n].y;
-        tile.weight[n / 2][HALF + 2 * (n % 2)] = pack<T>(low, high);
-    }
-    if (INT8 && tile.is_last) {
-        total[2 * HALF] += __shfl_xor_sync(FULL_WARP, total[2 * HALF], 1);
-        total[2 * HALF] += __shfl_xor_sync(FULL_WARP, total[2 * HALF], 2);
-    }
+    weigh<HALF, INT8>(tile.weight, total[2 * HALF], score, block.scale, maximum, scale, T());
+    if (INT8 && tile.is_last) total[2 * HALF] = sum_of_row(total[2 * HALF]);
 }
 
 // Whether the weights are added by who adds the values of columns from 64 * CHUNK on. (Of int8 they are not those of values.)
@@ -174,9 +156,9 @@ __device__ __forceinline__ void compute_sums(float (&sum)[8][4], float (&total)[
 #pragma unroll
             for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d) {
                 if (!block.has_eight(8 * CHUNK + d)) continue;
-                const float2 two = *reinterpret_cast<const float2*>(before + column_of(d));
-                neighbour<0>(sum, d, half) = two.x * softmax.correction[half];
-                neighbour<1>(sum, d, half) = two.y * softmax.correction[half];
+                const float2 two = *reinterpret_cast<const float2*>(before + column_of<INT8>(d));
+                neighbour<0, INT8>(sum, d, half) = two.x * softmax.correction[half];
+                neighbour<1, INT8>(sum, d, half) = two.y * softmax.correction[half];
             }
         }
     }
@@ -207,8 +189,8 @@ __device__ __forceinline__ void write_sums(float* const (&targets)[2], const flo
 #pragma unroll
         for (int d = 0; d < 8 && 8 * CHUNK + d < 2 * STEPS; ++d)
             if (block.has_eight(8 * CHUNK + d))
-                *reinterpret_cast<float2*>(target + column_of(d)) =
-                    make_float2(neighbour<0>(sum, d, half), neighbour<1>(sum, d, half));
+                *reinterpret_cast<float2*>(target + column_of<INT8>(d)) =
+                    make_float2(neighbour<0, INT8>(sum, d, half), neighbour<1, INT8>(sum, d, half));
     }
 }
 

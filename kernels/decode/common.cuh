@@ -208,6 +208,19 @@ __device__ __forceinline__ void multiply(float (&sum)[4], const unsigned (&a)[4]
     multiply_add(sum, lower, upper, b0, b1, T());
 }
 
+// The same of the products alone: nothing is added to them.
+#define DECODE_MULTIPLY(T, NAME)                                                                                       \
+    __device__ __forceinline__ void multiply_alone(float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,  \
+                                                   T) {                                                                \
+        asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." NAME "." NAME ".f32 "                                    \
+                     "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"                                       \
+                     : "=f"(sum[0]), "=f"(sum[1]), "=f"(sum[2]), "=f"(sum[3])                                          \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));                        \
+    }
+DECODE_MULTIPLY(__half, "f16")
+DECODE_MULTIPLY(__nv_bfloat16, "bf16")
+#undef DECODE_MULTIPLY
+
 // Waits for the THREADS threads of a team, 0 to 3, which lie one behind the other in a block. Barriers have constant
 // numbers: tools that look for races do not follow others.
 template <int THREADS> __device__ __forceinline__ void wait_for_team(int team) {

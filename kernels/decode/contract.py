@@ -77,12 +77,13 @@ class LinearWeights(NamedTuple):
     """`weight` [N, K] as published, `bias` [N], both compute; of a gated layer N are the gates, then the ups.
 
     Or a packed weight: a `PackedMatrix`, which takes x arranged as its `inputs` say, or of the twins a `PackedWeight`,
-    which takes it as it is.
+    which takes it as it is. Of one that was made dense in front, `arrangement` says how x is arranged.
     """
 
     weight: OwnArray
     bias: OwnArray | None = None
     adapters: LinearAdapters | None = None
+    arrangement: InputPermutation | None = None
 
     @property
     def is_packed(self) -> bool:
@@ -96,7 +97,7 @@ class LinearWeights(NamedTuple):
         Raises KernelError for a weight that does not say so though its format does.
         """
         if not isinstance(self.weight, PackedMatrix):
-            return None
+            return self.arrangement
         format, inputs = self.weight.layout.format, self.weight.inputs
         order, scales = inputs or (None, None)
         if (format.permuted and order is None) or (format.scaled and scales is None):

@@ -284,10 +284,10 @@ class CudaDecodeKernels:
         """See `NumpyDecodeKernels.norm_residual`, of up to 65,535 rows; the output may be the residual where no rows
         are selected."""
         rows, width = rows_of(normed.values), normed.columns
-        if normed.weight is None or width != normed.values.shape[-1] or residual.shape[-1] != width:
+        if width != normed.values.shape[-1] or residual.shape[-1] != width:
             raise KernelError(
                 f"a residual {list(residual.shape)} gets no normed {list(normed.values.shape)}; expected as many "
-                "columns, all normed by a weight"
+                "columns"
             )
         if residual.dtype not in ("float32", self.dtype) or output.dtype != "float32":
             raise KernelError(f"a residual of {residual.dtype} gives {output.dtype}; expected float32")

@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(THREADS) scale_rows(const T* input, float fact
     target[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
-// output [rows, width] float = residual + the normed input, not rounded. selected: which of the `tokens` rows that the residual
+// output [rows, width] float = residual + the normed input, not rounded; a weight of null: the input as it is. selected: which of the `tokens` rows that the residual
 // has of a sequence each row gets (null: it has as many rows as the input). Grid (1, rows); what a thread writes it has read.
 struct NormResidual {
     NormedInput input;
@@ -138,8 +138,9 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
     const size_t source = arguments.selected == nullptr ? row : row * arguments.tokens + __ldcg(arguments.selected + row);
     const void* residual =
         static_cast<const char*>(arguments.residual) + source * arguments.width * (adds_float ? 4 : sizeof(T));
+    const bool norms = input.weight != nullptr;
     float squares = 0.f;
-    for (int column = threadIdx.x * 8; column < arguments.width; column += THREADS * 8) {
+    for (int column = threadIdx.x * 8; norms && column < arguments.width; column += THREADS * 8) {
         float eight[8];
         load8<T>(values, is_float, column, eight);
 #pragma unroll
@@ -151,15 +152,16 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
     float total = 0.f;
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
-    const float factor = rsqrtf(total / static_cast<float>(arguments.width) + input.epsilon);
+    const float factor = norms ? rsqrtf(total / static_cast<float>(arguments.width) + input.epsilon) : 1.f;
     float* output = arguments.output + row * arguments.width;
     for (int column = threadIdx.x * 8; column < arguments.width; column += THREADS * 8) {
         float eight[8], before[8], weight[8];
         load8<T>(values, is_float, column, eight);
         load8<T>(residual, adds_float, column, before);
-        load8<T>(input.weight, false, column, weight);
+        if (norms) load8<T>(input.weight, false, column, weight);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) eight[j] = fmaf(eight[j] * factor, weight[j] + input.offset, before[j]);
+        for (int j = 0; j < 8; ++j)
+            eight[j] = fmaf(eight[j] * factor, norms ? weight[j] + input.offset : 1.f, before[j]);
         float4* target = reinterpret_cast<float4*>(output + column);
         target[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
         target[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);

@@ -71,14 +71,15 @@ def prefill_refusal(heads: int, kv_heads: int, size: int, int8: bool = False) ->
 
 def _check_heads(sizes: dict[str, Any]) -> str | None:
     size, kv_heads = sizes["D"], sizes["G"]
-    heads = sizes["W"] // size - 2 * kv_heads
-    if heads < 1 or sizes["W"] % size:
-        return f"qkv has {sizes['W']} columns; expected those of heads of {size}, more than {2 * kv_heads}"
-    if sizes.get("E", heads * size) != heads * size:
-        return f"context has {sizes['E']} columns; expected {heads * size}"
+    heads = sizes["E"] // size
+    if heads < 1 or sizes["E"] % size:
+        return f"queries have {sizes['E']} columns; expected those of heads of {size}"
+    width = (heads + 2 * kv_heads) * size
+    if sizes.get("W", width) != width:
+        return f"qkv has {sizes['W']} columns; expected {width}, those of {heads} query and {kv_heads} key-value heads"
     first, rotary = sizes.get("part.first", 0), sizes.get("part.size", sizes.get("R", 0))
-    if rotary > size or rotary % 2 or first + rotary > sizes.get("R", 0):
-        return f"{rotary} elements of heads of {size} to rotate; expected an even number, at most a head"
+    if rotary > size or rotary % 4 or first % 4 or first + rotary > sizes.get("R", 0):
+        return f"{rotary} elements of heads of {size} to rotate; expected fours of them, at most a head"
     window, rows = sizes["rows.window"], sizes["C"]
     if window and (rows % RING_STEP or window + sizes["T"] - 1 > rows):
         return (
@@ -101,24 +102,26 @@ class PrefillKernels(Protocol):
     @limited(_check_heads)
     def prepare_heads(
         self,
-        qkv: Annotated[OwnArray, "BTW compute"],
+        qkv: Annotated[OwnArray, "BTW mixed"],
         norms: HeadNorms | None,
         rotary: Annotated[OwnArray, "BTR compute"] | None,
         rows: KeyValueRows,
         row_scales: RowScales | None,
         part: RotaryPart | None,
+        queries: Annotated[OwnArray, "BTE compute"],
     ) -> Launchable:
         """Make heads ready: norm, then rotary embedding by `rotary`, or `part` of it, cosine half then sine half (None:
         without).
 
-        `qkv` has query heads, key heads, value heads. Queries are changed in place; keys and values go to rows
-        start[b] .. start[b] + T - 1 of the caches, quantized where there are `row_scales`.
+        `qkv` has query heads, key heads, value heads. Queries go to `queries`; keys and values go to rows start[b] ..
+        start[b] + T - 1 of the caches, quantized where there are `row_scales`. They have the bits that decode attention
+        gives them, which takes `qkv` in float32.
         """
 
     @limited(_check_heads)
     def causal_attention(
         self,
-        qkv: Annotated[OwnArray, "BTW compute"],
+        queries: Annotated[OwnArray, "BTE compute"],
         rows: KeyValueRows,
         scale: float,
         context: Annotated[OwnArray, "BTE compute"],
@@ -126,17 +129,17 @@ class PrefillKernels(Protocol):
     ) -> Launchable:
         """`context`: each query's softmax of scale * scores over the rows before its own and its own, times values.
 
-        Query head h uses key-value head h // (E / D / G). Token t stands at row start[b] + t. Its result has the same
-        bits whatever t is, so however a prompt is cut: sums run over keys in tiles that begin at multiples of a number
-        of rows, and a tile without a key that the token sees changes nothing. With a window a token sees the latest so
-        many rows up to its own. `row_scales` multiply scores, and weights
-        before they meet values.
+        Query head h uses key-value head h // (E / D / G). Token t stands at row start[b] + t. Its result has the bits
+        of its decode step (`edgellm.kernels.decode`), whatever t is, so however a prompt is cut: keys are divided by
+        how many a token sees, and a tile without a key that it sees changes nothing. With a window a token sees the
+        latest so many rows up to its own. `row_scales` multiply scores, and weights before they meet values. `context`
+        may be `queries` itself.
         """
 
     @limited(_check_heads)
     def attention_ahead(
         self,
-        qkv: Annotated[OwnArray, "BTW compute"],
+        queries: Annotated[OwnArray, "BTE compute"],
         rows: KeyValueRows,
         scale: float,
         context: Annotated[OwnArray, "BTE compute"],

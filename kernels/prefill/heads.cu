@@ -1,87 +1,92 @@
-// Heads made ready for attention: norm, rotary embedding, KV rows. A warp takes a head of a token at a time.
-#include "decode/common.cuh"
+// Heads made ready for attention, as decode steps make them: norm, rotary embedding, KV rows. A part of a warp takes a query
+// of a token, or a key with its value, at a time.
 #include "prefill/arguments.cuh"
-#include "shared/quantized_rows.cuh"
+#include "shared/attention.cuh"
 
 namespace prefill {
 
-constexpr int PAIRS = 4;  // of elements that a lane has of the largest head
+using namespace attending;
 
-// Grid: tokens of a sequence, sequences. Queries change in place; keys and values go to the caches, as integers where these
-// are INT8.
-template <typename T, bool INT8> __global__ void __launch_bounds__(256, 6) prepare_heads(PrepareHeadsArguments arguments) {
-    const int size = arguments.D, kv_heads = arguments.G, heads = arguments.W / size - 2 * kv_heads;
-    const int rotary = arguments.part.size > 0 ? arguments.part.size : static_cast<int>(arguments.R);
-    const int half = arguments.rotary == nullptr ? 0 : rotary / 2, lane = threadIdx.x % 32;
+// Neighbouring elements in float32, of values that are so or of T.
+__device__ __forceinline__ float2 read_two(const float* source) { return *reinterpret_cast<const float2*>(source); }
+__device__ __forceinline__ float4 read_four(const float* source) { return *reinterpret_cast<const float4*>(source); }
+template <typename T> __device__ __forceinline__ float2 read_two(const T* source) {
+    return unpack<T>(*reinterpret_cast<const unsigned*>(source));
+}
+template <typename T> __device__ __forceinline__ float4 read_four(const T* source) {
+    const uint2 four = *reinterpret_cast<const uint2*>(source);
+    const float2 low = unpack<T>(four.x), high = unpack<T>(four.y);
+    return make_float4(low.x, low.y, high.x, high.y);
+}
+
+// SOURCE: what `qkv` has, float or T. STEPS: of 16 elements, those of a head or up to the next power of two, from 4 on. Keys
+// and values go to the caches, as integers where these are INT8. Grid: tokens of a sequence, sequences.
+template <typename T, typename SOURCE, int STEPS, bool INT8>
+__global__ void __launch_bounds__(256) prepare_heads(const __grid_constant__ PrepareHeadsArguments arguments) {
+    using Own = Lanes<STEPS>;
+    using Kept = KeptFour<T, INT8>;
+    using Element = typename Kept::Element;
+    constexpr int QUADS = Own::QUADS;
+    const int size = arguments.D, kv_heads = arguments.G, heads = arguments.E / size;
+    const int columns = arguments.part.size > 0 ? arguments.part.size : static_cast<int>(arguments.R);
+    const int rotary = arguments.rotary == nullptr ? 0 : columns, lane = threadIdx.x % Own::OF_HEAD;
     const int token = blockIdx.x, sequence = blockIdx.y, position = arguments.rows.start[sequence] + token;
     const int row = arguments.rows.window > 0 ? static_cast<int>(position % arguments.C) : position;  // of a ring
     const size_t place = static_cast<size_t>(sequence) * arguments.T + token;
-    T* const qkv = reinterpret_cast<T*>(arguments.qkv) + place * arguments.W;
+    const SOURCE* const qkv = reinterpret_cast<const SOURCE*>(arguments.qkv) + place * arguments.W;
     const T* const rotation = reinterpret_cast<const T*>(arguments.rotary) + place * arguments.R + arguments.part.first;
-    for (int head = threadIdx.x / 32; head < heads + 2 * kv_heads; head += blockDim.x / 32) {
-        const bool is_query = head < heads, is_value = head >= heads + kv_heads;
-        const T* const source = qkv + static_cast<size_t>(head) * size;
-        T* target = qkv + static_cast<size_t>(head) * size;
-        char* const cache = is_value ? arguments.rows.v_cache : arguments.rows.k_cache;
-        const int kv_head = head - heads - (is_value ? kv_heads : 0);
-        const size_t cached = (static_cast<size_t>(sequence) * kv_heads + kv_head) * arguments.C + row;  // not of queries
-        if (!is_query) {
-            if (row >= static_cast<int>(arguments.C)) continue;
-            target = reinterpret_cast<T*>(cache) + cached * size;
-        }
-        const T* const weight = reinterpret_cast<const T*>(is_query ? arguments.norms.query : arguments.norms.key);
-        const bool norms = weight != nullptr && !is_value;
-        float factor = 1.f;
-        if (norms) {
-            float squares = 0.f;
-            for (int i = lane; i < size; i += 32) {
-                const float value = decode::to_float(source[i]);
-                squares = fmaf(value, value, squares);
-            }
-            factor = rsqrtf(decode::warp_sum(squares) / size + static_cast<float>(arguments.norms.epsilon));
-        }
-        auto normed = [&](int i) {
-            const float value = decode::to_float(source[i]);
-            if (!norms) return value;
-            return value * factor * (decode::to_float(weight[i]) + static_cast<float>(arguments.norms.offset));
-        };
-        // Elements that are rotated together are half the rotated part apart; of those behind it, neighbours.
-        auto first_of = [&](int pair) { return pair < half ? pair : 2 * pair; };
-        auto second_of = [&](int pair) { return pair < half ? pair + half : 2 * pair + 1; };
-        auto made = [&](int pair, T& first, T& second) {
-            const bool rotates = pair < half && !is_value;
-            const float low = normed(first_of(pair)), high = normed(second_of(pair));
-            const float cosine = rotates ? decode::to_float(rotation[pair]) : 1.f;
-            const float sine = rotates ? decode::to_float(rotation[pair + half]) : 0.f;
-            first = decode::from_float<T>(rotates ? fmaf(low, cosine, -high * sine) : low);
-            second = decode::from_float<T>(rotates ? fmaf(high, cosine, low * sine) : high);
-        };
-        if (!INT8 || is_query) {
-            T one, other;
-            for (int pair = lane; pair < size / 2; pair += 32) {
-                made(pair, one, other);
-                target[first_of(pair)] = one, target[second_of(pair)] = other;
-            }
-            continue;
-        }
-        T first[PAIRS], second[PAIRS];
-        unsigned bits = 0u;
+    T* const queries = reinterpret_cast<T*>(arguments.queries) + place * arguments.E;
+    const float epsilon = static_cast<float>(arguments.norms.epsilon), offset = static_cast<float>(arguments.norms.offset);
+    const int items = heads + (row < static_cast<int>(arguments.C) ? kv_heads : 0), groups = blockDim.x / Own::OF_HEAD;
+    for (int first = 0; first < items; first += groups) {
+        const int item = first + threadIdx.x / Own::OF_HEAD, head = min(item, items - 1);
+        const bool is_key = head >= heads;
+        const SOURCE* const source = qkv + head * size;
+        const T* const norm = reinterpret_cast<const T*>(is_key ? arguments.norms.key : arguments.norms.query);
+        float2 low[QUADS], high[QUADS], weight[QUADS][2];
+        float4 value[QUADS];
+        unsigned cosine[QUADS] = {}, sine[QUADS] = {};
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            if (lane + 32 * i >= size / 2) continue;
-            made(lane + 32 * i, first[i], second[i]);
-            const float2 two = make_float2(decode::to_float(first[i]), decode::to_float(second[i]));
-            bits = max(bits, quantized::size_bits(two));
+        for (int q = 0; q < QUADS; ++q) {
+            const int quad = min(lane + 32 * q, size / 4 - 1);
+            const int2 places = places_of(quad, rotary);
+            low[q] = read_two(source + places.x), high[q] = read_two(source + places.y);
+            value[q] = read_four(source + (is_key ? kv_heads * size : 0) + 4 * quad);
+            if (norm != nullptr)
+                weight[q][0] = read_norm(norm, places.x, offset), weight[q][1] = read_norm(norm, places.y, offset);
+            if (4 * quad >= rotary) continue;
+            cosine[q] = *reinterpret_cast<const unsigned*>(rotation + 2 * quad);
+            sine[q] = *reinterpret_cast<const unsigned*>(rotation + 2 * quad + rotary / 2);
         }
-        const float scale = quantized::row_scale<32>(bits);
-        if (lane == 0) (is_value ? arguments.row_scales.value : arguments.row_scales.key)[cached] = scale;
+        if (arguments.norms.query != nullptr)
+            norm_head<STEPS>(low, high, [&](int q, int n) { return weight[q][n]; }, lane, size, 1.f / size, epsilon);
+        unsigned two[QUADS], other[QUADS];
+        uint2 four[QUADS];
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const int pair = lane + 32 * i;
-            if (pair >= size / 2) continue;
-            const float4 two = make_float4(decode::to_float(first[i]), decode::to_float(second[i]), 0.f, 0.f);
-            const unsigned integers = quantized::row_integers(two, scale);
-            cache[cached * size + first_of(pair)] = integers, cache[cached * size + second_of(pair)] = integers >> 8;
+        for (int q = 0; q < QUADS; ++q) {
+            const float4 v = value[q];
+            rotate<T>(two[q], other[q], low[q], high[q], cosine[q], sine[q], 4 * (lane + 32 * q) < rotary);
+            four[q] = make_uint2(pack<T>(v.x, v.y), pack<T>(v.z, v.w));
+        }
+        float scales[2] = {};
+        if (INT8) find_scales<T, STEPS>(scales, two, other, four, lane, size);
+        if (item >= items) continue;
+        const size_t cached = (static_cast<size_t>(sequence) * kv_heads + head - heads) * arguments.C + row;  // not of queries
+        if (INT8 && is_key && lane == 0)
+            arguments.row_scales.key[cached] = scales[0], arguments.row_scales.value[cached] = scales[1];
+#pragma unroll
+        for (int q = 0; q < QUADS; ++q) {
+            const int quad = lane + 32 * q;
+            if (4 * quad >= size) continue;
+            const int2 places = places_of(quad, rotary);
+            if (is_key) {
+                Kept(two[q], other[q], four[q], scales)
+                    .write(reinterpret_cast<Element*>(arguments.rows.k_cache) + cached * size,
+                           reinterpret_cast<Element*>(arguments.rows.v_cache) + cached * size, places, 4 * quad);
+            } else {
+                *reinterpret_cast<unsigned*>(queries + head * size + places.x) = two[q];
+                *reinterpret_cast<unsigned*>(queries + head * size + places.y) = other[q];
+            }
         }
     }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import lru_cache
 from typing import Any
 
@@ -9,6 +10,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.contracts import Contracts, cuda_header
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS
+from edgellm.kernels.decode.attention import KEY_TILE, AttentionShape
 from edgellm.kernels.decode.dequantize import dequantize
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 from edgellm.kernels.prefill.contract import (
@@ -21,13 +23,19 @@ from edgellm.kernels.prefill.contract import (
 )
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 
-_WARPS, _STAGES, _HEADS_THREADS = 4, 2, 256
-#: Keys of a tile, by the size that heads are padded to: no bit of a result may depend on anything else.
-_KEYS = {64: 64, 128: 64, 256: 32}
+_WARPS, _HEADS_THREADS = 4, 256
+#: Tiles of keys that have places in memory, by the size that heads are padded to.
+_STAGES = {64: 2, 128: 2, 256: 1}
+
+
+class _Division(ctypes.Structure):
+    """`Division` of attention.cu."""
+
+    _fields_ = [("span_bits", ctypes.c_int), ("window_bits", ctypes.c_int)]
 
 
 def _padded(size: int) -> int:
-    return next(padded for padded in _KEYS if padded >= size)
+    return next(padded for padded in _STAGES if padded >= size)
 
 
 def _rows(tiles: int) -> int:
@@ -47,15 +55,18 @@ def attention_tiles(size: int, tokens: int, heads: int, multiprocessors: int) ->
 def attention_bytes(size: int, tiles: int, int8: bool = False) -> int:
     """Shared memory of a block of `causal_attention`, for heads of `size` elements; `int8`: KV rows are."""
     padded = _padded(size)
-    scales = 8 * _STAGES * _KEYS[padded] if int8 else 0
-    return 2 * padded * (_rows(tiles) + 2 * _STAGES * _KEYS[padded]) + scales
+    keys = _STAGES[padded] * KEY_TILE
+    return 2 * padded * (_rows(tiles) + 2 * keys) + (8 * keys if int8 else 0)
 
 
 @lru_cache
-def heads_kernel(dtype: str, int8: bool = False) -> Kernel:
-    """`prepare_heads` for a model of `dtype`; `int8`: KV rows are."""
-    expression = f"prefill::prepare_heads<{CUDA_TYPES[dtype]}, {str(int8).lower()}>"
-    return Kernel(_source(f"prefill_heads_{dtype}{'_int8' * int8}", "heads.cu", expression, MACROS), expression)
+def heads_kernel(dtype: str, size: int, int8: bool = False, source: str | None = None) -> Kernel:
+    """`prepare_heads` of heads of `size` elements for a model of `dtype`; `int8`: KV rows are; `source`: the dtype of
+    the values, if it is float32."""
+    given, steps = ("float" if source == "float32" else CUDA_TYPES[dtype]), _padded(size) // 16
+    expression = f"prefill::prepare_heads<{CUDA_TYPES[dtype]}, {given}, {steps}, {str(int8).lower()}>"
+    name = f"prefill_heads_{dtype}_{given.strip('_')}_{steps}{'_int8' * int8}"
+    return Kernel(_source(name, "heads.cu", expression, MACROS), expression)
 
 
 @lru_cache
@@ -65,7 +76,8 @@ def attention_kernel(
     """`causal_attention` for heads of `size` elements; `int8`: KV rows are; `window`: tokens see a part of a ring;
     `ahead`: `attention_ahead`."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
-    sizes = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
+    own = (("HOST_WARPS", _WARPS), ("HOST_KEY_TILE", KEY_TILE), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
+    sizes = (*own, ("HOST_DIVISION_BYTES", ctypes.sizeof(_Division)))
     host = (*sizes, ("HOST_INT8", int(int8)), ("HOST_WINDOW", int(window)), ("HOST_AHEAD", int(ahead)))
     name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{'_int8' * int8}{'_window' * window}{'_ahead' * ahead}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
@@ -89,20 +101,22 @@ class CudaPrefill:
         norms: HeadNorms | None,
         rotary: DeviceArray | None,
         rows: KeyValueRows,
-        row_scales: RowScales | None = None,
-        part: RotaryPart | None = None,
+        row_scales: RowScales | None,
+        part: RotaryPart | None,
+        queries: DeviceArray,
     ) -> Launch:
         """Norm, rotation and KV rows; see the contract."""
         check_scales(rows, row_scales)
-        arguments = (qkv, norms, rotary, rows, row_scales, part)
+        arguments = (qkv, norms, rotary, rows, row_scales, part, queries)
         sizes = self._check("prepare_heads", *arguments)
         packed = self._check.pack("prepare_heads", sizes, *arguments)
         grid = (sizes["T"], sizes["B"], 1)
-        return Launch(self._module, heads_kernel(qkv.dtype, row_scales is not None), grid, _HEADS_THREADS, 0, (packed,))
+        kernel = heads_kernel(queries.dtype, sizes["D"], row_scales is not None, qkv.dtype)
+        return Launch(self._module, kernel, grid, _HEADS_THREADS, 0, (packed,))
 
     def causal_attention(
         self,
-        qkv: DeviceArray,
+        queries: DeviceArray,
         rows: KeyValueRows,
         scale: float,
         context: DeviceArray,
@@ -110,11 +124,11 @@ class CudaPrefill:
         tiles: int | None = None,
     ) -> Launch:
         """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
-        return self._attention("causal_attention", (qkv, rows, scale, context, row_scales), tiles)
+        return self._attention("causal_attention", (queries, rows, scale, context, row_scales), tiles)
 
     def attention_ahead(
         self,
-        qkv: DeviceArray,
+        queries: DeviceArray,
         rows: KeyValueRows,
         scale: float,
         context: DeviceArray,
@@ -123,10 +137,10 @@ class CudaPrefill:
         tiles: int | None = None,
     ) -> Launch:
         """Attention over the rows up to one that is given for each token; see the contract. `tiles` as above."""
-        return self._attention("attention_ahead", (qkv, rows, scale, context, row_scales, last_seen), tiles)
+        return self._attention("attention_ahead", (queries, rows, scale, context, row_scales, last_seen), tiles)
 
     def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None) -> Launch:
-        qkv, rows, _, _, row_scales, *_ = arguments
+        queries, rows, _, _, row_scales, *_ = arguments
         check_scales(rows, row_scales)
         sizes = self._check(name, *arguments)
         packed = self._check.pack(name, sizes, *arguments)
@@ -135,9 +149,11 @@ class CudaPrefill:
         if tiles is None:
             tiles = attention_tiles(size, tokens, heads * batch, self._module.multiprocessors)
         int8 = row_scales is not None
+        shape = AttentionShape(batch, tokens, heads, sizes["G"], size, sizes["C"], int8, rows.window)
+        division = _Division(shape.span_bits, shape.window_bits if rows.window else 0)
         grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
-        kernel = attention_kernel(qkv.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead")
-        return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
+        kernel = attention_kernel(queries.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead")
+        return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
 
     def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
         """Dense weights; see the contract."""
@@ -159,5 +175,5 @@ class CudaPrefill:
         """Compile and load what steps of so many `tokens`, and `heads` of all sequences, need; `int8`: KV rows are;
         `window`: tokens see a part of a ring; `ahead`: some see rows behind their own."""
         tiles = attention_tiles(size, tokens, heads, self._module.multiprocessors)
-        for kernel in (heads_kernel(dtype, int8), attention_kernel(dtype, size, tiles, int8, window, ahead)):
+        for kernel in (heads_kernel(dtype, size, int8), attention_kernel(dtype, size, tiles, int8, window, ahead)):
             self._module.load(kernel.source)

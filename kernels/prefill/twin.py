@@ -15,6 +15,7 @@ from edgellm.kernels.prefill.contract import (
     RowScales,
     check_scales,
 )
+from edgellm.kernels.quantization.device_layout import PackedMatrix, from_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 from edgellm.kernels.quantization.rows import write_ring_rows, write_rows
 
@@ -32,17 +33,18 @@ class NumpyPrefill:
         norms: HeadNorms | None,
         rotary: np.ndarray | None,
         rows: KeyValueRows,
-        row_scales: RowScales | None = None,
-        part: RotaryPart | None = None,
+        row_scales: RowScales | None,
+        part: RotaryPart | None,
+        queries: np.ndarray,
     ) -> Launchable:
         """Norm, rotation and KV rows; see the contract."""
         check_scales(rows, row_scales)
-        _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part)
-        return lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales, part)
+        _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
+        return lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales, part, queries)
 
     def causal_attention(
         self,
-        qkv: np.ndarray,
+        queries: np.ndarray,
         rows: KeyValueRows,
         scale: float,
         context: np.ndarray,
@@ -50,12 +52,12 @@ class NumpyPrefill:
     ) -> Launchable:
         """Attention over the rows up to each token's own; see the contract."""
         check_scales(rows, row_scales)
-        _check("causal_attention", qkv, rows, scale, context, row_scales)
-        return lambda: _causal_attention(qkv, rows, scale, context, row_scales)
+        _check("causal_attention", queries, rows, scale, context, row_scales)
+        return lambda: _causal_attention(queries, rows, scale, context, row_scales)
 
     def attention_ahead(
         self,
-        qkv: np.ndarray,
+        queries: np.ndarray,
         rows: KeyValueRows,
         scale: float,
         context: np.ndarray,
@@ -64,11 +66,13 @@ class NumpyPrefill:
     ) -> Launchable:
         """Attention over the rows up to one that is given for each token; see the contract."""
         check_scales(rows, row_scales)
-        _check("attention_ahead", qkv, rows, scale, context, row_scales, last_seen)
-        return lambda: _causal_attention(qkv, rows, scale, context, row_scales, last_seen)
+        _check("attention_ahead", queries, rows, scale, context, row_scales, last_seen)
+        return lambda: _causal_attention(queries, rows, scale, context, row_scales, last_seen)
 
-    def dequantize(self, weight: PackedWeight, values: np.ndarray, beside: bool = False) -> Launchable:
+    def dequantize(self, weight: PackedWeight | PackedMatrix, values: np.ndarray, beside: bool = False) -> Launchable:
         """Dense weights; see the contract."""
+        if isinstance(weight, PackedMatrix):  # as the device has it: of codes alone
+            weight = from_device_layout(weight.layout, weight.data)
         scales = np.float32(1) if weight.input_scales is None else weight.input_scales
         return lambda: np.copyto(values, weight.values() * scales)
 
@@ -80,6 +84,7 @@ def _prepare_heads(
     rows: KeyValueRows,
     row_scales: RowScales | None,
     part: RotaryPart | None,
+    queries: np.ndarray,
 ) -> None:
     batch, kv_heads, _, size = rows.k_cache.shape
     tokens, heads = qkv.shape[1], qkv.shape[2] // size - 2 * kv_heads
@@ -93,7 +98,7 @@ def _prepare_heads(
         if part is not None:
             rotation = rotation[:, part.first : part.first + part.size]
         query, key = rotary_embedding(query, rotation), rotary_embedding(key, rotation)
-    parts[:, :heads] = query
+    queries[...] = query.reshape(queries.shape)
     key_scales, value_scales = row_scales or (None, None)
     for cache, scales, values in ((rows.k_cache, key_scales, key), (rows.v_cache, value_scales, value)):
         by_sequence = values.reshape(batch, tokens, kv_heads, size).swapaxes(1, 2)
@@ -105,7 +110,7 @@ def _prepare_heads(
 
 
 def _causal_attention(
-    qkv: np.ndarray,
+    queries: np.ndarray,
     rows: KeyValueRows,
     scale: float,
     context: np.ndarray,
@@ -113,8 +118,8 @@ def _causal_attention(
     last_seen: np.ndarray | None = None,
 ) -> None:
     batch, kv_heads, _, size = rows.k_cache.shape
-    tokens, width = context.shape[1:]
-    query = qkv[:, :, :width].reshape(batch, tokens, kv_heads, -1, size)
+    tokens = context.shape[1]
+    query = queries.reshape(batch, tokens, kv_heads, -1, size)
     results = context.reshape(query.shape)
     for b, start in enumerate(rows.start.tolist()):
         for first in range(0, tokens, _QUERY_ROWS):

@@ -29,12 +29,14 @@ def edgellm(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "engines"
-    result = edgellm("build", checkpoint, target, "--target", "sm_86", "--target", "sm_80", "--max-batch", "1", *SMALL)
+    options = ("--target", "sm_86", "--target", "sm_80", "--max-batch", "1", "--all-plans", *SMALL)
+    result = edgellm("build", checkpoint, target, *options)
     assert result.returncode == 0, result.stderr
     assert EngineDirectory.open(target, verify=True).limits == EngineLimits(1, 80, 128)
     rows = [line.split() for line in result.stdout.splitlines() if " base." in line]
-    parts = [f"base.prefill-b1-t80-s{number}" for number in range(2)]
-    assert sorted(row[:2] for row in rows) == [[name, part] for name in ("sm_80", "sm_86") for part in parts]
+    segments = (f"base.prefill-b1-t{tokens}-s{number}" for tokens in (16, 80) for number in range(3))
+    parts = ["base.decode-b1-t1-l128", *segments]
+    assert {tuple(row[:2]) for row in rows} == {(name, part) for name in ("sm_80", "sm_86") for part in parts}
     assert all(row[3] == "MiB" and float(row[4]) > 0 for row in rows)
     for name in ("sm_86", "sm_80"):
         assert f"  {name}       kernels: base decode 1; base prefill 16\n" in result.stdout

@@ -103,17 +103,14 @@ def test_executors_are_told_by_phase_tokens_and_batch(tiny_draft_engines: Path) 
     assert line["name"] == "TensorRT" and "not float32" in line["reason"]
 
 
-def test_executors_tell_where_kernels_compute_attention_alone(tiny_draft_engines: Path) -> None:
+def test_executors_tell_that_kernels_run_every_step_and_where_not(tiny_draft_engines: Path) -> None:
     models = EngineDirectory.open(tiny_draft_engines).models
     limits = EngineLimits(1, 512, 4096, 10, 6, 60, max_lora_rank=8, lora_slots=2)
     found: dict[str, dict[str, str | None]] = {}
     for line in executor_facts(models, limits, "bfloat16", "sm_90"):
         found.setdefault(line["name"], {}).update(dict.fromkeys(line["shapes"].split("; "), line["reason"]))
-    split = found["TensorRT, attention by kernels"]
-    assert split["draft prefill 128, 512"] == "kernels take up to 64 rows, not 128" and all(split.values())
-    for prefill in ("base prefill ", "base prefill with adapters "):
-        assert any(step.startswith(prefill) and step.endswith("128, 512") for step in split)
-    assert not any("prefill" in step for step in found.get("TensorRT", ()))
+    assert found.keys() == {"kernels"}
+    assert {"base prefill 16, 128, 512", "draft prefill 16, 128, 512"} <= found["kernels"].keys()
     heads_of_20 = {**models, "base": replace(models["base"], head_dim=20, rotary_dim=20)}
     for line in executor_facts(heads_of_20, limits, "float16", "sm_90"):
         assert line["name"] == "TensorRT" or "base" not in line["shapes"]

@@ -18,6 +18,7 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
@@ -59,7 +60,9 @@ def prepare(
     executor, _ = kernel_executor(config, shape, dtype, limit, packed=packed)
     if executor is not None:
         few, many = CudaDecodeKernels(module, dtype, config.head_dim), CudaTiledKernels(module, dtype)
-        engine: Any = KernelEngine(StepKernels(few, many, recurrent=recurrent), executor, config, shape, dtype, limit)
+        prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
+        kernels = StepKernels(few, many, recurrent=recurrent, **prompts)
+        engine: Any = KernelEngine(kernels, executor, config, shape, dtype, limit, packed)
     else:
         program = model_program(config, shape)
         engines: Any = {

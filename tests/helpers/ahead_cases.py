@@ -35,7 +35,7 @@ class AheadCase:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """The arguments, in float32 or int8 and int32; rows that nobody may look at are not numbers, or of int8
-        anything. Queries come before what they are multiplied by: `qkv` has the rows of new tokens, too."""
+        anything."""
         random = np.random.default_rng(self.tokens + sum(self.starts) + self.window)
         batch, width = len(self.starts), (self.heads + 2 * self.kv_heads) * self.size
         seen = np.array(self.starts, np.int32)[:, None] + np.arange(self.tokens, dtype=np.int32)
@@ -44,6 +44,7 @@ class AheadCase:
         arrays = {
             "qkv": random.standard_normal((batch, self.tokens, width), np.float32),
             "start": np.array(self.starts, np.int32),
+            "queries": np.full((batch, self.tokens, self.heads * self.size), np.nan, np.float32),
             "context": np.full((batch, self.tokens, self.heads * self.size), np.nan, np.float32),
             "last_seen": seen,
         }
@@ -55,8 +56,9 @@ class AheadCase:
         device."""
         rows = KeyValueRows(arrays["k_cache"], arrays["v_cache"], arrays["start"], self.window)
         scales = RowScales(arrays["k_scale"], arrays["v_scale"]) if self.int8 else None
-        kernels.prepare_heads(arrays["qkv"], None, None, rows, scales)()
-        given = (arrays["qkv"], rows, self.scale, arrays["context"], scales)
+        queries = arrays["queries"]
+        kernels.prepare_heads(arrays["qkv"], None, None, rows, scales, None, queries)()
+        given = (queries, rows, self.scale, arrays["context"], scales)
         if causal:
             kernels.causal_attention(*given, **tiling)()
         else:

@@ -24,6 +24,8 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.recurrent.launcher import CudaRecurrent
 
 LLAMA = DecoderConfig("llama", 97, 64, 128, 2, 4, 2, 16, 256, 1e-5, 10000.0, 16, "float16", True)
@@ -272,6 +274,8 @@ def step_kernels(module: KernelModule, dtype: str, head_size: int) -> StepKernel
         CudaTiledKernels(module, dtype),
         capacity_of(module),
         CudaRecurrent(module),
+        CudaPromptLinear(module, dtype),
+        CudaPrefill(module),
     )
 
 

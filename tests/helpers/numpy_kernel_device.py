@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from edgellm.engines.backends.kernel_executors import FewRows, StepKernels
 from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels, NumpyTiledKernels
+from edgellm.kernels.prefill.twin import NumpyPrefill
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
 #: More than any GPU has: what is compared here are results.
@@ -39,9 +41,15 @@ class _Float32Engine(KernelEngine):
         return "float32" if kind == "compute" else kind
 
 
-def numpy_kernel_engine(config: ModelConfig, shape: EngineShape, executor: type[FewRows] | None = None) -> KernelEngine:
-    """An engine on the twins, by an `executor` of the caller's choice, or by the fastest."""
-    kernels: Any = StepKernels(NumpyDecodeKernels(), NumpyTiledKernels(), recurrent=NumpyRecurrent())
+def numpy_kernel_engine(
+    config: ModelConfig,
+    shape: EngineShape,
+    executor: type[FewRows] | None = None,
+    packed: Mapping[str, DeviceLayout] | None = None,
+) -> KernelEngine:
+    """An engine on the twins, by an `executor` of the caller's choice, or by the fastest; `packed` weights by name."""
+    few, many = NumpyDecodeKernels(), NumpyTiledKernels()
+    kernels: Any = StepKernels(few, many, recurrent=NumpyRecurrent(), any_rows=many, prefill=NumpyPrefill())
     executor = executor or kernel_executor(config, shape, "float16", _SHARED_LIMIT)[0]
     assert executor is not None
-    return _Float32Engine(kernels, executor, config, shape, "float16", _SHARED_LIMIT)
+    return _Float32Engine(kernels, executor, config, shape, "float16", _SHARED_LIMIT, packed)

@@ -38,6 +38,7 @@ class Case:
         arrays = {
             "qkv": random.standard_normal((batch, self.tokens, width), np.float32) * np.float32(self.largest),
             "start": np.array(self.starts, np.int32),
+            "queries": np.full((batch, self.tokens, self.heads * self.size), np.nan, np.float32),
             "context": np.full((batch, self.tokens, self.heads * self.size), np.nan, np.float32),
         }
         if self.rotary:
@@ -58,8 +59,9 @@ class Case:
         if self.norm:
             norms = HeadNorms(arrays["q_norm"], arrays["k_norm"], self.epsilon, self.offset)
         rows = KeyValueRows(arrays["k_cache"], arrays["v_cache"], arrays["start"])
-        kernels.prepare_heads(arrays["qkv"], norms, arrays.get("rotary"), rows)()
-        kernels.causal_attention(arrays["qkv"], rows, self.scale, arrays["context"], **tiling)()
+        queries = arrays["queries"]
+        kernels.prepare_heads(arrays["qkv"], norms, arrays.get("rotary"), rows, None, None, queries)()
+        kernels.causal_attention(queries, rows, self.scale, arrays["context"], **tiling)()
 
 
 CASES = {

@@ -93,14 +93,14 @@ class WindowCase:
         caches = arrays["k_cache"], arrays["v_cache"], False, arrays.get("k_scale"), arrays.get("v_scale")
         return weights, AttentionStep(arrays["cos_sin"], arrays["starts"], mask, *caches, self.window)
 
-    def prefill(self, kernels, arrays: dict, qkv, context, **tiling: int) -> None:
-        """Both kernels of a prompt; qkv [B, T, W], context [B, T, E]."""
+    def prefill(self, kernels, arrays: dict, qkv, queries, context, **tiling: int) -> None:
+        """Both kernels of a prompt; qkv [B, T, W], queries and context [B, T, E]."""
         norms = HeadNorms(arrays["q_norm"], arrays["k_norm"], EPSILON, 1.0) if self.norm else None
         rows = KeyValueRows(arrays["k_cache"], arrays["v_cache"], arrays["starts"], self.window)
         scales = RowScales(arrays["k_scale"], arrays["v_scale"]) if self.int8 else None
         part = RotaryPart(self.before, self.rotary)
-        kernels.prepare_heads(qkv, norms, arrays["cos_sin"], rows, scales, part)()
-        kernels.causal_attention(qkv, rows, self.size**-0.5, context, scales, **tiling)()
+        kernels.prepare_heads(qkv, norms, arrays["cos_sin"], rows, scales, part, queries)()
+        kernels.causal_attention(queries, rows, self.size**-0.5, context, scales, **tiling)()
 
 
 #: Windows that are shorter than a tile, odd, a tile, and several; sequences that are shorter, and have gone round

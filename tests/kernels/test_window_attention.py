@@ -74,7 +74,7 @@ def test_prompts_have_what_decode_steps_have(name: str) -> None:
     wanted = expected(case, arrays)
     qkv = arrays["qkv"].reshape(len(case.starts), case.tokens, -1)
     context = np.full((len(case.starts), case.tokens, case.heads * case.size), np.nan, np.float32)
-    case.prefill(NumpyPrefill(), arrays, qkv, context)
+    case.prefill(NumpyPrefill(), arrays, qkv, np.empty_like(context), context)
     np.testing.assert_allclose(context.reshape(wanted.shape), wanted, rtol=2e-5, atol=2e-5)
 
 
@@ -85,13 +85,13 @@ def test_rings_that_are_too_short_are_refused() -> None:
             arrays = case.arrays(chain=True)
             qkv = arrays["qkv"].reshape(len(case.starts), tokens, -1)
             context = np.zeros((len(case.starts), tokens, case.heads * case.size), np.float32)
-            case.prefill(NumpyPrefill(), arrays, qkv, context)
+            case.prefill(NumpyPrefill(), arrays, qkv, np.empty_like(context), context)
     case = replace(CASES["tile"], before=8, rotary=64)
     arrays = case.arrays()
     arrays["cos_sin"] = np.ascontiguousarray(arrays["cos_sin"][..., :64])
     with pytest.raises(KernelError, match="64 elements of heads of 64 to rotate"):
         qkv, context = arrays["qkv"][:, None], np.zeros((4, 1, case.heads * case.size), np.float32)
-        case.prefill(NumpyPrefill(), arrays, qkv, context)
+        case.prefill(NumpyPrefill(), arrays, qkv, np.empty_like(context), context)
 
 
 class _Device:

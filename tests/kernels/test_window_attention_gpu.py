@@ -154,9 +154,9 @@ def run_prompt(gpu, case: WindowCase, arrays: dict, dtype: str, sizes: tuple[int
         part = {"cos_sin": arrays["cos_sin"][:, first : first + size], "starts": np.array([start + first], np.int32)}
         device = {name: device_copy(gpu, np.ascontiguousarray(array)) for name, array in part.items()}
         own = device_copy(gpu, np.ascontiguousarray(qkv[:, first : first + size]))
-        context = gpu.zeros((1, size, case.heads * case.size), dtype)
+        queries, context = (gpu.zeros((1, size, case.heads * case.size), dtype) for _ in range(2))
         chunk = replace(case, starts=(start + first,), tokens=size)
-        chunk.prefill(CudaPrefill(gpu.kernel_module), caches | norms | device, own, context, **tiling)
+        chunk.prefill(CudaPrefill(gpu.kernel_module), caches | norms | device, own, queries, context, **tiling)
         found.append(from_bits(gpu.download(context), dtype)[0])
         first += size
     return np.concatenate(found)
@@ -180,7 +180,7 @@ def test_prompts_equal_their_twin_however_they_are_cut(gpu, name: str, dtype: st
     whole = run_prompt(gpu, case, arrays, dtype, (case.tokens,))
     wide = widened(arrays, dtype)
     context = np.full((1, *whole.shape), np.nan, np.float32)
-    case.prefill(NumpyPrefill(), wide, wide["qkv"].reshape(1, case.tokens, -1), context)
+    case.prefill(NumpyPrefill(), wide, wide["qkv"].reshape(1, case.tokens, -1), np.empty_like(context), context)
     assert relative(whole, context[0]) < tolerance(case, dtype)
     for sizes in ((1, case.tokens - 1), (64, 13, case.tokens - 77)):
         np.testing.assert_array_equal(run_prompt(gpu, case, arrays, dtype, sizes), whole, err_msg=str(sizes))

@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--samplings", nargs="*", choices=list(SAMPLINGS), default=list(SAMPLINGS))
     parser.add_argument("--output", type=Path)
-    arguments = parse(parser)
+    arguments = parse(parser, times=False)
     with tempfile.TemporaryDirectory() as folder:
         directory = shipped_model(Path(folder) / "engines", arguments.backend)
         valid = {}

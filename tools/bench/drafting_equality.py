@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--until-end", action="store_true", help="stop answers at the end of the turn")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
-    arguments = parse(parser)
+    arguments = parse(parser, times=False)
     with tempfile.TemporaryDirectory() as folder:
         kinds = arguments.backend, arguments.kv_cache, arguments.weights
         directory = build(arguments.model, Path(folder) / "engines", *kinds)

@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", choices=list(BUDGETS), default=list(BUDGETS))
     parser.add_argument("--kv-cache", choices=KV_CACHES, default="compute")
     parser.add_argument("--output", type=Path)
-    arguments = parse(parser)
+    arguments = parse(parser, times=False)
     ways = list(product(arguments.draftings, arguments.budgets))
     seeds = range(arguments.first, arguments.first + arguments.schedules)
     with tempfile.TemporaryDirectory() as folder:

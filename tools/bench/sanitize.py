@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="the most that one process may take")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"))
-    arguments = parse(parser)
+    arguments = parse(parser, times=False)
     arguments.logs.mkdir(parents=True, exist_ok=True)
 
     def one(pair: tuple[str, str]) -> Outcome:

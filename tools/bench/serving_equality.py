@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--record", type=Path, help="by default it lies beside the results")
     parser.add_argument("--output", type=Path)
-    arguments = parse(parser)
+    arguments = parse(parser, times=False)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that are made
     asked = held_out_conversations(arguments.prompts)
     shares = groups(asked, SLOTS if arguments.backend == "numpy" else max(1, len(asked)))

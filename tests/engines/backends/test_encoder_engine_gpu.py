@@ -13,12 +13,12 @@ from encoder_models import MODELS, expected_outputs, grids_of, padded_arrays, ra
 from golden_vision import NAMES, golden_directory, golden_images, open_vision, relative_difference
 from gpu_device import device_copy
 
-from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.backends.encoder_calls import encoder_refusal
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.formats.tensors import float32_into
@@ -169,24 +169,18 @@ def test_an_image_has_the_same_bits_in_a_larger_engine(gpu: Any, name: str, kind
         np.testing.assert_array_equal(*(each.bits(output, tokens) for each in found))
 
 
-class EncoderBackend(CudaBackend):
+def encoder_backend(directory: EngineDirectory) -> CudaBackend:
     """A backend that runs vision encoders on kernels."""
-
-    def load_engine(self, shape: EngineShape) -> Engine:
-        if shape.model != "vision":
-            return super().load_engine(shape)
-        linear = prompt_kernels(self._module, self.compute_dtype)
-        kernels = EncoderStepKernels(CudaEncoder(self._module), linear)
-        engine = EncoderEngine(kernels, self._directory.model_config("vision"), shape, self.compute_dtype)
-        self._engines.append(engine)
-        return engine
+    backend = CudaBackend(directory, executor="kernels")
+    backend._any_rows.tiling = TILINGS[-1]
+    return backend
 
 
 @DTYPES
 @pytest.mark.parametrize("name", NAMES)
 def test_embeddings_are_those_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:
     directory, images = golden_directory(name, tmp_path / "engines", dtype), golden_images(name)
-    backend = EncoderBackend(directory)
+    backend = encoder_backend(directory)
     runner = open_vision(backend, directory)
     differences = []
     for image, found in zip(images, runner.encode(images), strict=True):
@@ -205,7 +199,7 @@ def test_embeddings_are_those_of_transformers(name: str, dtype: str, tmp_path: P
 def test_an_element_that_is_not_finite_is_named_as_it_is_published(tmp_path: Path, monkeypatch: Any) -> None:
     """In a weight whose rows stand in memory with zeros behind them."""
     directory = golden_directory("llava_siglip", tmp_path / "engines", "float16")
-    backend, name = EncoderBackend(directory), "embeddings.patch_embedding.weight"
+    backend, name = encoder_backend(directory), "embeddings.patch_embedding.weight"
     raw = Checkpoint.raw
 
     def damaged(self: Checkpoint, tensor: str) -> np.ndarray:

@@ -77,7 +77,6 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     def refuse(*arguments: Any, **named: Any) -> None:
         raise KernelError("NVRTC refused the kernels")
 
-    monkeypatch.setattr(cuda_backend, "load_tensorrt", lambda: None)
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     kernels = SimpleNamespace(close=lambda: log.append("unloaded"))
@@ -97,7 +96,6 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
         device.gpu, device.stream = None, FailingStream()
 
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda_backend, "load_tensorrt", lambda: None)
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     module = SimpleNamespace(load_prepared=lambda source: compiler.cached_module(source, "sm_90"), close=lambda: None)

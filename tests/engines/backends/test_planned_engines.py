@@ -31,23 +31,20 @@ def scratch(config: DecoderConfig, chunk: int, packed: bool) -> int:
     return planned_engines({"base": config}, limits, "float16", layouts)["engine scratch"]
 
 
-def test_a_layer_of_a_small_model_is_dense_at_a_time_of_a_large_one_its_largest_matrix() -> None:
-    assert scratch(SMALL, 2048, True) - scratch(SMALL, 2048, False) == 2 * 2048 * (2048 + 3 * 8192 + 3072)
+def test_the_largest_matrix_is_dense_at_a_time() -> None:
+    assert scratch(SMALL, 2048, True) - scratch(SMALL, 2048, False) == 2 * 2048 * 2 * 8192
     assert scratch(LARGE, 2048, True) - scratch(LARGE, 2048, False) == 2 * 4096 * 2 * 14336
 
 
 def test_values_grow_with_the_chunk() -> None:
-    # The residual stream twice in float32, queries, keys and values, context; TensorRT: gate and up, and their product.
-    assert scratch(SMALL, 2048, False) == 2048 * (2 * 4 * 2048 + 2 * 3072 + 2 * 2048 + 2 * 3 * 8192)
-    assert scratch(SMALL, 512, False) == scratch(SMALL, 2048, False) // 4
-    # The activation between segments; TensorRT: gate and up, and their normed input, once in float32. 315.8 MiB were
-    # taken with the features of three layers.
-    values = 2 * 4 * 4096 + 2 * 6144 + 2 * 4096 + 2 * 14336
-    large = 512 * (values + 2 * 2 * 14336 + (2 + 4) * 4096)
-    assert scratch(LARGE, 512, False) == large
+    # The residual stream and queries, keys and values in float32; normed input, context and activation.
+    row = 4 * 2048 + 4 * 3072 + 2 * 2048 + 2 * 2048 + 2 * 8192
+    last = 4 * 2048 + 2 * 8192  # of the row that gets logits
+    assert scratch(SMALL, 2048, False) == 2048 * row + last
+    assert scratch(SMALL, 512, False) == 512 * row + last
     features = replace(LARGE, num_layers=32, feature_layers=(2, 16, 29))
-    assert abs(scratch(features, 512, True) / 2**20 - 315.8) < 0.5
-    assert scratch(SMALL, 16, True) == 0  # by kernels whole
+    assert scratch(features, 512, True) - scratch(LARGE, 512, True) == 0  # features are an output
+    assert 0 < scratch(SMALL, 16, True) < 10 << 20
 
 
 @pytest.mark.parametrize(

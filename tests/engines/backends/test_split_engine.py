@@ -10,14 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, RECURRENT, SCALED
+from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, RECURRENT
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
+from prompt_arrays import PROMPT_MODELS as MODELS
+from prompt_arrays import bound_to, random_arrays
 
 from edgellm.engines.backends.executors import kernel_executor, plan_refusal, planned_shapes, refusal_on, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows
 from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.prompt_executor import PromptRows
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations
 from edgellm.engines.errors import EngineError
@@ -34,18 +37,7 @@ from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightForma
 from edgellm.kernels.quantization.rows import quantize_rows
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 
-DEEP = replace(LLAMA, num_layers=8)
-MODELS: dict[str, DecoderConfig] = {
-    **FAMILIES,
-    **SCALED,
-    **RECURRENT,
-    "deep": DEEP,
-    "features": replace(DEEP, feature_layers=(2, 4, 5)),
-    "last_feature": replace(DEEP, feature_layers=(8,)),
-    "features_of_the_end": replace(DEEP, feature_layers=(3, 7, 8)),
-    "deepstack": replace(DEEP, deepstack_layers=3),
-    "images": replace(DEEP, image_tokens=9),
-}
+DEEP = MODELS["deep"]
 
 
 class NumpySegment:
@@ -109,31 +101,6 @@ def test_scratch_of_segments_begins_where_tensorrt_takes_it(tokens: int) -> None
     assert begins and {(begin - whole.ctypes.data) % 512 for begin in begins} == {0}
 
 
-def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
-    """What a program is bound to, in float32; the mask is causal."""
-    random, shape = np.random.default_rng(0), program.shape
-    arrays = {}
-    for name, (size, kind) in program.edge.items():
-        if not name.startswith("present_"):
-            values = random.standard_normal(size, np.float32) * 0.1
-            arrays[name] = values if kind in ("compute", "float32") else values.astype(kind)
-    arrays["kvcache_start_index"][:] = start
-    if "last_token_ids" in arrays:
-        arrays["last_token_ids"][:] = shape.tokens - 3
-    if "state_tokens" in arrays:
-        arrays["state_tokens"][:] = shape.tokens - 2
-    rows = start + np.arange(shape.tokens)[:, None]
-    if "last_seen" in arrays:  # the last of an image's 9 tokens; all of the step's end with one
-        arrays["last_seen"][:] = np.minimum(start + np.arange(shape.tokens) // 9 * 9 + 8, start + shape.tokens - 1)
-    arrays["attention_mask"][:] = np.arange(shape.key_range) <= rows
-    return arrays
-
-
-def bound_to(arrays: Mapping[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
-    """With the caches as outputs."""
-    return {**arrays, **{f"present_{name}": arrays[name] for name in program.changed}}
-
-
 def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
     """The split engine and the whole program on the same arrays, twice."""
     program = model_program(config, shape)
@@ -177,23 +144,20 @@ def test_tokens_of_images_see_those_behind_them(window: int | None) -> None:
 
 
 def test_what_runs_attention_to_tokens_behind() -> None:
-    """Kernels of long prompts alone; other phases look back, as those of other models, and so do chunks that are too
-    short for an image."""
+    """Kernels of prompts alone; other phases look back, as those of other models, and so do chunks that are too short
+    for an image."""
     config, limits = MODELS["images"], EngineLimits(1, 128, 256)
     for tokens in (16, 128):
         shape = limits.base_shape("prefill", 1, tokens, 256)
-        refusal = refusal_on(config, shape, "bfloat16", "sm_90")
-        assert refusal is not None and ("which the kernels of long prompts do" in refusal or tokens > 64)
+        assert kernel_executor(config, shape, "bfloat16", 99 << 10)[0] is PromptRows
         assert split_refusal(config, shape, "bfloat16", 99 << 10) is None
         assert "attention of an image's tokens to those behind them" in str(
             plan_refusal(config, shape, "float32", 99 << 10, False)
         )
         with pytest.raises(EngineError, match="TensorRT has no attention of tokens to those behind them"):
             TensorRTOperations.attention_ahead(None, None)
-    needed = planned_shapes({"base": config}, limits, "bfloat16", "sm_90")
-    assert {shape.tokens for shape in needed} == {16, 128} and all(shape.segment is not None for shape in needed)
-    larger = planned_shapes({"base": replace(config, image_tokens=17)}, limits, "bfloat16", "sm_90")
-    assert {shape.tokens for shape in larger} == {128}
+    needed = planned_shapes({"base": config}, limits, "bfloat16", "sm_90", needless=True)
+    assert {shape.tokens for shape in needed if shape.segment is not None} == {16, 128}
     for phase, tokens in (("decode", 1), ("verify", 8), ("prefill", 8)):
         shape = limits.base_shape(phase, 1, tokens, 256, tokens)
         assert model_program(config, shape) == model_program(replace(config, image_tokens=0), shape)
@@ -366,9 +330,10 @@ def test_which_shapes_are_split() -> None:
 
 def test_what_is_planned() -> None:
     limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=8192, max_lora_rank=8, lora_slots=1)
-    names = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_90")]
-    expected = [f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in (0, 1)]
-    assert [name for name in names if "prefill" in name and not name.endswith(".lora")] == expected
+    assert planned_shapes({"base": LLAMA}, limits, "float16", "sm_90") == []
+    names = [shape.name for shape in planned_shapes({"base": LLAMA}, limits, "float16", "sm_90", needless=True)]
+    expected = {f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in (0, 1)}
+    assert expected <= set(names)
     last = replace(EngineShape("prefill", 1, 512, 8192, 8192), segment=2)  # whose rows are those that get logits
     assert kernel_executor(LLAMA, last, "float16", 99 << 10) == (FewRows, "")
     late = replace(LLAMA, feature_layers=(2,))  # of all rows the features behind the last layer
@@ -394,14 +359,14 @@ def test_what_is_planned() -> None:
 def test_packed_models_have_plans_of_segments_alone() -> None:
     """And a shape whose attention kernels do not compute either is refused, with the reasons."""
     limits, models = EngineLimits(1, 512, 1024), {"base": LLAMA}
-    planned = [planned_shapes(models, limits, "float16", "sm_90", packed=each) for each in ((), ("base",))]
-    assert planned[0] == planned[1] != []
+    planned = planned_shapes(models, limits, "float16", "sm_90", needless=True, packed=("base",))
+    assert planned and all(shape.segment is not None for shape in planned)
     odd = replace(LLAMA, head_dim=20, rotary_dim=20)
     assert planned_shapes({"base": odd}, limits, "float16", "sm_90", packed=("base",)) == []
     prefill = EngineShape("prefill", 1, 512, 1024, 1536)
     refusal = str(plan_refusal(odd, prefill, "float16", 227 << 10, packed=True))
     assert refusal.startswith(
-        "base.prefill-b1-t512-l1024 cannot run with packed weights on this GPU: kernels take up to"
+        "base.prefill-b1-t512-l1024 cannot run with packed weights on this GPU: kernels of prompts cannot run the "
     )
     assert "head sizes up to 256 (multiples of 8)" in refusal and refusal.endswith("--backend numpy")
     assert plan_refusal(odd, prefill, "float16", 227 << 10, packed=False) is None
@@ -432,17 +397,17 @@ def test_programs_are_cut_at_recurrent_layers() -> None:
 def test_recurrent_models_have_plans_of_segments_alone() -> None:
     """And what neither kernels nor segments run is refused, with the reasons."""
     limits, config = EngineLimits(1, 512, 1024), RECURRENT["gated_delta_nets"]
-    planned = planned_shapes({"base": config}, limits, "float16", "sm_87")
-    assert [shape.name for shape in planned] == [
-        f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in range(5)
-    ]
+    assert planned_shapes({"base": config}, limits, "float16", "sm_87") == []
+    planned = planned_shapes({"base": config}, limits, "float16", "sm_87", needless=True)
+    names = {f"base.prefill-b1-t{tokens}-s{number}" for tokens in (128, 512) for number in range(5)}
+    assert names <= {shape.name for shape in planned} and all(shape.segment is not None for shape in planned)
     for dtype, capability in (("float32", "sm_90"), ("float16", "sm_75")):
         assert planned_shapes({"base": config}, limits, dtype, capability) == []
     prefill, odd = EngineShape("prefill", 1, 512, 1024, 1536), replace(config, delta_heads=(2, 4, 24, 12))
     assert planned_shapes({"base": odd}, limits, "float16", "sm_90") == []
     refusal = str(plan_refusal(odd, prefill, "float16", 227 << 10, packed=False))
     assert refusal.startswith(
-        "base.prefill-b1-t512-l1024 cannot run on this GPU: kernels take up to 64 rows, not 512; "
+        "base.prefill-b1-t512-l1024 cannot run on this GPU: kernels of prompts cannot run the gated delta rule of "
     )
     assert "kernels cannot run the gated delta rule of layer 0: " in refusal and "value heads of 12. Take" in refusal
     assert refusal.endswith("--backend numpy")

@@ -198,14 +198,13 @@ def test_a_directory_is_built_and_its_kernels_compile(
     assert {"model.layers.0.linear_attn.qkvz_proj.weight", "model.layers.0.linear_attn.out_proj.weight"} <= names
     assert not any("ba_proj" in name for name in names)
     needed = planned_shapes(directory.models, directory.limits, "float16", TARGET, packed=packed)
-    assert needed and {plan.shape for plan in report.plans} == set(needed)
-    assert all(shape.segment is not None for shape in needed)
+    assert needed == [] and not report.plans
     module = Module()
     ways = {
         (shape.phase, shape.tokens): prepare(module, directory.config, shape, packed=packed["base"])
         for shape in directory.limits.engine_shapes()
     }
-    assert ways["decode", 1] == "kernels" and ways["prefill", 80] == "split"
+    assert set(ways.values()) == {"kernels"}
     sources = [source for source in module.sources if source.name.startswith(("recurrent_", "decode_", "packed_"))]
     assert sources
     for source in sources:

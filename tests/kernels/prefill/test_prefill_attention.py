@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 from prefill_cases import CASES, Case
 
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.contracts import Contracts
 from edgellm.kernels.decode.contract import AttentionStep, AttentionWeights
 from edgellm.kernels.decode.numpy_twins import NumpyDecodeKernels
 from edgellm.kernels.errors import KernelError
+from edgellm.kernels.prefill.contract import KeyValueRows, PrefillKernels
 from edgellm.kernels.prefill.launcher import attention_bytes, attention_tiles
 from edgellm.kernels.prefill.twin import NumpyPrefill
 
@@ -42,12 +45,42 @@ def test_equals_decode_steps_of_the_same_tokens(name: str) -> None:
         ({"size": 264, "rotary": 0}, "head sizes up to 256"),
         ({"heads": 3, "kv_heads": 2}, "not 3 query and 2 key-value heads"),
         ({"size": 16, "rotary": 18}, "18 elements of heads of 16 to rotate"),
+        ({"size": 16, "rotary": 6}, "6 elements of heads of 16 to rotate; expected fours of them, at most a head"),
     ],
 )
 def test_refuses_heads_that_it_does_not_take(change: dict, message: str) -> None:
     case = replace(Case((0,), 4, 2, 1), **change)
     with pytest.raises(KernelError, match=message):
         case.run(TWIN, case.arrays())
+
+
+def test_queries_and_qkv_are_of_the_same_heads() -> None:
+    case = Case((0,), 4, 2, 1)
+    for name, columns, message in (
+        ("queries", 64, "qkv has 256 columns; expected 192, those of 1 query and 1 key-value heads"),
+        ("queries", 96, "queries have 96 columns; expected those of heads of 64"),
+        ("qkv", 192, "qkv has 192 columns; expected 256"),
+    ):
+        arrays = case.arrays()
+        arrays[name] = np.zeros((1, 4, columns), np.float32)
+        with pytest.raises(KernelError, match=f"prepare_heads: {message}"):
+            case.run(TWIN, arrays)
+
+
+def test_qkv_is_float32_or_of_the_dtype_of_queries() -> None:
+    def device(dtype: str, *shape: int) -> DeviceArray:
+        return DeviceArray(4096, shape, dtype)
+
+    check = Contracts(PrefillKernels, DeviceArray)
+    caches = (device("float16", 1, 1, 64, 64) for _ in "kv")
+    rows = KeyValueRows(*caches, device("int32", 1))
+    for dtype, queries in (("float32", "float16"), ("float16", "float16"), ("bfloat16", "float16")):
+        given = (device(dtype, 1, 4, 256), None, None, rows, None, None, device(queries, 1, 4, 128))
+        if dtype != "bfloat16":
+            assert check("prepare_heads", *given)["W"] == 256
+            continue
+        with pytest.raises(KernelError, match=r"prepare_heads: rows.k_cache is float16; expected bfloat16 or int8"):
+            check("prepare_heads", *given)
 
 
 def test_blocks_fit_every_gpu() -> None:

@@ -69,7 +69,7 @@ def cut(gpu, case: Case, arrays: dict[str, np.ndarray], sizes: tuple[int, ...], 
         caches[key] = device_copy(gpu, values)
     done = 0
     for size in sizes:
-        chunk = {key: np.ascontiguousarray(arrays[key][:, done : done + size]) for key in ("qkv", "context")}
+        chunk = {key: np.ascontiguousarray(arrays[key][:, done : done + size]) for key in ("qkv", "queries", "context")}
         if case.rotary:
             chunk["rotary"] = np.ascontiguousarray(arrays["rotary"][:, done : done + size])
         chunk["start"] = np.array([start + done], np.int32)

@@ -53,6 +53,7 @@ class Bits(NamedTuple):
     gpu: Any
     dtype: str
     random: np.random.Generator
+    alive: list[DeviceArray]  # a launch keeps nothing
 
     def values(self, *shape: int, scale: float = 1.0) -> np.ndarray:
         return to_bits(self.random.standard_normal(shape, np.float32) * np.float32(scale), self.dtype)
@@ -61,10 +62,11 @@ class Bits(NamedTuple):
         if values is None:
             return None
         if values.dtype.itemsize != 2:
-            return device_copy(self.gpu, values)
-        array = self.gpu.empty(values.shape, self.dtype)
-        self.gpu.upload(array, values.view(np.float16 if self.dtype == "float16" else np.uint16))
-        return array
+            self.alive.append(device_copy(self.gpu, values))
+        else:
+            self.alive.append(self.gpu.empty(values.shape, self.dtype))
+            self.gpu.upload(self.alive[-1], values.view(np.float16 if self.dtype == "float16" else np.uint16))
+        return self.alive[-1]
 
     def array(self, *shape: int, scale: float = 1.0) -> DeviceArray:
         return self.device(self.values(*shape, scale=scale))
@@ -76,7 +78,7 @@ class Bits(NamedTuple):
 
 
 def bits(gpu, dtype: str) -> Bits:
-    return Bits(gpu, dtype, np.random.default_rng(7))
+    return Bits(gpu, dtype, np.random.default_rng(7), [])
 
 
 def in_parts(gpu, launch: Callable[[slice], tuple[Any, DeviceArray]], rows: int, size: int) -> np.ndarray:

@@ -174,11 +174,11 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(gpu, dtype: str, size: i
             rotary = device_copy(gpu, np.ascontiguousarray(cos_sin[:, first:end]))
             at = device_copy(gpu, np.array([start + first], np.int32))
             rows = KeyValueRows(caches["k_cache"], caches["v_cache"], at)
-            context = gpu.zeros((1, end - first, HEADS * size), dtype)
+            own_queries, context = (gpu.zeros((1, end - first, HEADS * size), dtype) for _ in range(2))
             prefill = CudaPrefill(gpu.kernel_module)
-            prefill.prepare_heads(part, None, rotary, rows, scales)()
-            prefill.causal_attention(part, rows, size**-0.5, context, scales, tiles=tiles)()
-            queries, first = from_bits(gpu.download(part), dtype), end
+            prefill.prepare_heads(part, None, rotary, rows, scales, None, own_queries)()
+            prefill.causal_attention(own_queries, rows, size**-0.5, context, scales, tiles=tiles)()
+            queries, first = from_bits(gpu.download(own_queries), dtype), end
             contexts.append(from_bits(gpu.download(context), dtype))
         results.append((np.concatenate(contexts, axis=1), {n: gpu.download(a) for n, a in caches.items()}))
         if len(ends) == 1:
@@ -206,9 +206,8 @@ def test_elements_between_two_integers_go_to_the_even_one_in_every_phase(gpu, dt
     caches = {name: device_copy(gpu, array) for name, array in committed(size).items()}
     prompt, at = device_copy(gpu, to_bits(qkv[None], dtype)), device_copy(gpu, np.array([start], np.int32))
     rows = KeyValueRows(caches["k_cache"], caches["v_cache"], at)
-    CudaPrefill(gpu.kernel_module).prepare_heads(
-        prompt, None, None, rows, RowScales(caches["k_scale"], caches["v_scale"])
-    )()
+    scales, queries = RowScales(caches["k_scale"], caches["v_scale"]), gpu.zeros((1, tokens, HEADS * size), dtype)
+    CudaPrefill(gpu.kernel_module).prepare_heads(prompt, None, None, rows, scales, None, queries)()
     for kept in (decoder.rows(), {name: gpu.download(array) for name, array in caches.items()}):
         for number, kind in enumerate("kv"):
             found = kept[f"{kind}_cache"][0, :, start : start + tokens]

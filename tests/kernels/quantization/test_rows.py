@@ -120,13 +120,14 @@ def test_the_twin_of_prefill_reads_its_own_rows_as_they_are_kept() -> None:
     cache, starts, tokens, kernels = Cache(), np.asarray([0, 11], np.int32), 24, NumpyPrefill()
     qkv, context = normal(BATCH, tokens, (GROUP + 2) * KV_HEADS * SIZE), np.zeros((BATCH, tokens, 6 * SIZE), np.float32)
     rows, scales = KeyValueRows(*cache.rows, starts), RowScales(*cache.scales)
-    kernels.prepare_heads(qkv, None, None, rows, scales)()
-    kernels.causal_attention(qkv, rows, 0.25, context, scales)()
+    queries = np.empty_like(context)
+    kernels.prepare_heads(qkv, None, None, rows, scales, None, queries)()
+    kernels.causal_attention(queries, rows, 0.25, context, scales)()
     heads = qkv.reshape(BATCH, tokens, -1, SIZE)
     seen = np.arange(ROWS) <= starts[:, None, None] + np.arange(tokens)[:, None]
     np.testing.assert_allclose(context, reference(heads[:, :, :6], cache, seen, 0.25), atol=1e-5)
     with pytest.raises(KernelError, match="KV caches of int8 without scales"):
-        kernels.prepare_heads(qkv, None, None, rows)
+        kernels.prepare_heads(qkv, None, None, rows, None, None, queries)
     with pytest.raises(KernelError, match="KV caches of float32 with scales"):
         wide = KeyValueRows(*(np.zeros(each.shape, np.float32) for each in cache.rows), starts)
-        kernels.causal_attention(qkv, wide, 0.25, context, scales)
+        kernels.causal_attention(queries, wide, 0.25, context, scales)

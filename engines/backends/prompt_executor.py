@@ -1,0 +1,151 @@
+"""Steps of many tokens by hand-written kernels: prompts, and what a draft takes of them.
+
+Linear layers of any number of rows, the norms before them as launches of their own, and attention without scores in
+memory. A row has the bits that it has in a decode step: sums have one order, and what a token sees counts alone. Steps
+of few rows among them, as those behind the rows that are selected, go to the kernels of few or many rows. Packed
+weights become dense in scratch, one layer's at a time, in front of the layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from edgellm.engines.backends.kernel_executors import ManyRows
+from edgellm.engines.backends.kernel_steps import DENSE, packed_layout, ring_refusal, step_refusal, step_rows
+from edgellm.engines.backends.recurrent_steps import UNGATED, gated_heads
+from edgellm.engines.model.program import LAST_SEEN, Add, Attention, LinearResidual, NormLinear, Program, Step
+from edgellm.kernels.arrays import Array
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, LinearWeights, NormedInput
+from edgellm.kernels.decode.geometries import norm_shared_bytes
+from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, RotaryPart, RowScales, prefill_refusal
+from edgellm.kernels.prefill.launcher import attention_bytes
+from edgellm.kernels.quantization.device_layout import PackedMatrix
+
+
+class PromptRows(ManyRows):
+    """Runs a program's steps on bound arrays by the kernels of prompts."""
+
+    name = "kernels of prompts"
+    most_rows = 65_535
+    overlaps, many_tokens = False, True
+    #: The steps whose tokens see all before them: there is no mask to read.
+    phases = ("prefill", "accept")
+
+    @classmethod
+    def _step_refusal(cls, step: Step, program: Program) -> str | None:
+        shape = program.shape
+        if isinstance(step, Attention):
+            return prefill_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
+        if isinstance(step, Add) and isinstance(step.other, str):
+            return None
+        return step_refusal(step, program)
+
+    @classmethod
+    def _memory_refusal(cls, step: Step, program: Program, limit: int) -> str | None:
+        if packed_layout(step, program) is not None and not _is_large(step, program):
+            return super()._memory_refusal(step, program, limit)
+        needed = cls._shared_bytes(step, program, limit)
+        if needed > limit:
+            return f"a block needs {needed} bytes of shared memory, of the GPU it has {limit}"
+        return None
+
+    @classmethod
+    def _shared_bytes(cls, step: Step, program: Program, limit: int) -> int:
+        if isinstance(step, Attention):
+            size = step.heads[2]
+            return attention_bytes(size, 2 if size <= 128 else 1, program.shape.kv_cache == "int8")
+        if not _is_large(step, program):
+            return super()._shared_bytes(step, program, limit)
+        return norm_shared_bytes(step.linear.weight.shape[1]) if isinstance(step, NormLinear) else 0
+
+    @classmethod
+    def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
+        """Nothing else takes steps of many tokens: there is nothing to compare."""
+        return 0.0
+
+    def launches(self, step: Step, next_early: bool) -> list[Any]:
+        """See `FewRows.launches`."""
+        if isinstance(step, Add):
+            added = NormedInput(self._array(str(step.other)), None)
+            return [self._kernels.few.norm_residual(added, self._array(step.value), self._array(step.output))]
+        return super().launches(step, next_early)
+
+    def _norm_linear(self, step: NormLinear, next_early: bool) -> list[Any]:
+        if not _is_large(step, self._program):
+            return super()._norm_linear(step, next_early)
+        kernels, linear, output = self._kernels.any_rows, self._weights(step.linear), self._array(step.output)
+        as_given = linear.adapters is not None or linear.arranged is None  # A multiplies what is not arranged
+        x, launches = self._together(step, True, next_early, None if as_given else linear.arranged)
+        launches += self._low_products(x, linear)
+        if as_given:
+            launches += self._arranged(x, linear)
+        dense, dequantizing = self._dense(linear)
+        if step.gated:
+            return [*launches, *dequantizing, kernels.gate_up(x, dense, step.activation, output)]
+        return [*launches, *dequantizing, kernels.linear(x, dense, output, step.scale)]
+
+    def _linear_residual(self, step: LinearResidual) -> list[Any]:
+        if not _is_large(step, self._program):
+            return super()._linear_residual(step)
+        x, linear = self._array(step.value), self._weights(step.linear)
+        dense, dequantizing = self._dense(linear)
+        launches = [*self._low_products(x, linear), *self._arranged(x, linear), *dequantizing]
+        return [*launches, *self._added(step, x, dense, self._kernels.any_rows)]
+
+    def _dense(self, linear: LinearWeights) -> tuple[LinearWeights, list[Any]]:
+        """A layer's weights as the kernels multiply them, and what makes them so: columns stay where the codes have
+        them, as inputs are arranged for these."""
+        packed = linear.weight
+        if not isinstance(packed, PackedMatrix):
+            return linear, []
+        rows, columns = packed.shape
+        values = self._array(DENSE)[: rows * columns].reshape(rows, columns)
+        as_coded = replace(packed, inputs=None)
+        dense = linear._replace(weight=values, arrangement=linear.arranged)
+        return dense, [self._kernels.prefill.dequantize(as_coded, values, beside=False)]
+
+    def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
+        if selected or linear.adapters is None:
+            return super()._low_products(x, linear, *selected)
+        return [self._kernels.any_rows.low_products(x, linear)]
+
+    def _attention(self, step: Attention) -> list[Any]:
+        if not step.gated:
+            return self._prompt_attention(step, self._array(step.value))
+        recurrent, value, ungated = self._kernels.recurrent, self._rows(step.value), self._rows(UNGATED)
+        heads = gated_heads(step)
+        return [
+            recurrent.separate_gates(value, heads, ungated),
+            *self._prompt_attention(step, ungated),
+            recurrent.sigmoid_gate(value, heads, self._rows(step.output)),
+        ]
+
+    def _rows(self, name: str) -> Array:
+        """A value [B, T, width]."""
+        return self._array(name).reshape(self._program.shape.batch, self._program.shape.tokens, -1)
+
+    def _prompt_attention(self, step: Attention, qkv: Array) -> list[Any]:
+        """The launches of one layer's attention; `qkv` has query, key and value heads."""
+        prefill, array, norms = self._kernels.prefill, self._array, None
+        qkv = qkv.reshape(self._program.shape.batch, self._program.shape.tokens, -1)
+        if step.q_norm is not None and step.k_norm is not None:
+            query, key = (array(norm.weight.name) for norm in (step.q_norm, step.k_norm))
+            norms = HeadNorms(query, key, step.q_norm.epsilon, step.q_norm.offset)
+        rotary = array("rope_rotary_cos_sin") if step.rotary else None
+        part = None if rotary is None else RotaryPart(step.rotary_first, step.rotary)
+        keys, values, *scales = map(array, step.state(self._program.shape).names)
+        rows = KeyValueRows(keys, values, array("kvcache_start_index"), step.window or 0)
+        row_scales = RowScales(*scales) if scales else None
+        context = self._rows(step.output)  # which is written over the queries
+        given = context, rows, step.scale, context, row_scales
+        return [
+            prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context),
+            prefill.attention_ahead(*given, array(LAST_SEEN)) if step.looks_ahead else prefill.causal_attention(*given),
+        ]
+
+
+def _is_large(step: Step, program: Program) -> bool:
+    """Whether a linear layer has more rows than other kernels take."""
+    return isinstance(step, NormLinear | LinearResidual) and step_rows(step, program) > MAX_TILED_ROWS

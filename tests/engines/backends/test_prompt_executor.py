@@ -1,0 +1,137 @@
+"""Prompts by hand-written kernels: their twins give what the whole program does, and which programs they take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from decode_models import EAGLE3, HEADS, LLAMA
+from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
+from packed_weights import random_packed
+from prompt_arrays import PROMPT_MODELS, bound_to, random_arrays
+
+from edgellm.engines.backends.executors import kernel_executor, planned_shapes
+from edgellm.engines.backends.kernel_executors import ManyRows
+from edgellm.engines.backends.numpy_operations import NumpyOperations
+from edgellm.engines.backends.prompt_executor import PromptRows
+from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.graph import ProgramGraph
+from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation, PackedMatrix, to_device_layout
+from edgellm.kernels.quantization.rows import quantize_rows
+
+DRAFTS = {**HEADS, "eagle1": replace(EAGLE3, generation="1", feature_layers=(2,), layer_prefix="layers.0.")}
+ADAPTED = {"lora_slots": 2, "lora_rank": 8}
+
+
+def compare(config: ModelConfig, shape: EngineShape, start: int = 13, tolerance: float = 5e-5) -> None:
+    """The engine of the kernels' twins and the whole program on the same arrays, twice."""
+    program = model_program(config, shape)
+    expected = random_arrays(program, start)
+    found, before = ({name: array.copy() for name, array in expected.items()} for _ in range(2))
+    ProgramGraph(NumpyOperations(expected, expected), program).run()
+    engine = numpy_kernel_engine(config, shape, PromptRows)
+    engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # NaN: nothing unwritten is read
+    engine.bind(bound_to(found, program))
+    for _ in range(2):
+        for name in program.outputs:
+            found[name].fill(np.nan)
+        for name in program.states:
+            found[name][...] = before[name]
+        engine.enqueue()
+        for name in (*program.outputs, *program.states):
+            np.testing.assert_allclose(found[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("tokens", [8, 72])
+@pytest.mark.parametrize("name", PROMPT_MODELS)
+def test_gives_what_the_whole_program_does(name: str, tokens: int) -> None:
+    compare(PROMPT_MODELS[name], EngineShape("prefill", 1, tokens, 128, 128))
+
+
+@pytest.mark.parametrize("window", [None, 7, 40])
+def test_tokens_of_images_see_those_behind_them(window: int | None) -> None:
+    kinds = () if window is None else ("window", "attention") * 4
+    config = replace(PROMPT_MODELS["images"], layer_kinds=kinds, sliding_window=window)
+    shape = EngineShape("prefill", 1, 72, 128, 128, window_rows=0 if window is None else 128)
+    assert all(step.looks_ahead for step in model_program(config, shape).attentions)
+    compare(config, shape)
+
+
+@pytest.mark.parametrize("name", ["deep", "features", "features_of_the_end", "qwen3"])
+def test_applies_adapters(name: str) -> None:
+    compare(PROMPT_MODELS[name], EngineShape("prefill", 1, 72, 128, 128, **ADAPTED))
+
+
+@pytest.mark.parametrize(("phase", "batch", "tokens"), [("prefill", 1, 72), ("accept", 3, 24)])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_gives_what_a_draft_does(name: str, phase: str, batch: int, tokens: int) -> None:
+    compare(DRAFTS[name], EngineShape(phase, batch, tokens, 128, 128, model="draft"))
+
+
+def test_keeps_rows_of_8_bits_and_reads_what_it_keeps() -> None:
+    config, shape = PROMPT_MODELS["deep"], EngineShape("prefill", 1, 72, 128, 128, kv_cache="int8")
+    program = model_program(config, shape)
+    expected = random_arrays(program, 13)
+    for name in [name for name in program.states if "_cache_" in name]:
+        values = np.random.default_rng(2).standard_normal(expected[name].shape, np.float32)
+        expected[name], expected[name.replace("cache", "scale")] = quantize_rows(values)
+    found = {name: array.copy() for name, array in expected.items()}
+    engine = numpy_kernel_engine(config, shape, PromptRows)
+    engine.attach(NumpyKernelDevice(), np.zeros(engine.scratch_bytes, np.uint8))
+    engine.bind(bound_to(found, program))
+    ProgramGraph(NumpyOperations(expected, expected), program).run()
+    engine.enqueue()
+    for name in (*program.outputs, *program.states):  # a value between two steps may have become either
+        atol = 1.0 if expected[name].dtype == np.int8 else 0.01
+        np.testing.assert_allclose(found[name].astype(float), expected[name], atol=atol, rtol=1e-3, err_msg=name)
+
+
+@pytest.mark.parametrize("lora", [{}, ADAPTED], ids=["", "adapters"])
+@pytest.mark.parametrize("kept_dense", ["none", "embed|layers.3.mlp", "layers.[0-6].self_attn"])
+def test_packed_weights_whose_inputs_are_arranged_give_what_their_values_do(
+    kept_dense: str, lora: dict[str, int]
+) -> None:
+    config, shape = PROMPT_MODELS["deep"], EngineShape("prefill", 1, 72, 128, 128, **lora)
+    program, random = model_program(config, shape), np.random.default_rng(5)
+    dense, layouts = random_arrays(program, 13), dict[str, DeviceLayout]()
+    packed: dict[str, Any] = {name: array.copy() for name, array in dense.items()}
+    for number, (name, spec) in enumerate(program.weights.items()):
+        if len(spec.shape) != 2 or re.search(kept_dense, name):
+            continue
+        columns = spec.shape[1]
+        order = random.permutation(columns).astype(np.int32) if number % 3 else None
+        scales = random.uniform(0.5, 2, columns).astype(np.float32) if number % 3 != 1 else None
+        weight = replace(
+            random_packed(*spec.shape, 16, True, "float16", 0.3 * columns**-0.5), order=order, input_scales=scales
+        )
+        layout, data = to_device_layout(weight)
+        layouts[name] = replace(layout, dtype="float32")
+        dense[name] = weight.values() if scales is None else weight.values() * scales
+        packed[name] = PackedMatrix(layouts[name], data, InputPermutation.of(weight))
+    assert len(layouts) > 10
+    engine = numpy_kernel_engine(config, shape, PromptRows, layouts)
+    engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
+    engine.bind(bound_to(packed, program))
+    engine.enqueue()
+    ProgramGraph(NumpyOperations(dense, dense), program).run()
+    for name in (*program.outputs, *program.states):
+        np.testing.assert_allclose(packed[name], dense[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_what_the_kernels_of_prompts_take() -> None:
+    """What few rows need nothing of them for, a tree they do not take, and what no kernel computes."""
+    taken = {("prefill", 512): PromptRows, ("prefill", 64): ManyRows, ("verify", 72): None}
+    for (phase, tokens), expected in taken.items():
+        shape = EngineShape(phase, 1, tokens, 1024, 1536, tokens if phase == "verify" else 1)
+        assert kernel_executor(LLAMA, shape, "float16", 99 << 10)[0] is expected
+    prefill = EngineShape("prefill", 1, 512, 1024, 1536)
+    odd = replace(LLAMA, head_dim=20, rotary_dim=20)
+    executor, reason = kernel_executor(odd, prefill, "float16", 99 << 10)
+    assert executor is None and "multiples of 8" in reason
+    assert kernel_executor(LLAMA, replace(prefill, segment=0), "float16", 99 << 10)[0] is None
+    limits = EngineLimits(max_batch=1, prefill_chunk=512, kv_capacity=8192, max_lora_rank=8, lora_slots=1)
+    assert planned_shapes({"base": LLAMA}, limits, "float16", "sm_90") == []

@@ -1,0 +1,51 @@
+"""Models whose prompts are taken, and what their programs are bound to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from decode_models import FAMILIES, LLAMA, RECURRENT, SCALED
+
+from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.program import Program
+
+DEEP = replace(LLAMA, num_layers=8)
+PROMPT_MODELS: dict[str, DecoderConfig] = {
+    **FAMILIES,
+    **SCALED,
+    **RECURRENT,
+    "deep": DEEP,
+    "features": replace(DEEP, feature_layers=(2, 4, 5)),
+    "feature_of_the_last_layer": replace(DEEP, feature_layers=(2, 7)),
+    "last_feature": replace(DEEP, feature_layers=(8,)),
+    "features_of_the_end": replace(DEEP, feature_layers=(3, 7, 8)),
+    "deepstack": replace(DEEP, deepstack_layers=3),
+    "images": replace(DEEP, image_tokens=9),
+}
+
+
+def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
+    """What a program is bound to, in float32; the mask is causal."""
+    random, shape = np.random.default_rng(0), program.shape
+    arrays = {}
+    for name, (size, kind) in program.edge.items():
+        if not name.startswith("present_"):
+            values = random.standard_normal(size, np.float32) * 0.1
+            arrays[name] = values if kind in ("compute", "float32") else values.astype(kind)
+    arrays["kvcache_start_index"][:] = start
+    if "last_token_ids" in arrays:
+        arrays["last_token_ids"][:] = shape.tokens - 3
+    if "state_tokens" in arrays:
+        arrays["state_tokens"][:] = shape.tokens - 2
+    rows = start + np.arange(shape.tokens)[:, None]
+    if "last_seen" in arrays:  # the last of an image's 9 tokens; all of the step's end with one
+        arrays["last_seen"][:] = np.minimum(start + np.arange(shape.tokens) // 9 * 9 + 8, start + shape.tokens - 1)
+    arrays["attention_mask"][:] = np.arange(shape.key_range) <= rows
+    return arrays
+
+
+def bound_to(arrays: Mapping[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
+    """With the caches as outputs."""
+    return {**arrays, **{f"present_{name}": arrays[name] for name in program.changed}}
