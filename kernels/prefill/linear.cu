@@ -8,6 +8,7 @@
 #include "decode/many_rows.cuh"
 #include "prefill/linear_adapters.cuh"
 #include "prefill/linear_tiles.cuh"
+#include "shared/plain_activations.cuh"
 
 namespace prefill {
 
@@ -185,6 +186,21 @@ __device__ __forceinline__ void write_part(
     });
 }
 
+// What an activation without a gate makes of the sums, rounded.
+template <typename T> struct ActivatedOutput {
+    T* output;
+    static __device__ float value(float sum) { return plain_activation(sum, HOST_ACTIVATION); }
+    __device__ float before(int, int, int) const { return 0.f; }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1], float) const {
+        output[static_cast<size_t>(b) * rows + n] = from_float<T>(value(sum[0]));
+    }
+    __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
+    __device__ void two(int b, int n, int rows, const float2 (&sum)[1], float2) const {
+        write_two(
+            output + static_cast<size_t>(b) * rows + n, make_float2(value(sum[0].x), value(sum[0].y)), n, rows);
+    }
+};
+
 // The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places. A thread
 // that writes them one by one writes both, one behind the other.
 template <typename T> struct LowOutput {
@@ -273,6 +289,13 @@ __device__ __forceinline__ void multiply(
 PROMPT_KERNEL(linear) {
     PROMPT_GEOMETRY(false);
     const FloatOutput output{static_cast<float*>(arguments.output), linear.scale};
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+}
+
+// output = activation(input weight^T + bias), rounded
+PROMPT_KERNEL(activated) {
+    PROMPT_GEOMETRY(false);
+    const ActivatedOutput<T> output{static_cast<T*>(arguments.output)};
     multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
 }
 

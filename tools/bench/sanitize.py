@@ -38,9 +38,11 @@ FILES = (
     "tests/kernels/decode/test_adapters_gpu.py",
     "tests/kernels/prefill/test_prefill_attention_gpu.py",
     "tests/kernels/recurrent/test_recurrent_gpu.py",
+    "tests/kernels/encoder/test_encoder_kernels_gpu.py",
     "tests/engines/backends/test_kernel_engine_gpu.py",
     "tests/engines/backends/test_kernel_trees_gpu.py",
     "tests/engines/backends/test_recurrent_engines_gpu.py",
+    "tests/engines/backends/test_encoder_engine_gpu.py",
 )
 _LEFT_OUT = ("captured", "overlap", "time", "faster", "wrong", "refused", "bound", "large_vocabulary", "many_draws")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
