@@ -79,7 +79,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sample", type=int, metavar="COUNT", help="run only so many of the selected tests, evenly spread"
     )
     parser.addoption(
-        "--as", dest="measured_as", metavar="NAME", help="in a part of the GPU, with the limits and code of a device"
+        "--as",
+        dest="measured_as",
+        metavar="NAME",
+        help="in a part of the GPU, with the limits and code of a device; tests have no neighbour",
     )
 
 

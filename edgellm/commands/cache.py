@@ -165,7 +165,8 @@ def verify(given: VerifyOptions) -> None:
                 found = snapshot.facts.binding
                 directory = EngineDirectory.open(given.model).with_kv_cache(found.kv_cache)
                 dtype = "float32" if found.backend == "numpy" else directory.dtype
-                expected = snapshot_binding(directory, found.backend, dtype, found.has_draft, found.adapter)
+                kind = found.backend, dtype, found.has_draft, found.adapter
+                expected = snapshot_binding(directory, *kind, executor=found.executor)
                 check_binding(item.path, snapshot, replace(expected, images=found.images))
             typer.echo(f"{printable(item.path)}: whole{'' if given.model is None else f', and made for {given.model}'}")
         except SnapshotError as error:

@@ -13,6 +13,7 @@ from edgellm.engines.formats.digests import FileDigest, hash_bytes
 from edgellm.engines.formats.strict_formats import ADDED_LATER, canonical_json, plain_values
 from edgellm.engines.model.config import HEADS, DecoderConfig
 from edgellm.engines.model.decoder import as_published, head_weight_name
+from edgellm.kernels.decode.contract import ARITHMETIC
 
 #: Stands in a binding for an adapter, a draft or images that are not there.
 NONE = "none"
@@ -27,9 +28,10 @@ class SnapshotBinding:
     """Everything besides token ids that must be equal where a snapshot is used.
 
     `weights`, `config`, `adapter`, `draft` and `images` are SHA-256 digests, or "none"; `dtype` is that of computing
-    and of the rows, but for the base's where `kv_cache` says int8; `backend` is what computed them; `rotary_context` is
-    the context in tokens that the rotary table was scaled for, None where it is the same for all. Plan, GPU and the
-    chat template's text are no part of it.
+    and of the rows, but for the base's where `kv_cache` says int8; `backend` is what computed them, on a GPU by an
+    `executor` and in an order of sums, whose number `arithmetic` is (0 on NumPy); `rotary_context` is the context in
+    tokens that the rotary table was scaled for, None where it is the same for all. Plan, GPU and the chat template's
+    text are no part of it.
     """
 
     weights: str
@@ -42,6 +44,8 @@ class SnapshotBinding:
     backend: str
     rotary_context: int | None
     kv_cache: str = field(default="compute", metadata=ADDED_LATER)
+    arithmetic: int = field(default=0, metadata=ADDED_LATER)
+    executor: str = field(default="auto", metadata=ADDED_LATER)
 
     @property
     def has_draft(self) -> bool:
@@ -68,6 +72,8 @@ _NAMES = {
     "backend": "the backend is",
     "rotary_context": "the rotary table is made for a context of",
     "kv_cache": "the dtype of the KV cache is",
+    "arithmetic": "the order of sums is number",
+    "executor": "the executor is",
 }
 
 
@@ -78,8 +84,10 @@ def snapshot_binding(
     with_draft: bool,
     adapter: str = NONE,
     image_digests: Sequence[str] = (),
+    executor: str = "auto",
 ) -> SnapshotBinding:
-    """The binding of rows that the `backend` computes in `dtype` with the model of an engine directory.
+    """The binding of rows that the `backend` computes in `dtype`, by an `executor`, with the model of an engine
+    directory.
 
     `adapter` is the digest of a LoRA adapter, `image_digests` those of the images among the tokens, in their order.
     """
@@ -99,6 +107,8 @@ def snapshot_binding(
         backend=backend,
         rotary_context=directory.limits.kv_capacity if any(map(_is_scaled_by_context, configs)) else None,
         kv_cache=directory.limits.kv_cache,
+        arithmetic=0 if backend == "numpy" else ARITHMETIC,
+        executor=executor,
     )
 
 

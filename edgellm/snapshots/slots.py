@@ -59,7 +59,8 @@ class SlotSnapshots:
         config = directory.config
         self._model = f"{config.family}, {config.num_layers} layers of {config.hidden_size}"
         backend = runner.backend
-        unadapted = snapshot_binding(directory, backend.name, backend.compute_dtype, self._has_draft)
+        computed = backend.name, backend.compute_dtype
+        unadapted = snapshot_binding(directory, *computed, self._has_draft, executor=backend.executor)
         self._bindings: dict[str | None, SnapshotBinding] = {None: unadapted}
         self._encoder = encoder_digest(directory, vision_directory)
         self._whole_images = config.image_tokens > 0

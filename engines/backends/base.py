@@ -80,6 +80,8 @@ class Backend(Protocol):
     """What a runner needs of a machine."""
 
     name: str
+    #: what runs steps on a GPU, one of `opening.EXECUTORS`; "auto" on NumPy
+    executor: str
     kernels: SamplingKernels
     #: dtype of activations and weights: the model's on the GPU, "float32" on NumPy
     compute_dtype: str

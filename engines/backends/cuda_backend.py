@@ -12,10 +12,13 @@ from typing import Any
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
+from edgellm.engines.backends.encoder_calls import encoder_refusal
+from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
 from edgellm.engines.backends.executors import kernel_executor, plan_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
+from edgellm.engines.backends.padded_weights import Padding
 from edgellm.engines.backends.plan_engines import PlanEngines
 from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.prompt_executor import PromptRows
@@ -32,9 +35,10 @@ from edgellm.engines.model.memory_plan import MEBIBYTE, MemoryPlan, most_logit_r
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.acceptance.launcher import CudaAcceptance
-from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
+from edgellm.kernels.encoder.launcher import CudaEncoder
 from edgellm.kernels.images.launcher import CudaImages
 from edgellm.kernels.launch import KernelModule
 from edgellm.kernels.prefill.launcher import CudaPrefill
@@ -47,7 +51,7 @@ from edgellm.kernels.tree.launcher import CudaTree
 
 logger = logging.getLogger("edgellm.tensorrt")
 
-LoadedEngine = TensorRTEngine | KernelEngine | SplitEngine
+LoadedEngine = TensorRTEngine | KernelEngine | SplitEngine | EncoderEngine
 
 
 class CudaBackend(CudaDevice):
@@ -64,7 +68,7 @@ class CudaBackend(CudaDevice):
     def __init__(self, directory: EngineDirectory, packed: PackedLayouts | None = None, executor: str = "auto") -> None:
         """`packed` are the `model_layouts` of a directory with packed weights, `executor` is one of
         `opening.EXECUTORS`."""
-        self._directory, self._packed, self._executor = directory, packed or {}, executor
+        self._directory, self._packed, self.executor = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
         self._opened: ExitStack | None = None
         with ExitStack() as opened:
@@ -129,17 +133,23 @@ class CudaBackend(CudaDevice):
         self, checkpoint: Checkpoint, specs: Sequence[WeightSpec], progress: Callable[[int, int], None] | None = None
     ) -> dict[str, DeviceArray | PackedMatrix]:
         """The weights side by side, filled straight from the memory-mapped checkpoint; packed ones in the kernels'
-        layout. The kernels that engines need for them are loaded, too."""
+        layout, and those of vision encoders with zeros behind that a loaded engine takes so (`EncoderEngine.paddings`).
+        The kernels that engines need for them are loaded, too."""
         layouts = packed_layouts(checkpoint, specs, self.compute_dtype)
         dense = [spec for spec in specs if spec.name not in layouts]
+        paddings = self._paddings()
+        shapes = {spec.name: paddings[spec.name].shape if spec.name in paddings else spec.shape for spec in dense}
         memory = self.zeros_side_by_side(
             {
-                spec.name: (layouts[spec.name].shape, "uint8") if spec.name in layouts else (spec.shape, spec.dtype)
+                spec.name: (layouts[spec.name].shape, "uint8")
+                if spec.name in layouts
+                else (shapes[spec.name], spec.dtype)
                 for spec in specs
             }
         )
         weights = {spec.name: memory[spec.name] for spec in dense}
-        total = sum(array.nbytes for array in memory.values())
+        zeros = sum(paddings[spec.name].zeros for spec in dense if spec.name in paddings)
+        total = sum(array.nbytes for array in memory.values()) - zeros * ITEM_SIZES[self.compute_dtype]
         done = 0
 
         def advance(count: int) -> None:
@@ -149,22 +159,26 @@ class CudaBackend(CudaDevice):
                 progress(done, total)
 
         for spec, offset, values in iterate_weight_parts(checkpoint, dense, self.compute_dtype):
-            whole = weights[spec.name]
-            part = DeviceArray(whole.pointer + offset, values.shape, whole.dtype, whole.owner)
-            self.upload(part, values)
+            whole, padding = weights[spec.name].reshape(-1), paddings.get(spec.name)
+            first = offset // values.itemsize
+            for begin, piece in [(first, values)] if padding is None else padding.pieces(first, values):
+                self.upload(whole[begin : begin + piece.size], piece)
             advance(values.nbytes)
         check = FiniteCheck(checkpoint, dense)
+        looked_at = [part for part in part_places(dense) if check.is_due(part[1]) and part[0].dtype == "compute"]
+        padded = {name: (paddings[spec.name], place) for spec, name, place in looked_at if spec.name in paddings}
         due = {
-            name: weights[spec.name].reshape(-1)[place]
-            for spec, name, place in part_places(dense)
-            if check.is_due(name) and spec.dtype == "compute"
+            name: weights[spec.name].reshape(-1)[padded[name][0].place(place) if name in padded else place]
+            for spec, name, place in looked_at
         }
+        found_at = self._first_not_finite(due)
+        found_at |= {name: padding.published_index(place, found_at[name]) for name, (padding, place) in padded.items()}
         small = {  # the kernel looks at weights of one dtype
             name: first_not_finite(checkpoint.raw(name).reshape(-1))
             for spec, name, _ in part_places(dense)
             if check.is_due(name) and spec.dtype != "compute"
         }
-        check.conclude(self._first_not_finite(due) | small)
+        check.conclude(found_at | small)
         found: dict[str, DeviceArray | PackedMatrix] = {**weights}
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
         if packed:
@@ -174,6 +188,11 @@ class CudaBackend(CudaDevice):
             logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
         self._load_kernels(found)
         return found
+
+    def _paddings(self) -> dict[str, Padding]:
+        """How the weights of vision encoders stand in memory that loaded engines do not take as they are published."""
+        encoders = [engine for engine in self._engines if isinstance(engine, EncoderEngine)]
+        return {name: padding for engine in encoders for name, padding in engine.paddings.items()}
 
     def _load_kernels(self, weights: Mapping[str, DeviceArray | PackedMatrix]) -> None:
         """Those of the engines whose weights are there, now that it is known how these are packed."""
@@ -213,8 +232,8 @@ class CudaBackend(CudaDevice):
         whole; the other way round where TensorRT is asked for. EngineError where nothing runs it. An engine that is
         loaded after `check_memory` has scratch of its own where it needs more than there is."""
         ways: tuple[Callable[[EngineShape], LoadedEngine | None], ...]
-        ways = self._kernel_engine, self._split_engine, self._plan_engine
-        if self._executor == "tensorrt":
+        ways = self._encoder_engine, self._kernel_engine, self._split_engine, self._plan_engine
+        if self.executor == "tensorrt":
             ways = self._split_engine, self._preferred_plan, self._kernel_engine, self._plan_engine
         engine = next(found for way in ways if (found := way(shape)) is not None)
         self._engines.append(engine)
@@ -227,7 +246,7 @@ class CudaBackend(CudaDevice):
         """Whether a plan of the whole runs a shape though kernels would."""
         config, limit = self._directory.model_config(shape.model), self._module.shared_limit
         return (
-            self._executor == "tensorrt"
+            self.executor == "tensorrt"
             and split_refusal(config, shape, self.compute_dtype, limit) is not None
             and plan_refusal(config, shape, self.compute_dtype, limit, shape.model in self._packed) is None
         )
@@ -248,6 +267,16 @@ class CudaBackend(CudaDevice):
         if executor is PromptRows:
             self._load_attention(program)
         return KernelEngine(self._step_kernels(config), executor, config, shape, dtype, limit, packed)
+
+    def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
+        """A vision encoder on kernels, where these are asked for and take it."""
+        config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
+        if self.executor != "kernels" or shape.model != "vision":
+            return None
+        if encoder_refusal(model_program(config, shape), dtype, limit) is not None:
+            return None
+        kernels = EncoderStepKernels(CudaEncoder(self._module), self._any_rows)
+        return EncoderEngine(kernels, config, shape, dtype)
 
     def _load_attention(self, program: Program) -> None:
         """Load the kernels of many tokens' attention before a step waits for them."""

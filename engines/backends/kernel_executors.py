@@ -15,6 +15,7 @@ from edgellm.engines.backends.kernel_steps import (
     JOINED_INPUTS,
     UNNORMED,
     attention_shape,
+    comes_rounded,
     module_rows,
     most_rows,
     packed_layout,
@@ -37,6 +38,7 @@ from edgellm.engines.model.program import (
     LinearResidual,
     Norm,
     NormLinear,
+    NormParts,
     Program,
     Scale,
     SideBySide,
@@ -129,12 +131,20 @@ class FewRows:
         rows, shape = step_rows(step, program), program.shape
         if isinstance(step, Attention):
             return attention_shared_bytes(attention_shape(step, shape))
-        if isinstance(step, NormLinear) and cls.norms_inside(step):
-            widths = [norm.weight.shape[0] for given in step.inputs for norm in given.norms]
+        if isinstance(step, NormLinear) and cls.prepares_inside(step, program):
+            count = len(step.inputs)
+            widths = [step.linear.weight.shape[1] // count] * count
             return norm_linear_shared_bytes(rows, widths, limit, step.gated, _ranks(program))
         if isinstance(step, NormLinear | LinearResidual):
             return linear_residual_shared_bytes(rows, limit, _ranks(program))
         return 0
+
+    @classmethod
+    def prepares_inside(cls, step: NormLinear, program: Program) -> bool:
+        """Whether one kernel norms the inputs of a linear layer, or rounds one without norms, and multiplies them."""
+        if step.selects or len(step.inputs) > 1 or step.inputs[0].norms:
+            return cls.norms_inside(step)
+        return step.gated or not comes_rounded(step.inputs[0].value, program)
 
     @classmethod
     def clocks(cls, program: Program, gpu: Capacity) -> float:
@@ -146,7 +156,7 @@ class FewRows:
     def _clocks(cls, step: NormLinear | LinearResidual, program: Program, gpu: Capacity) -> float:
         if (layout := packed_layout(step, program)) is not None:
             return _packed_clocks(step, layout, program, gpu)
-        inside = isinstance(step, NormLinear) and cls.norms_inside(step)
+        inside = isinstance(step, NormLinear) and cls.prepares_inside(step, program)
         width, columns = step.linear.weight.shape
         clocks = few_rows_clocks(step_rows(step, program), width, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
@@ -169,6 +179,8 @@ class FewRows:
             return self._linear_residual(step)
         if isinstance(step, SideBySide):
             return self._side_by_side(step)
+        if isinstance(step, NormParts):
+            return [self._kernels.few.norm_parts(self._parts(Input(step.value, step.norms)), next_early)]
         assert isinstance(step, NormLinear)
         return self._norm_linear(step, next_early)
 
@@ -186,10 +198,10 @@ class FewRows:
             return self._selected(step, linear)
         if linear.is_packed:
             return self._packed_linear(step, linear, next_early)
-        if not self.norms_inside(step):
+        if not self.prepares_inside(step, self._program):
             x, launches = self._together(step, padded=False)
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
-        inputs = [self._normed(given.value, given.norms[0]) for given in step.inputs]
+        inputs = [part for given in step.inputs for part in self._parts(given)]
         if step.gated:
             return [few.norm_gate_up(inputs[0], linear, step.activation, output)]
         return [few.norm_linear(inputs, linear, output, step.scale, self._kept(step.keep), next_early)]
@@ -197,15 +209,15 @@ class FewRows:
     def _packed_linear(self, step: NormLinear, linear: LinearWeights, next_early: bool) -> list[Any]:
         """The launches by the kernels of few packed rows, which norm the fewest themselves, or by those of many."""
         few, output, rows = self._kernels.few, self._array(step.output), step_rows(step, self._program)
-        inside = norms_packed(step, rows) and linear.arranged is None
-        if not few.takes(linear, rows, normed=inside):
+        inside = norms_packed(step, self._program, rows) and linear.arranged is None
+        if not few.takes(linear, rows, normed=inside and bool(step.inputs[0].norms)):
             return self._normed_apart(step, linear, next_early)
         if not inside:
             x, launches = self._together(step, False, next_early, linear.arranged)
             if step.gated:
                 return [*launches, few.norm_gate_up(NormedInput(x, None), linear, step.activation, output)]
             return [*launches, few.linear_residual(x, linear, None, output, step.scale)]
-        normed = self._normed(step.inputs[0].value, step.inputs[0].norms[0])
+        (normed,) = self._parts(step.inputs[0])
         if step.gated:
             return [few.norm_gate_up(normed, linear, step.activation, output)]
         return [few.norm_linear([normed], linear, output, step.scale, self._kept(step.keep), next_early)]
@@ -324,8 +336,8 @@ class FewRows:
     ) -> tuple[Array, list[Any]]:
         """The inputs of a linear layer side by side [R, K] (`padded`: zeros behind, as `padded_columns`), and the
         launches that bring them there, each normed, and `arranged`."""
-        given, is_input = step.inputs[0], step.inputs[0].value in self._program.inputs
-        if len(step.inputs) == 1 and not given.norms and is_input and step.keep is None and arranged is None:
+        given, is_rounded = step.inputs[0], comes_rounded(step.inputs[0].value, self._program)
+        if len(step.inputs) == 1 and not given.norms and is_rounded and step.keep is None and arranged is None:
             return self._array(given.value), []
         columns, values = step.linear.weight.shape[1], self._array(step.inputs[-1].value)
         rows, width = values.size // values.shape[-1], padded_columns(columns) if padded else columns
@@ -348,8 +360,6 @@ class FewRows:
     def _parts(self, given: Input) -> list[NormedInput]:
         if not given.norms:
             return [NormedInput(self._array(given.value), None)]
-        if len(given.norms) == 1:
-            return [self._normed(given.value, given.norms[0])]
         parts, first = [], 0
         for norm in given.norms:
             width = norm.weight.shape[0]
@@ -430,13 +440,13 @@ def _many_clocks(step: NormLinear | LinearResidual, program: Program, gpu: Capac
 def _packed_clocks(step: NormLinear | LinearResidual, layout: DeviceLayout, program: Program, gpu: Capacity) -> float:
     """The same of a packed layer, which both executors compute alike."""
     rows = step_rows(step, program)
-    norms = 0 if isinstance(step, NormLinear) and norms_packed(step, rows) else _norm_count(step)
+    norms = 0 if isinstance(step, NormLinear) and norms_packed(step, program, rows) else _norm_count(step)
     return packed_clocks(rows, layout, gpu) + norms * NORM_CLOCKS
 
 
-def norms_packed(step: NormLinear, rows: int) -> bool:
-    """Whether one kernel norms so many rows of input of a packed layer and multiplies them."""
-    return len(step.inputs) == 1 and FewRows.norms_inside(step) and rows <= MAX_NORMED_ROWS
+def norms_packed(step: NormLinear, program: Program, rows: int) -> bool:
+    """Whether one kernel norms or rounds so many rows of input of a packed layer and multiplies them."""
+    return len(step.inputs) == 1 and FewRows.prepares_inside(step, program) and rows <= MAX_NORMED_ROWS
 
 
 def _ranks(program: Program) -> int:

@@ -9,11 +9,21 @@ from itertools import pairwise
 from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, recurrent_refusal
 from edgellm.engines.model.adapted_projections import AdaptedProjection
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import Attention, LinearResidual, NormLinear, Program, Scale, SideBySide, Step
+from edgellm.engines.model.program import (
+    Attention,
+    LinearResidual,
+    NormLinear,
+    NormParts,
+    Program,
+    Scale,
+    SideBySide,
+    Step,
+)
 from edgellm.engines.model.states import Edge, without_layer
 from edgellm.kernels.decode.attention import AttentionShape, attention_partials
 from edgellm.kernels.decode.contract import (
     ACTIVATIONS,
+    MAX_PARTS,
     MAX_TILED_ROWS,
     MAX_TOKENS,
     adapters_refusal,
@@ -34,7 +44,7 @@ DENSE = "dense weight"
 
 def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
     """How a step's weight is packed, if it is."""
-    return program.packed.get(step.linear.weight.name) if isinstance(step, NormLinear | LinearResidual) else None
+    return None if step.multiplies is None else program.packed.get(step.multiplies.weight.name)
 
 
 def step_rows(step: Step, program: Program) -> int:
@@ -42,10 +52,15 @@ def step_rows(step: Step, program: Program) -> int:
     return math.prod(program.kinds[step.output][0][:-1])
 
 
+def comes_rounded(value: str, program: Program) -> bool:
+    """Whether a value is an input of the engine in the compute dtype; the residual stream between segments is not."""
+    return value in program.inputs and program.inputs[value][1] == "compute"
+
+
 def most_rows(program: Program) -> int:
     """The most rows of its steps that multiply or attend."""
-    kinds = NormLinear | LinearResidual | Attention
-    return max(step_rows(step, program) for step in program.steps if isinstance(step, kinds))
+    steps = (step for step in program.steps if step.multiplies is not None or isinstance(step, Attention))
+    return max(step_rows(step, program) for step in steps)
 
 
 def step_refusal(step: Step, program: Program) -> str | None:
@@ -59,6 +74,8 @@ def step_refusal(step: Step, program: Program) -> str | None:
         return attention_refusal(*step.heads, shape.kv_cache == "int8") or ring_refusal(shape)
     if isinstance(step, Scale | SideBySide):
         return None
+    if isinstance(step, NormParts):
+        return parts_refusal(step)
     if isinstance(step, RECURRENT):
         return recurrent_refusal(step, program)
     if not isinstance(step, NormLinear | LinearResidual):
@@ -80,6 +97,14 @@ def step_refusal(step: Step, program: Program) -> str | None:
     if step.activation is not None and not (step.gated and step.activation in ACTIVATIONS):
         return f"the activation {step.activation} has no kernel"
     return None
+
+
+def parts_refusal(step: NormParts) -> str | None:
+    """Why kernels do not norm the parts of a value where they are, None if they do."""
+    widths = [norm.weight.shape[0] for norm in step.norms]
+    if step.value != step.output or not 1 <= len(widths) <= MAX_PARTS or any(width % 8 for width in widths):
+        return f"up to {MAX_PARTS} parts of rows are normed where they are, of widths in eights, not {widths}"
+    return "there is no kernel for layer norms" if any(norm.bias is not None for norm in step.norms) else None
 
 
 def ring_refusal(shape: EngineShape) -> str | None:

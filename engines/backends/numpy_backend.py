@@ -97,6 +97,7 @@ class NumpyBackend:
     name = "numpy"
     compute_dtype = "float32"
     steps_ahead = 0
+    executor = "auto"
     fixed_shapes = False
     computes_at_once = True
 

@@ -87,7 +87,7 @@ def gated_heads(step: Attention) -> GatedHeads:
 
 def layer_begins(steps: tuple[Step, ...]) -> Iterator[tuple[int, int]]:
     """Places of steps and layers: where what touches a layer's states begins, with the step before its first one that
-    has any, which is a linear layer."""
+    has any, which makes what that one takes."""
     known: set[int] = set()
     for place, step in enumerate(steps):
         if isinstance(step, Stateful) and step.index not in known:

@@ -297,7 +297,7 @@ def _read(
     if dtype is None:  # float32 would need twice the memory for nothing that one can see
         narrow = "bfloat16" if config.post_norms else "float16"
         dtype = narrow if config.dtype == "float32" else config.dtype
-    if config.post_norms and dtype == "float16":  # what attention and MLP give is far beyond it before it is normed
+    if config.exceeds_float16 and dtype == "float16":
         raise BuildError(
             f"values of {config.family} go beyond the range of float16: take --dtype bfloat16, as it was published"
         )

@@ -263,6 +263,8 @@ def _check_decoder(values: JSONObject, config: DecoderConfig) -> None:
     least, most = CONV_WIDTHS
     fits = not config.is_recurrent or least <= config.conv_width <= most
     require(fits, "conv_width", f"expected {least} to {most}")
+    fits = not (config.joint_qk_norm and config.attention_gate)
+    require(fits, "joint_qk_norm", "expected false where gates stand between the heads")
     _check_delta(values, config)
     _check_layers(values, config, "feature_layers", layers)
     _check_layers(values, config, "nope_layers", layers - 1)

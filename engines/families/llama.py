@@ -1,5 +1,5 @@
 """Llama, and the families that vary it by switches: Mistral, Ministral 3, Seed-OSS, CWM, Phi-3 and Phi-4, Granite 3,
-SmolLM3."""
+SmolLM3, OLMo-2."""
 
 from __future__ import annotations
 
@@ -187,3 +187,12 @@ SMOLLM3 = Family(
         "use_sliding_window": False,
     },
 )
+
+
+def _read_olmo2(fields: ConfigFields) -> DecoderConfig:
+    """Norms behind attention and MLP, none before them, and norms of query and key over all heads together."""
+    own: dict[str, Any] = {"pre_norms": False, "post_norms": True, "qk_norm": True, "joint_qk_norm": True}
+    return read_decoder(fields, **biases(fields), **own)
+
+
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", _read_olmo2, {"num_key_value_heads": None})

@@ -51,8 +51,10 @@ class DecoderConfig:
     `nope_layers` have no rotary embedding. With `fused_projections` the checkpoint holds q, k and v as one tensor
     `qkv_proj`, gate and up as `gate_up_proj`. Layers of the kind "window" look back on `sliding_window` tokens alone,
     their own included; `local_rope_theta` is the base of their rotary embedding, unscaled, where it is one of its own
-    (Gemma 3). With `post_norms` what attention and MLP give is normed, too, before it is added. A packed `head`, one of
-    `HEADS`, is a weight of its own; with `embeds_by_head` tokens are looked up there.
+    (Gemma 3). With `post_norms` what attention and MLP give is normed before it is added; without `pre_norms` what they
+    take is not normed (OLMo-2). Norms of query and key (`qk_norm`) are of each head or, with `joint_qk_norm`, of all
+    heads together. A packed `head`, one of `HEADS`, is a weight of its own; with `embeds_by_head` tokens are looked up
+    there.
 
     `layer_kinds` says of each layer what mixes its tokens, one of `LAYER_KINDS` (none: all attend to all): attention,
     attention within `sliding_window`, a short convolution of `conv_width` (with `conv_bias`), or the gated delta rule
@@ -111,11 +113,19 @@ class DecoderConfig:
     post_norms: bool = field(default=False, metadata=ADDED_LATER)
     delta_products: tuple[int, ...] = field(default=(), metadata=ADDED_LATER)
     image_tokens: int = field(default=0, metadata=bounded(LARGEST_IMAGE_TOKENS, True))
+    pre_norms: bool = field(default=True, metadata=ADDED_LATER)
+    joint_qk_norm: bool = field(default=False, metadata=ADDED_LATER)
 
     @property
     def window(self) -> int | None:
         """How many tokens the layers look back on that do not look back on all; None without such layers."""
         return self.sliding_window if "window" in self.layer_kinds else None
+
+    @property
+    def exceeds_float16(self) -> bool:
+        """Whether values go beyond float16's range: where both what a layer takes and what it gives are normed, nothing
+        that is computed depends on how large the residual stream and what is added to it grow."""
+        return self.pre_norms and self.post_norms
 
     @property
     def rotary_columns(self) -> int:

@@ -19,6 +19,7 @@ from edgellm.engines.model.program import (
     LinearResidual,
     Norm,
     NormLinear,
+    NormParts,
     Program,
     Scale,
     ShortConvolution,
@@ -98,6 +99,10 @@ class LayerWeights(NamedWeights):
         weight = self.weight(f"{name}.weight", size or config.hidden_size)
         return Norm(weight, config.rms_norm_eps, offset=config.norm_offset if offset is None else offset)
 
+    def input(self, value: str, norm: str) -> Input:
+        """What attention or an MLP takes: `value` behind the norm of that name, where the model norms before layers."""
+        return Input(value, (self.norm(norm),) if self._config.pre_norms else ())
+
     def attention(
         self,
         index: int,
@@ -117,6 +122,11 @@ class LayerWeights(NamedWeights):
             parts = {"qkv_proj": sum(parts.values())}
         qkv = self.linear("self_attn.qkv_proj", parts, len(inputs) * config.hidden_size, config.attention_bias)
         size, scale = config.head_dim, config.attention_scale
+        widths = (config.query_size, config.kv_size) if config.joint_qk_norm else (size, size)
+        names = ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ()
+        norms = tuple(self.norm(name, width) for name, width in zip(names, widths, strict=False))
+        of_all: list[Step] = [NormParts("qkv", "qkv", norms)] if norms and config.joint_qk_norm else []
+        q_norm, k_norm = norms if norms and not of_all else (None, None)
         attention = Attention(
             "context",
             "qkv",
@@ -124,15 +134,15 @@ class LayerWeights(NamedWeights):
             (config.num_heads, config.num_kv_heads, size),
             size**-0.5 if scale is None else scale,
             0 if index in config.nope_layers else config.rotary_dim,
-            self.norm("self_attn.q_norm", size) if config.qk_norm else None,
-            self.norm("self_attn.k_norm", size) if config.qk_norm else None,
+            q_norm,
+            k_norm,
             masks_all,
             config.attention_gate,
             config.sliding_window if in_window and windows else None,
             config.rotary_dim if in_window and config.local_rope_theta is not None else 0,
             ahead,
         )
-        return [NormLinear("qkv", inputs, qkv, keep=keep), attention]
+        return [NormLinear("qkv", inputs, qkv, keep=keep), *of_all, attention]
 
     def convolution(self, index: int, normed: Input) -> tuple[list[Step], Linear]:
         """LFM2's gated short convolution, to "convolved", and what that goes through."""
@@ -208,7 +218,7 @@ class LayerWeights(NamedWeights):
         if config.post_norms:
             of_attention, of_mlp = self.norm(before), self.norm("post_feedforward_layernorm")
             before = "pre_feedforward_layernorm"
-        normed = Input(result, (self.norm(before),))
+        normed = self.input(result, before)
         gate_up = self.linear("mlp.gate_up_proj", parts, hidden, bias)
         down = self.linear("mlp.down_proj", hidden, inner, bias)
         return [
@@ -278,7 +288,7 @@ def decoder_layer(
     """The steps of one layer, from the residual stream `value` to "hidden", or with `selects` to "selected"; `windows`
     and `ahead` as in `LayerWeights.attention`."""
     layer, kind = LayerWeights(config, f"model.layers.{index}.", f"model.layers.{index}."), config.layer_kind(index)
-    normed = Input(value, (layer.norm("input_layernorm"),))
+    normed = layer.input(value, "input_layernorm")
     if kind in RECURRENT_KINDS:
         steps, output = (layer.convolution if kind == "convolution" else layer.delta)(index, normed)
         return steps + layer.residual(value, selects, keep, steps[-1].output, output)

@@ -30,6 +30,7 @@ from edgellm.engines.model.program import (
     Norm,
     Normed,
     NormLinear,
+    NormParts,
     Prepend,
     Product,
     Program,
@@ -60,6 +61,7 @@ class ProgramGraph(Generic[Tensor]):
             Scale: cls._scale,
             Add: cls._add,
             Normed: cls._normed,
+            NormParts: cls._norm_parts,
             NormLinear: cls._norm_linear,
             LinearResidual: cls._linear_residual,
             Attention: cls._attention,
@@ -121,9 +123,14 @@ class ProgramGraph(Generic[Tensor]):
         x = self._values[given.value]
         if len(given.norms) < 2:
             return self._norm(x, given.norms[0]) if given.norms else x
-        sizes = [norm.weight.shape[0] for norm in given.norms]
-        parts = zip(self._operations.split(x, sizes, axis=2), given.norms, strict=True)
-        return self._operations.concatenate([self._norm(part, norm) for part, norm in parts], axis=2)
+        return self._normed_parts(x, given.norms)
+
+    def _normed_parts(self, x: Tensor, norms: tuple[Norm, ...], rest: int = 0) -> Tensor:
+        """x [B, T, ..] with a part for each norm, and `rest` columns behind them as they are."""
+        sizes = [norm.weight.shape[0] for norm in norms]
+        parts = self._operations.split(x, [*sizes, rest] if rest else sizes, axis=2)
+        normed = [self._norm(part, norm) for part, norm in zip(parts, norms, strict=False)]
+        return self._operations.concatenate(normed + parts[len(norms) :], axis=2)
 
     def _keep(self, keep: Keep, x: Tensor) -> None:
         self._kept.setdefault(keep.target, {})[keep.place] = x
@@ -281,6 +288,11 @@ class ProgramGraph(Generic[Tensor]):
 
     def _normed(self, step: Normed) -> None:
         self._values[step.output] = self._norm(self._values[step.value], step.norm)
+
+    def _norm_parts(self, step: NormParts) -> None:
+        width = self._program.kinds[step.value][0][-1]
+        rest = width - sum(norm.weight.shape[0] for norm in step.norms)
+        self._values[step.output] = self._normed_parts(self._values[step.value], step.norms, rest)
 
     def _gather(self, step: Gather) -> None:
         self._values[step.output] = self._operations.gather_rows(self._values[step.value], self._values[step.rows])

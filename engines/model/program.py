@@ -62,7 +62,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Input:
-    """A value that a linear layer takes, normed before; several stand side by side.
+    """A value that a linear layer takes, normed before where it has norms; several stand side by side.
 
     `parts`: so many equal parts of it are normed each by its own of `norms`.
     """
@@ -107,8 +107,17 @@ class Step:
     @property
     def writes(self) -> tuple[str, ...]:
         """The values that it writes: its output, and what it keeps."""
-        keep = getattr(self, "keep", None)
-        return (self.output,) if keep is None else (self.output, keep.target)
+        return (self.output,) if self.keeps is None else (self.output, self.keeps.target)
+
+    @property
+    def keeps(self) -> Keep | None:
+        """What it leaves of its input or its residual, if anything."""
+        return getattr(self, "keep", None)
+
+    @property
+    def multiplies(self) -> Linear | None:
+        """The linear layer whose weight it multiplies, if it has one."""
+        return getattr(self, "linear", None)
 
     @property
     def title(self) -> str:
@@ -202,8 +211,20 @@ class Normed(Step):
 
 
 @dataclass(frozen=True)
+class NormParts(Step):
+    """output = value with its first columns normed: part after part, each as wide as the norm of `norms` that it gets;
+    the columns behind the last part stay as they are."""
+
+    value: str = field(metadata=READS)
+    norms: tuple[Norm, ...]
+
+    def results(self, kinds: Edge, shape: EngineShape, residual: str) -> Edge:
+        return {self.output: kinds[self.value]}
+
+
+@dataclass(frozen=True)
 class NormLinear(Step):
-    """output = scale * linear(inputs, each normed, side by side), in compute dtype (logits: float32).
+    """output = scale * linear(inputs, each normed or as it is, side by side), in compute dtype (logits: float32).
 
     `activation` is one of each element or, `gated`, of the first half, which multiplies the second. `selects`: of the
     rows only those that `last_token_ids` names.

@@ -120,7 +120,7 @@ def _of_most_weights(steps: list[Step]) -> list[list[Step]]:
     parts: list[list[Step]] = [[]]
     held = 0
     for step in steps:
-        size = math.prod(step.linear.weight.shape) if isinstance(step, NormLinear | LinearResidual) else 0
+        size = 0 if step.multiplies is None else math.prod(step.multiplies.weight.shape)
         if held and size and held + size > MOST_WEIGHTS:
             parts.append([])
             held = 0
@@ -131,7 +131,7 @@ def _of_most_weights(steps: list[Step]) -> list[list[Step]]:
 
 def _is_shared(program: Program, keep: Keep) -> bool:
     """Whether several steps keep parts of one output."""
-    kept = [step.keep for step in program.steps if isinstance(step, NormLinear | LinearResidual)]
+    kept = [step.keeps for step in program.steps]
     return sum(other is not None and other.target == keep.target for other in kept) > 1
 
 

@@ -10,7 +10,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint, converted
 from edgellm.engines.checkpoints.weights import part_places
 from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import Linear, LinearResidual, NormLinear, Program
+from edgellm.engines.model.program import Linear, Program
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.scaling import foldings, scale_norm, search_scales
 from edgellm.engines.quantizer.statistics import InputStatistics
@@ -27,7 +27,7 @@ DENSE_PATTERN = "re:.*linear_attn[.]in_proj_[ab]$"
 
 def linears(program: Program) -> list[Linear]:
     """The linear layers of a program, in order of use."""
-    return [step.linear for step in program.steps if isinstance(step, NormLinear | LinearResidual)]
+    return [step.multiplies for step in program.steps if step.multiplies is not None]
 
 
 def scale_layer(

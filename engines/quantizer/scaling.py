@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.model.program import Attention, Linear, LinearResidual, Norm, NormLinear, Step
+from edgellm.engines.model.program import Attention, Linear, LinearResidual, Norm, NormLinear, NormParts, Step
 from edgellm.engines.quantizer.arithmetic import NUMPY, Arithmetic
 from edgellm.engines.quantizer.rounding import COARSE_CLIPPING, rounded
 from edgellm.engines.quantizer.statistics import InputStatistics
@@ -57,7 +57,8 @@ def foldings(steps: Sequence[Step]) -> dict[str, Folding]:
             elif isinstance(maker, NormLinear) and maker.gated:
                 start = maker.linear.weight.shape[0] // 2
                 found[step.linear.name] = Folding(linear=maker.linear, start=start)
-        makers[step.output] = step
+        if not isinstance(step, NormParts):  # behind attention there are the columns that it leaves as they are
+            makers[step.output] = step
     return found
 
 

@@ -303,4 +303,26 @@ __device__ __forceinline__ void stage_as_is(
     __syncwarp();
 }
 
+// The same of rows of float, or of T, that are rounded to T and may be kept, too.
+template <typename T>
+__device__ __forceinline__ void stage_rounded(
+    const NormInputs<T, 1>& inputs, char* activations, int batch, int columns, int steps) {
+    const int chunks = steps * 4, first = threadIdx.x / 32 * chunks;
+#pragma unroll 1
+    for (int row = 0; row < batch; ++row) {
+#pragma unroll 2
+        for (int chunk = first + threadIdx.x % 32; chunk < first + chunks; chunk += 32) {
+            uint4 packed = make_uint4(0, 0, 0, 0);
+            if (chunk * 8 < columns) {
+                float values[8];
+                inputs.load(row, chunk * 8, values);
+                packed = pack8<T>(values);
+                if (blockIdx.x == 0 && inputs.kept != nullptr) inputs.keep(row, chunk * 8, values, packed);
+            }
+            *reinterpret_cast<uint4*>(activations + ((chunk / 4 * batch + row) * 4 + chunk % 4) * 16) = packed;
+        }
+    }
+    __syncwarp();
+}
+
 }  // namespace decode

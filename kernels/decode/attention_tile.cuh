@@ -54,7 +54,9 @@ __device__ __forceinline__ void compute_weights(Tile& tile, float (&total)[4], S
     total[2 * HALF] = total[2 * HALF + 1] = tile.is_first ? 0.f : softmax.total[HALF] * softmax.correction[HALF];
     float2 scale[2 * BLOCKS];
     if constexpr (INT8) read_value_scales<HALF>(scale, block, rows, tile);
-    weigh<HALF, INT8>(tile.weight, total[2 * HALF], score, block.scale, maximum, scale, T());
+#pragma unroll
+    for (int n = 0; n < 2 * BLOCKS; ++n)
+        weigh_two<HALF, INT8>(tile.weight, total[2 * HALF], score, n, block.scale, maximum, scale[n], T());
     if (INT8 && tile.is_last) total[2 * HALF] = sum_of_row(total[2 * HALF]);
 }
 

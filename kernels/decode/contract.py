@@ -15,6 +15,8 @@ from edgellm.kernels.errors import KernelError
 from edgellm.kernels.quantization.device_layout import InputPermutation, PackedMatrix
 from edgellm.kernels.quantization.packed_weight import PackedWeight
 
+#: Rises when the order of a sum changes, and with it the bits of rows: 1 since prompts have those of decode steps.
+ARITHMETIC = 1
 #: The most rows that kernels of few rows take: the tensor-core instruction multiplies sixteen.
 MAX_ROWS = 16
 #: The most rows that kernels of many rows take.
@@ -23,6 +25,8 @@ MAX_TILED_ROWS = 64
 MAX_TOKENS, MAX_GROUP, MAX_HEAD_SIZE = 64, 16, 256
 #: The largest rank of LoRA adapters, how many may be in use at once, and how many layers be fused in one.
 MAX_LORA_RANK, MAX_LORA_PLACES, MAX_FUSED = 64, 8, 3
+#: The most parts of a row that one launch norms where they are: queries and keys.
+MAX_PARTS = 2
 #: What a gated layer applies to its gate, and the number by which the kernels know it.
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 

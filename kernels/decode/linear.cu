@@ -174,8 +174,8 @@ __device__ __forceinline__ void multiply_units(
     wait_for_copies<0>();
 }
 
-// Linear of what is normalized. HELD 0: inputs of T alone, normalized in shared memory.
-template <typename T, int PARTS, int HELD, typename G, bool ADAPTED, typename Output>
+// Linear of what is normalized or, not NORMED, rounded. HELD 0: inputs of T alone, normalized in shared memory.
+template <typename T, int PARTS, int HELD, typename G, bool ADAPTED, bool NORMED = true, typename Output>
 __device__ __forceinline__ void multiply_normalized(
     const NormInputs<T, PARTS>& inputs, const Linear& linear, const Output& output, bool next_early) {
     extern __shared__ __align__(16) char shared[];
@@ -186,13 +186,15 @@ __device__ __forceinline__ void multiply_normalized(
     char* activations = reinterpret_cast<char*>(norm_weights + WARPS * steps * 32);
 
     if (next_early) launch_next_kernel();
-    inputs.copy_weights(norm_weights, columns);
+    if constexpr (NORMED) inputs.copy_weights(norm_weights, columns);
     Weights<T, G, ADAPTED> weights(linear, shared);
     weights.begin(shared + G::norm_bytes(PARTS, batch, steps));
     wait_for_previous_kernel();
     if (!next_early) launch_next_kernel();
     weights.adapters.clear_next();
-    if constexpr (HELD == 0)
+    if constexpr (!NORMED)
+        stage_rounded<T>(inputs, activations, batch, columns, steps);
+    else if constexpr (HELD == 0)
         stage_normalized_in_place<T, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
     else
         stage_normalized<T, PARTS, HELD, G>(inputs, norm_weights, sums, activations, batch, columns, steps);
@@ -201,19 +203,19 @@ __device__ __forceinline__ void multiply_normalized(
         batch);
 }
 
-// output = scale (norm(input) weight^T + bias)
-template <typename T, typename G, bool ADAPTED = false>
+// output = scale (norm(input) weight^T + bias), or of the input as it is
+template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_linear(const __grid_constant__ NormLinear arguments) {
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
     const bool next_early = arguments.next_early != 0;
-    multiply_normalized<T, 1, G::HELD, G, ADAPTED>(one_input<T>(arguments), arguments.linear, output, next_early);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(one_input<T>(arguments), arguments.linear, output, next_early);
 }
 
-// output = activation(gate) up of norm(input) weight^T + bias
-template <typename T, typename G, bool ADAPTED = false>
+// output = activation(gate) up of norm(input) weight^T + bias, or of the input as it is
+template <typename T, typename G, bool ADAPTED = false, bool NORMED = true>
 __global__ void __launch_bounds__(THREADS, G::BLOCKS) norm_gate_up(const __grid_constant__ NormLinear arguments) {
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_normalized<T, 1, G::HELD, G, ADAPTED>(one_input<T>(arguments), arguments.linear, output, true);
+    multiply_normalized<T, 1, G::HELD, G, ADAPTED, NORMED>(one_input<T>(arguments), arguments.linear, output, true);
 }
 
 // The same as norm_linear of two inputs as wide as each other, the first of T, the second of SECOND, side by side.

@@ -27,6 +27,7 @@ from edgellm.kernels.decode.arguments import (
 )
 from edgellm.kernels.decode.attention import attention_kernel, attention_launch
 from edgellm.kernels.decode.contract import (
+    MAX_PARTS,
     MAX_ROWS,
     SLICES,
     STEP,
@@ -102,6 +103,16 @@ class _NormResidual(ctypes.Structure):
     ]
 
 
+class _NormParts(ctypes.Structure):
+    """`NormParts` of norm.cu."""
+
+    _fields_ = [
+        ("parts", NormedArgument * MAX_PARTS),
+        ("widths", ctypes.c_int * MAX_PARTS),
+        ("next_early", ctypes.c_int),
+    ]
+
+
 #: Columns of three steps in each slice, for which linear.cu asserts what its kernels need.
 _COLUMNS = 3 * SLICES * STEP
 _LINEAR_MACROS = (
@@ -121,6 +132,8 @@ _NORM_MACROS = (
     ("HOST_NORM_BYTES", ctypes.sizeof(_Norm)),
     ("HOST_NORM_RESIDUAL_BYTES", ctypes.sizeof(_NormResidual)),
     ("HOST_NORM_SUMS_BYTES", NORM_SUMS_BYTES),
+    ("HOST_NORM_PARTS_BYTES", ctypes.sizeof(_NormParts)),
+    ("HOST_NORM_MOST_PARTS", MAX_PARTS),
 )
 
 
@@ -184,10 +197,10 @@ class CudaDecodeKernels:
             next_early,
         )
         if linear.is_packed and len(inputs) == 1:
-            return self._packed("norm_linear", linear, arguments)
+            return self._packed("rounded_linear" if inputs[0].weight is None else "norm_linear", linear, arguments)
         if len(inputs) == 1:
             geometry = norm_geometry(batch, widths, self.module.shared_limit, False, ranks)
-            kernel = self._kernel("norm_linear", geometry.name, linear)
+            kernel = self._kernel("norm_linear", geometry.name, linear, inputs[0].weight is not None)
         else:
             second = "float" if inputs[1].values.dtype == "float32" else self._type
             kernel, geometry = linear_kernel("norms_linear", self._type, second), WIDE
@@ -195,9 +208,9 @@ class CudaDecodeKernels:
         return self._launch(kernel, geometry, 1, linear, shared, arguments)
 
     def norm_gate_up(self, normed: NormedInput, linear: LinearWeights, activation: str, output: DeviceArray) -> Launch:
-        """See `NumpyDecodeKernels.norm_gate_up`. Packed layers also take the input as it is, in the compute dtype."""
-        is_normed = normed.weight is not None or not linear.is_packed
-        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear, is_normed)
+        """See `NumpyDecodeKernels.norm_gate_up`."""
+        is_normed = normed.weight is not None
+        rows, batch = linear.weight.shape[0] // 2, self._batch([normed], linear)
         check_room("output", output, batch, rows)
         arguments = _NormLinear(
             (NormedArgument * 2)(normed_argument(normed, self.dtype)),
@@ -208,9 +221,10 @@ class CudaDecodeKernels:
             activation_number(activation),
         )
         if linear.is_packed:
-            return self._packed("norm_gate_up" if is_normed else "gate_up", linear, arguments)
+            name = "norm_" if is_normed else "rounded_" if normed.values.dtype == "float32" else ""
+            return self._packed(f"{name}gate_up", linear, arguments)
         geometry = norm_geometry(batch, [normed.columns], self.module.shared_limit, True, linear.ranks)
-        kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear)
+        kernel = self._kernel("norm_gate_up", f"{geometry.name}Pairs", linear, is_normed)
         shared = geometry.norm_bytes(2, 1, batch, normed.columns, linear.ranks)
         return self._launch(kernel, geometry, 2, linear, shared, arguments)
 
@@ -331,14 +345,35 @@ class CudaDecodeKernels:
         shared = norm_shared_bytes(width) if arranged is None else norm_shared_bytes(stride, True)
         return Launch(self.module, kernel, (1, rows, 1), THREADS, shared, (arguments,))
 
-    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights, normed: bool = True) -> int:
-        """Rows of inputs that norm_linear takes side by side, or of one as it is. Raises KernelError for others."""
+    def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> Launch:
+        """See `NumpyDecodeKernels.norm_parts`, of up to 65,535 rows and `MAX_PARTS` parts; `next_early` as for
+        `norm_linear`."""
+        values = parts[0].values
+        if not 1 <= len(parts) <= MAX_PARTS or any(
+            each.weight is None or (each.values.pointer, each.values.shape) != (values.pointer, values.shape)
+            for each in parts
+        ):
+            raise KernelError(f"{len(parts)} parts of rows; expected 1 to {MAX_PARTS} of one array, each with a weight")
+        if values.dtype != "float32":
+            raise KernelError(f"parts of rows of {values.dtype} are normed where they are; expected float32")
+        arguments = _NormParts(
+            (NormedArgument * MAX_PARTS)(*(normed_argument(each, self.dtype) for each in parts)),
+            (ctypes.c_int * MAX_PARTS)(*(each.columns for each in parts)),
+            next_early,
+        )
+        kernel, grid = norm_kernel("norm_parts", self._type), (len(parts), rows_of(values), 1)
+        return Launch(self.module, kernel, grid, THREADS, 0, (arguments,))
+
+    def _batch(self, inputs: Sequence[NormedInput], linear: LinearWeights) -> int:
+        """Rows of inputs that norm_linear takes side by side, or of one. Raises KernelError for others."""
         batch, columns = rows_of(inputs[0].values), sum(each.columns for each in inputs)
         _check_rows(batch, columns, sum(each.values.size for each in inputs), linear)
         if len(inputs) == 2 and linear.adapters is not None:
             raise KernelError("norm_linear applies LoRA adapters to one input, not to two side by side")
-        if normed and any(each.weight is None for each in inputs):
-            raise KernelError("norm_linear takes inputs with norms; others are the input of a tiled or residual layer")
+        if len(inputs) == 2 and any(each.weight is None for each in inputs):
+            raise KernelError(
+                "norm_linear takes two inputs with norms; others are the input of a tiled or residual layer"
+            )
         if len(inputs) == 2 and (
             inputs[0].values.dtype != self.dtype
             or len({(rows_of(each.values), each.columns, each.epsilon, each.offset) for each in inputs}) > 1
@@ -367,9 +402,10 @@ class CudaDecodeKernels:
             self.module, kernel, way.grid(layout.rows, capacity_of(self.module)), THREADS, shared, (arguments,)
         )
 
-    def _kernel(self, name: str, geometry: str, linear: LinearWeights) -> Kernel:
-        adapted = () if linear.adapters is None else ("true",)
-        return linear_kernel(name, self._type, f"decode::{geometry}", *adapted)
+    def _kernel(self, name: str, geometry: str, linear: LinearWeights, normed: bool = True) -> Kernel:
+        adapted = "false" if linear.adapters is None else "true"
+        switches = (adapted, "false") if not normed else (adapted,) if linear.adapters is not None else ()
+        return linear_kernel(name, self._type, f"decode::{geometry}", *switches)
 
     def _launch(
         self, kernel: Kernel, geometry: Geometry, tiles: int, linear: LinearWeights, shared_bytes: int, arguments: Any

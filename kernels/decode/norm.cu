@@ -1,6 +1,7 @@
 // What stands before or between linear layers: RMS norm of many rows, once for all blocks of the linear layer that follows
 // (the same bits as where the layer norms its own activations), rows as they are in T, both arranged for packed weights whose
-// columns stand in another order, rows that are scaled, and rows that are normed before they are added.
+// columns stand in another order, rows that are scaled, rows that are normed before they are added, and parts of rows that are
+// normed where they are.
 #include "decode/activations.cuh"
 
 namespace decode {
@@ -24,6 +25,7 @@ struct Norm {
 static_assert(sizeof(Norm) == HOST_NORM_BYTES, "as the host's structure");
 constexpr int WEIGHTS_BEGIN = 8 * SUM_STRIDE * 4;  // in shared memory, behind the sums [8, SUM_STRIDE]
 static_assert(WEIGHTS_BEGIN == HOST_NORM_SUMS_BYTES, "the host gives the norm its shared memory");
+constexpr int MOST_PARTS = HOST_NORM_MOST_PARTS;  // of a row, that norm_parts norms
 
 // Eight columns of a row from memory, of float or T.
 template <typename T> __device__ __forceinline__ void load8(const void* row, bool is_float, int column, float (&values)[8]) {
@@ -163,6 +165,49 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
         for (int j = 0; j < 8; ++j)
             eight[j] = fmaf(eight[j] * factor, norms ? weight[j] + input.offset : 1.f, before[j]);
         float4* target = reinterpret_cast<float4*>(output + column);
+        target[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
+        target[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
+    }
+}
+
+// Parts of rows of float, `widths` columns each from where `values` points to, are normed where they are, not rounded. Grid
+// (parts, rows); what a thread writes it has read. The order of the sum depends on the width alone.
+struct NormParts {
+    NormedInput parts[MOST_PARTS];
+    int widths[MOST_PARTS], next_early;
+};
+static_assert(sizeof(NormParts) == HOST_NORM_PARTS_BYTES, "as the host's structure");
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS) norm_parts(const __grid_constant__ NormParts arguments) {
+    __shared__ float sums[WARPS];
+    const NormedInput& part = arguments.parts[blockIdx.x];
+    const int width = arguments.widths[blockIdx.x];
+    float* values = static_cast<float*>(const_cast<void*>(part.values)) + static_cast<size_t>(blockIdx.y) * part.stride;
+    if (arguments.next_early) launch_next_kernel();
+    wait_for_previous_kernel();
+    if (!arguments.next_early) launch_next_kernel();
+    float squares = 0.f;
+    for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
+        float eight[8];
+        load8_float(values + column, eight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
+    }
+    squares = warp_sum(squares);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
+    __syncthreads();
+    float total = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
+    const float factor = rsqrtf(total / static_cast<float>(width) + part.epsilon);
+    for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
+        float eight[8], weight[8];
+        load8_float(values + column, eight);
+        load8<T>(part.weight, false, column, weight);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) eight[j] = eight[j] * factor * (weight[j] + part.offset);
+        float4* target = reinterpret_cast<float4*>(values + column);
         target[0] = make_float4(eight[0], eight[1], eight[2], eight[3]);
         target[1] = make_float4(eight[4], eight[5], eight[6], eight[7]);
     }

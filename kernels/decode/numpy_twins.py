@@ -155,6 +155,17 @@ class NumpyDecodeKernels:
 
         return NumpyLaunch(compute)
 
+    def norm_parts(self, parts: Sequence[NormedInput], next_early: bool = True) -> NumpyLaunch:
+        """Each part, columns of one array [R, C] float32, is normed where it is, not rounded; other columns stay.
+
+        No two parts have a column in common."""
+
+        def compute() -> None:
+            for part in parts:
+                selected_columns(part)[...] = normalized(part)
+
+        return NumpyLaunch(compute)
+
     def norm(
         self,
         normed: NormedInput,

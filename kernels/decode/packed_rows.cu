@@ -290,8 +290,8 @@ __device__ __forceinline__ void stage_input(const T* input, const SelectedRows& 
     if (G::TEAMS > 1) __syncthreads();
 }
 
-// NORMED: the input's norm is inside; else the input is of T, as it is.
-template <typename T, typename G, bool NORMED, typename Output>
+// NORMED: the input's norm is inside; ROUNDED: it has none, and is rounded to T; else the input is of T, as it is.
+template <typename T, typename G, bool NORMED, bool ROUNDED, typename Output>
 __device__ __forceinline__ void multiply_input(const NormLinear& arguments, const Output& output) {
     extern __shared__ __align__(16) char shared[];
     const Linear& linear = arguments.linear;
@@ -314,7 +314,10 @@ __device__ __forceinline__ void multiply_input(const NormLinear& arguments, cons
     if constexpr (NORMED)
         stage_normalized<T, 1, 1, G>(
             inputs, norm_weights, reinterpret_cast<float*>(shared + G::BEHIND), activations, batch, columns, steps);
-    else
+    else if constexpr (ROUNDED) {
+        stage_rounded<T>(inputs, activations, batch, columns, steps);
+        if (G::TEAMS > 1) __syncthreads();
+    } else
         stage_input<T, G>(static_cast<const T*>(inputs.values[0]), SelectedRows{nullptr, 1}, activations, linear);
     multiply_staged(linear, stream, pair, activations, area);
 }
@@ -331,21 +334,35 @@ __device__ __forceinline__ void multiply_input(const NormLinear& arguments, cons
 ROWS_KERNEL(norm_linear, NormLinear) {
     using G = ROWS_GEOMETRY(false);
     const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
-    multiply_input<T, G, true>(arguments, output);
+    multiply_input<T, G, true, false>(arguments, output);
+}
+
+// The same of the rounded input.
+ROWS_KERNEL(rounded_linear, NormLinear) {
+    using G = ROWS_GEOMETRY(false);
+    const FloatOutput output{static_cast<float*>(arguments.output), arguments.linear.scale};
+    multiply_input<T, G, false, true>(arguments, output);
 }
 
 // output = activation(gate) up of norm(input) weight^T + bias
 ROWS_KERNEL(norm_gate_up, NormLinear) {
     using G = ROWS_GEOMETRY(true);
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_input<T, G, true>(arguments, output);
+    multiply_input<T, G, true, false>(arguments, output);
+}
+
+// The same of the rounded input.
+ROWS_KERNEL(rounded_gate_up, NormLinear) {
+    using G = ROWS_GEOMETRY(true);
+    const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
+    multiply_input<T, G, false, true>(arguments, output);
 }
 
 // The same of the input as it is.
 ROWS_KERNEL(gate_up, NormLinear) {
     using G = ROWS_GEOMETRY(true);
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply_input<T, G, false>(arguments, output);
+    multiply_input<T, G, false, false>(arguments, output);
 }
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all

@@ -28,6 +28,10 @@ _WARPS, _HEADS_THREADS = 4, 256
 _STAGES = {64: 2, 128: 2, 256: 1}
 
 
+#: What an attention kernel is compiled for beside sizes.
+_KINDS = ("int8", "window", "ahead", "early")
+
+
 class _Division(ctypes.Structure):
     """`Division` of attention.cu."""
 
@@ -71,15 +75,22 @@ def heads_kernel(dtype: str, size: int, int8: bool = False, source: str | None =
 
 @lru_cache
 def attention_kernel(
-    dtype: str, size: int, tiles: int, int8: bool = False, window: bool = False, ahead: bool = False
+    dtype: str, size: int, tiles: int, int8: bool = False, window: bool = False, ahead: bool = False, early: bool = True
 ) -> Kernel:
     """`causal_attention` for heads of `size` elements; `int8`: KV rows are; `window`: tokens see a part of a ring;
     `ahead`: `attention_ahead`."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
     own = (("HOST_WARPS", _WARPS), ("HOST_KEY_TILE", KEY_TILE), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
     sizes = (*own, ("HOST_DIVISION_BYTES", ctypes.sizeof(_Division)))
-    host = (*sizes, ("HOST_INT8", int(int8)), ("HOST_WINDOW", int(window)), ("HOST_AHEAD", int(ahead)))
-    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{'_int8' * int8}{'_window' * window}{'_ahead' * ahead}"
+    host = (
+        *sizes,
+        ("HOST_INT8", int(int8)),
+        ("HOST_WINDOW", int(window)),
+        ("HOST_AHEAD", int(ahead)),
+        ("HOST_EARLY", int(early)),
+    )
+    kinds = "".join(f"_{kind}" for kind, is_so in zip(_KINDS, (int8, window, ahead, early), strict=True) if is_so)
+    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{kinds}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
 
@@ -122,9 +133,11 @@ class CudaPrefill:
         context: DeviceArray,
         row_scales: RowScales | None = None,
         tiles: int | None = None,
+        early: bool = True,
     ) -> Launch:
-        """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
-        return self._attention("causal_attention", (queries, rows, scale, context, row_scales), tiles)
+        """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest; `early`:
+        scores of the next tile are computed while weights are made."""
+        return self._attention("causal_attention", (queries, rows, scale, context, row_scales), tiles, early)
 
     def attention_ahead(
         self,
@@ -139,7 +152,7 @@ class CudaPrefill:
         """Attention over the rows up to one that is given for each token; see the contract. `tiles` as above."""
         return self._attention("attention_ahead", (queries, rows, scale, context, row_scales, last_seen), tiles)
 
-    def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None) -> Launch:
+    def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None, early: bool = True) -> Launch:
         queries, rows, _, _, row_scales, *_ = arguments
         check_scales(rows, row_scales)
         sizes = self._check(name, *arguments)
@@ -152,7 +165,7 @@ class CudaPrefill:
         shape = AttentionShape(batch, tokens, heads, sizes["G"], size, sizes["C"], int8, rows.window)
         division = _Division(shape.span_bits, shape.window_bits if rows.window else 0)
         grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
-        kernel = attention_kernel(queries.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead")
+        kernel = attention_kernel(queries.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead", early)
         return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
 
     def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:

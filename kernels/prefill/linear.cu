@@ -8,8 +8,13 @@
 #include "decode/many_rows.cuh"
 #include "prefill/linear_adapters.cuh"
 #include "prefill/linear_tiles.cuh"
+#include "shared/plain_activations.cuh"
 
 namespace prefill {
+
+// What a step begins: a slice, whose predecessor is first added to its group; a group, whose predecessor is then added
+// to the total.
+enum Begins { NOTHING, SLICE, GROUP };
 
 // A thread's sums over the columns of a tile.
 template <typename T, typename G> struct TileSums {
@@ -26,20 +31,20 @@ template <typename T, typename G> struct TileSums {
             if (G::TOTALS == REGISTERS) total[r][c][i] = 0.f;
         });
     }
-    // Multiplies the step that lies at `step`, and reads what the next one begins with, which lies where `next` says.
-    // A step that begins a slice first adds the one before to the group, each sum where its first product is made, so
-    // that additions stand between products.
-    template <typename Next>
-    __device__ void multiply(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
-        if (steps_left == 0) {
-            multiply_step<true>(fragments, step, lane, next);
-            steps_left = steps;
-            if (--slices_left == 0) {
-                slices_left = SLICES_OF_A_GROUP;
-                end_group();
-            }
+    // Multiplies a step, and reads the next one, which lies where `next` says.
+    template <typename Next> __device__ void multiply(Fragments<G>& fragments, const Lane<G>& lane, const Next& next) {
+        fragments.begin();
+        if (steps_left != 0) {
+            multiply_step<NOTHING>(fragments, lane, next);
         } else {
-            multiply_step<false>(fragments, step, lane, next);
+            steps_left = steps;
+            if (--slices_left != 0) {
+                multiply_step<SLICE>(fragments, lane, next);
+            } else {
+                slices_left = SLICES_OF_A_GROUP;
+                multiply_step<GROUP>(fragments, lane, next);
+                has_total = true;
+            }
         }
         --steps_left;
     }
@@ -88,28 +93,24 @@ template <typename T, typename G> struct TileSums {
     }
 
   private:
-    template <bool BEGINS, typename Next>
-    __device__ void multiply_step(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
-        using F = Fragments<G>;
-        fragments.begin();
+    template <int BEGINS, typename Next>
+    __device__ void multiply_step(Fragments<G>& fragments, const Lane<G>& lane, const Next& next) {
 #pragma unroll
-        for (int part = 0; part < F::PARTS; ++part) {
-            if (part + 1 < F::PARTS) fragments.read_weights(step, lane, part + 1);
-            else fragments.read_first(next(), lane);
+        for (int c = 0; c < G::COLUMN_TILES; ++c)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int r = 0; r < G::ROW_TILES; ++r) {
+                // Each sum is added where its next product is made, so that additions stand between products.
+                if (BEGINS != NOTHING) end_slice(r, c);
+                if (BEGINS == GROUP) end_group(r, c);
+                fragments.multiply(slice[r][c], r, c, 0, T());
+            }
+        const char* step = next();
+        fragments.read_activations(step, lane);
 #pragma unroll
-                for (int r = 0; r < G::ROW_TILES; ++r)
+        for (int c = 0; c < G::COLUMN_TILES; ++c) {
 #pragma unroll
-                    for (int i = 0; i < F::TILES; ++i) {
-                        const int c = part * F::TILES + i;
-                        float(&sum)[4] = slice[r][c];
-                        if (BEGINS && half == 0) {
-#pragma unroll
-                            for (int k = 0; k < 4; ++k) group[r][c][k] += sum[k], sum[k] = 0.f;
-                        }
-                        fragments.multiply(sum, r, part, i, half, T());
-                    }
+            for (int r = 0; r < G::ROW_TILES; ++r) fragments.multiply(slice[r][c], r, c, 1, T());
+            fragments.read_weights(step, lane, c);
         }
     }
     template <typename Action> __device__ void for_each_place(const Action& action) {
@@ -118,60 +119,98 @@ template <typename T, typename G> struct TileSums {
 #pragma unroll
             for (int c = 0; c < G::COLUMN_TILES; ++c) action(r, c, place[(r * G::COLUMN_TILES + c) * G::THREADS]);
     }
-    __device__ void end_group() {
+    __device__ void end_slice(int r, int c) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) group[r][c][i] += slice[r][c][i], slice[r][c][i] = 0.f;
+    }
+    __device__ void end_group(int r, int c) {
+        float(&sum)[4] = group[r][c];
         if constexpr (G::TOTALS == SHARED) {
-            const bool adds = has_total;
-            for_each_place([&](int r, int c, float4& own) {
-                float(&sum)[4] = group[r][c];
-                const float4 before = adds ? own : make_float4(0.f, 0.f, 0.f, 0.f);
-                own = make_float4(before.x + sum[0], before.y + sum[1], before.z + sum[2], before.w + sum[3]);
-                sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
-            });
-            has_total = true;
+            float4& own = place[(r * G::COLUMN_TILES + c) * G::THREADS];
+            const float4 before = has_total ? own : make_float4(0.f, 0.f, 0.f, 0.f);
+            own = make_float4(before.x + sum[0], before.y + sum[1], before.z + sum[2], before.w + sum[3]);
         } else if constexpr (G::TOTALS == REGISTERS) {
-            for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] += group[r][c][i], group[r][c][i] = 0.f; });
+#pragma unroll
+            for (int i = 0; i < 4; ++i) total[r][c][i] += sum[i];
         }
+        sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
     }
 };
 
-// What becomes of a thread's sums. rows: the layer's outputs, of gates and ups half of its weight rows.
+// What becomes of a thread's sums, of a tile all of whose rows and columns exist, in even rows. rows: the layer's outputs,
+// of gates and ups half of its weight rows.
 template <typename T, typename G, typename Output>
-__device__ __forceinline__ void write(
-    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int batch,
-    int rows) {
+__device__ __forceinline__ void write_whole(
+    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int rows) {
+    __builtin_assume(rows % 2 == 0);
+    float2 added[G::COLUMN_TILES] = {};
 #pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
+    for (int c = 0; c < G::COLUMN_TILES; ++c) {
+        const int s = c % G::SUMS, n = place.column + lane.weight_row_of(c - s);
+        if (bias != nullptr) added[c] = read_two(bias + s * rows + n, n, rows);
+    }
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int b = place.row + lane.row_of(r, half);
-            if (b >= batch) continue;
-            float2 before[G::COLUMN_TILES];
+    for (int i = 0; i < 2 * G::ROW_TILES; ++i) {
+        const int r = i / 2, half = i % 2, b = place.row + lane.row_of(r, half);
+        float2 before[G::COLUMN_TILES];
 #pragma unroll
-            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
-                const int n = place.column + lane.weight_row_of(c);
-                if (n < rows) before[c] = output.before_two(b, n, rows);
-            }
+        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS)
+            before[c] = output.before_two(b, place.column + lane.weight_row_of(c), rows);
 #pragma unroll
-            for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
-                const int n = place.column + lane.weight_row_of(c);
-                if (n >= rows) continue;
-                float2 one[G::SUMS];
+        for (int c = 0; c < G::COLUMN_TILES; c += G::SUMS) {
+            float2 one[G::SUMS];
 #pragma unroll
-                for (int s = 0; s < G::SUMS; ++s) {
-                    one[s] = make_float2(total[r][c + s][2 * half], total[r][c + s][2 * half + 1]);
-                    if (bias != nullptr) {
-                        const float2 more = read_two(bias + s * rows + n, n, rows);
-                        one[s].x += more.x, one[s].y += more.y;
-                    }
-                }
-                output.two(b, n, rows, one, before[c]);
-            }
+            for (int s = 0; s < G::SUMS; ++s)
+                one[s] = make_float2(total[r][c + s][2 * half] + added[c + s].x,
+                                     total[r][c + s][2 * half + 1] + added[c + s].y);
+            output.two(b, place.column + lane.weight_row_of(c), rows, one, before[c]);
         }
+    }
 }
 
-// The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places.
+// The same of other tiles.
+template <typename T, typename G, typename Output>
+__device__ __forceinline__ void write_part(
+    const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int batch,
+    int rows) {
+    for_each_sum<G>([&](int r, int c, int i) {
+        const int b = place.row + lane.row_of(r, i / 2), n = place.column + lane.weight_row_of(c) + i % 2;
+        if (c % G::SUMS != 0 || b >= batch || n >= rows) return;
+        float one[G::SUMS];
+#pragma unroll
+        for (int s = 0; s < G::SUMS; ++s) {
+            one[s] = total[r][c + s][i];
+            if (bias != nullptr) one[s] += to_float(bias[s * rows + n]);
+        }
+        output(b, n, rows, one, output.before(b, n, rows));
+    });
+}
+
+// What an activation without a gate makes of the sums, rounded.
+template <typename T> struct ActivatedOutput {
+    T* output;
+    static __device__ float value(float sum) { return plain_activation(sum, HOST_ACTIVATION); }
+    __device__ float before(int, int, int) const { return 0.f; }
+    __device__ void operator()(int b, int n, int rows, const float (&sum)[1], float) const {
+        output[static_cast<size_t>(b) * rows + n] = from_float<T>(value(sum[0]));
+    }
+    __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
+    __device__ void two(int b, int n, int rows, const float2 (&sum)[1], float2) const {
+        write_two(
+            output + static_cast<size_t>(b) * rows + n, make_float2(value(sum[0].x), value(sum[0].y)), n, rows);
+    }
+};
+
+// The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places. A thread
+// that writes them one by one writes both, one behind the other.
 template <typename T> struct LowOutput {
     RowAdapters<T> adapters;
+    mutable float even;
+    __device__ float before(int, int, int) const { return 0.f; }
+    __device__ void operator()(int b, int n, int, const float (&sum)[1], float) const {
+        if (n % 2 == 0) even = sum[0];
+        else adapters.leave(b, n - 1, make_float2(even, sum[0]));
+    }
     __device__ float2 before_two(int, int, int) const { return make_float2(0.f, 0.f); }
     __device__ void two(int b, int n, int, const float2 (&sum)[1], float2) const { adapters.leave(b, n, sum[0]); }
 };
@@ -181,7 +220,9 @@ __device__ __forceinline__ void finish(
     Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, const Linear& linear,
     int rows) {
     if constexpr (G::ADAPTED) add_adapters<T, G>(total, lane, linear, place);
-    write<T, G>(total, lane, bias, output, place, linear.batch, rows);
+    if (place.row + G::ROWS <= linear.batch && place.column + G::UNIT <= rows && rows % 2 == 0)
+        write_whole<T, G>(total, lane, bias, output, place, rows);
+    else write_part<T, G>(total, lane, bias, output, place, linear.batch, rows);
 }
 
 // Grid: as many blocks as run at once, or where groups are joined one for each tile. Dynamic shared memory: the ring of
@@ -208,14 +249,14 @@ __device__ __forceinline__ void multiply(
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         sums.begin();
         Fragments<G> fragments;
-        fragments.read_first(chunks.next_stage(), lane);
+        fragments.read(chunks.next_stage(), lane);
 #pragma unroll 1
         for (int chunk = 1; chunk <= work.chunks; ++chunk) {
             chunks.copy();
-            const char *first = chunks.stage(), *second = first + G::STEP_BYTES;
-            sums.multiply(fragments, first, lane, [&] { return second; });
+            const char* first = chunks.stage();
+            sums.multiply(fragments, lane, [&] { return first + G::STEP_BYTES; });
             // Behind the last chunk something is read that nobody multiplies.
-            sums.multiply(fragments, second, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
+            sums.multiply(fragments, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
         }
         const Place place = work.place_of(tile);
         if constexpr (G::TOTALS == JOINED) {
@@ -251,6 +292,13 @@ PROMPT_KERNEL(linear) {
     multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
 }
 
+// output = activation(input weight^T + bias), rounded
+PROMPT_KERNEL(activated) {
+    PROMPT_GEOMETRY(false);
+    const ActivatedOutput<T> output{static_cast<T*>(arguments.output)};
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+}
+
 // output = activation(gate) up of input weight^T + bias
 PROMPT_KERNEL(gate_up) {
     PROMPT_GEOMETRY(true);
@@ -271,7 +319,7 @@ PROMPT_KERNEL(low_products) {
     const RowAdapters<T> adapters(linear);
     weight = static_cast<const T*>(linear.adapters.a), bias = nullptr;
     multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, adapters.all_low_rows(), bias,
-                           LowOutput<T>{adapters});
+                           LowOutput<T>{adapters, 0.f});
     adapters.clear_next();
 }
 #undef PROMPT_KERNEL

@@ -15,6 +15,7 @@ from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
 from edgellm.kernels.decode.contract import STEP, LinearWeights
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, TensorMap, TiledLinear, tensor_map
 from edgellm.kernels.decode.tilings import Capacity
+from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, NO_ACTIVATION
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import Kernel, Launch
 
@@ -129,16 +130,26 @@ def prompt_tiling(batch: int, weight_rows: int, columns: int, gpu: Capacity) -> 
 
 
 @cache
-def prompt_kernel(name: str, dtype: str, tiling: PromptTiling, adapted: bool = False, mapped: bool = False) -> Kernel:
-    """A kernel of linear.cu; `adapted`: with LoRA adapters; `mapped`: tensor maps tell where rows are."""
+def prompt_kernel(
+    name: str,
+    dtype: str,
+    tiling: PromptTiling,
+    adapted: bool = False,
+    mapped: bool = False,
+    activation: int = NO_ACTIVATION,
+) -> Kernel:
+    """A kernel of linear.cu; `adapted`: with LoRA adapters; `mapped`: tensor maps tell where rows are; `activation`: of
+    each element, by its number, of `activated` alone."""
     macros = (
+        *ACTIVATION_MACROS,
+        ("HOST_ACTIVATION", activation),
         ("HOST_MOST_STAGES", _MOST_STAGES),
         ("HOST_STAGE_BYTES", tiling.stage_bytes),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)),
     )
     sizes = [int(each) for each in (*tiling, adapted, mapped)]
     expression = f"prefill::{name}<{CUDA_TYPES[dtype]}, {', '.join(map(str, sizes))}>"
-    module = "-".join(map(str, ("prefill", name, dtype, *sizes)))
+    module = "-".join(map(str, ("prefill", name, dtype, *sizes, *[activation] * (name == "activated"))))
     return Kernel(ModuleSource(module, ("prefill/linear.cu",), (expression,), (*MACROS, *macros)), expression)
 
 
@@ -153,6 +164,12 @@ class CudaPromptLinear(CudaTiledKernels):
     most_rows = MAX_PROMPT_ROWS
     tiling: PromptTiling | None = None
     accelerated = True
+
+    def activated(self, x: DeviceArray, linear: LinearWeights, activation: int, output: DeviceArray) -> Launch:
+        """See `NumpyEncoderLinear.activated`."""
+        arguments = self._arguments(x, linear, output, linear.weight.shape[0], 1.0)
+        arguments.activation = activation
+        return self._launch("activated", x, linear, arguments)
 
     def low_products(self, x: DeviceArray, linear: LinearWeights, selected: DeviceArray | None = None) -> Launch:
         """See `NumpyTiledKernels.low_products`; what a layer with adapters takes in any case."""
@@ -187,6 +204,7 @@ class CudaPromptLinear(CudaTiledKernels):
         if mapped:
             tiles = (weight, tiling.weight_rows // (1 + (name == "gate_up"))), (x, tiling.rows)
             maps = [tensor_map(self.module, matrix, columns, rows, STEP) for matrix, rows in tiles]
-        kernel = prompt_kernel(name, self.dtype, tiling, adapted, mapped)
+        activation = arguments.activation if name == "activated" else NO_ACTIVATION
+        kernel = prompt_kernel(name, self.dtype, tiling, adapted, mapped, activation)
         grid, shared = tiling.grid(batch, every_row, self.gpu), tiling.shared_bytes(arguments.stages)
         return Launch(self.module, kernel, grid, tiling.threads, shared, (*maps, arguments))

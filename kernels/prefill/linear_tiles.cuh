@@ -79,32 +79,30 @@ PROMPT_MULTIPLY(__nv_bfloat16, "bf16")
 #undef PROMPT_MULTIPLY
 
 // What a warp multiplies in a step of 32 columns: of each row a lane has eight columns, of which the first four are
-// multiplied first, as the decode kernels do. Weights come in parts of a step, each while the part before is
-// multiplied.
+// multiplied first, as the decode kernels do. While the others are, the next step's come, each to where one is done.
 template <typename G> struct Fragments {
-    static constexpr int TILES = 2, PARTS = G::COLUMN_TILES / TILES;  // column tiles of a part
-    static_assert(PARTS % 2 == 0, "the first part of the next step finds the first place free");
     unsigned activations[G::ROW_TILES][2][4];
-    uint4 weights[2][TILES], next[G::ROW_TILES][2];
+    uint4 weights[G::COLUMN_TILES], next[G::ROW_TILES][2];
 
     static __device__ uint4 at(const char* place) { return *reinterpret_cast<const uint4*>(place); }
-    __device__ void read_weights(const char* step, const Lane<G>& lane, int part) {
-#pragma unroll
-        for (int i = 0; i < TILES; ++i)
-            weights[part % 2][i] = at(step + lane.tile_row(part * TILES + i) * ROW_BYTES + threadIdx.x % 32 * 16);
+    __device__ void read_weights(const char* step, const Lane<G>& lane, int c) {
+        weights[c] = at(step + lane.tile_row(c) * ROW_BYTES + threadIdx.x % 32 * 16);
     }
-    // What a step begins with.
-    __device__ void read_first(const char* step, const Lane<G>& lane) {
+    __device__ void read_activations(const char* step, const Lane<G>& lane) {
         const char* rows = step + (G::WEIGHT_ROWS + lane.row) * ROW_BYTES + threadIdx.x % 32 * 16;
-        read_weights(step, lane, 0);
 #pragma unroll
         for (int r = 0; r < G::ROW_TILES; ++r)
 #pragma unroll
             for (int half = 0; half < 2; ++half) next[r][half] = at(rows + (r * 16 + half * 8) * ROW_BYTES);
     }
+    __device__ void read(const char* step, const Lane<G>& lane) {
+        read_activations(step, lane);
+#pragma unroll
+        for (int c = 0; c < G::COLUMN_TILES; ++c) read_weights(step, lane, c);
+    }
     // The next step's activations as the tensor cores take them: four registers side by side, of two loads. What is
-    // combined with zero (blockIdx.z) is a value of its own to the compiler, which would else put the four together anew
-    // for each product, with more moves than products.
+    // combined with zero (blockIdx.z) is a value of its own to the compiler, which would else put the four together
+    // anew for each product, with more moves than products.
     __device__ void begin() {
 #pragma unroll
         for (int r = 0; r < G::ROW_TILES; ++r) {
@@ -116,9 +114,9 @@ template <typename G> struct Fragments {
                 for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | blockIdx.z;
         }
     }
-    template <typename T> __device__ void multiply(float (&sum)[4], int r, int part, int i, int half, T) const {
+    template <typename T> __device__ void multiply(float (&sum)[4], int r, int c, int half, T) const {
         const unsigned(&a)[4] = activations[r][half];
-        const uint4& b = weights[part % 2][i];
+        const uint4& b = weights[c];
         multiply_rows(sum, a[0], a[1], a[2], a[3], half == 0 ? b.x : b.z, half == 0 ? b.y : b.w, T());
     }
 };
@@ -161,15 +159,14 @@ struct Work {
 // Every thread copies 16 bytes of some rows, those of a chunk in one group. A barrier of the block for each chunk says
 // that it has come, and that the one before has been read: its stage is filled again.
 template <typename T, typename G> struct Copies {
-    static constexpr int WEIGHT_COPIES = G::WEIGHT_ROWS / G::AT_ONCE, COPIES = G::ROWS / G::AT_ONCE;
     const Operands<T>& operands;
     const Work& work;
     const char* memory;
     int stages, read_stage, written_stage, tile, chunk;
     int own_row, own_column;
     unsigned own;
-    const uint4 *weights[G::SUMS], *input;                          // of the tile's first rows
-    unsigned weight_of[WEIGHT_COPIES / G::SUMS], input_of[COPIES];  // pieces of 8 elements behind them
+    const T *weights[G::SUMS], *input;  // of the thread's first rows, where the next chunk begins
+    int weight_rows, input_rows;        // that exist from there on
 
     __device__ Copies(const Operands<T>& given, const Work& all, const char* shared, int count)
         : operands(given), work(all), memory(shared), stages(count), read_stage(-1), written_stage(0), tile(blockIdx.x),
@@ -181,26 +178,26 @@ template <typename T, typename G> struct Copies {
 #pragma unroll 1
         for (int i = 0; i < stages - 1; ++i) copy();
     }
-    // Behind the last column are zeros.
+    // Behind the last row and the last column are zeros, for which nothing is read.
     __device__ void copy() {
         if (tile < work.tiles) {
+            const int columns = operands.columns - chunk * STAGE_COLUMNS - own_column;
 #pragma unroll
             for (int team = 0; team < G::TEAMS; ++team) {
-                const int first = team * operands.team_columns + chunk * STAGE_COLUMNS;
-                const bool exists = first + own_column < operands.columns;
-                const int from = (exists ? first : -own_column) / 8;
+                const int first = team * operands.team_columns;
                 const unsigned target = own + written_stage * G::STAGE_BYTES + team * G::TEAM_BYTES;
 #pragma unroll
-                for (int i = 0; i < WEIGHT_COPIES; ++i) {
-                    const int half = i * G::AT_ONCE / G::UNIT, place = i % (WEIGHT_COPIES / G::SUMS);
-                    copy_async_16(target + i * G::AT_ONCE * ROW_BYTES, weights[half] + from + weight_of[place], exists);
-                }
-#pragma unroll
-                for (int i = 0; i < COPIES; ++i) {
-                    const int line = i * G::AT_ONCE;
-                    copy_async_16(target + (G::WEIGHT_ROWS + line) * ROW_BYTES, input + from + input_of[i], exists);
-                }
+                for (int s = 0; s < G::SUMS; ++s)
+                    copy_rows<G::UNIT>(target + s * G::UNIT * ROW_BYTES, weights[s] + first, operands.columns,
+                                       first < columns ? weight_rows : 0);
+                const unsigned rows = target + G::WEIGHT_ROWS * ROW_BYTES;
+                if (operands.source.selected == nullptr)
+                    copy_rows<G::ROWS>(rows, input + first, operands.stride, first < columns ? input_rows : 0);
+                else copy_selected(rows, first, first < columns ? input_rows : 0);
             }
+#pragma unroll
+            for (int s = 0; s < G::SUMS; ++s) weights[s] += STAGE_COLUMNS;
+            input += STAGE_COLUMNS;
             if (++chunk == work.chunks) {
                 chunk = 0, tile += gridDim.x;
                 begin_tile();
@@ -209,26 +206,16 @@ template <typename T, typename G> struct Copies {
         if (++written_stage == stages) written_stage = 0;
         commit_copies();
     }
-    // Of what lies behind the last row the last one is copied, which is what nobody reads.
     __device__ void begin_tile() {
         if (tile >= work.tiles) return;
         const Place place = work.place_of(tile);
 #pragma unroll
-        for (int s = 0; s < G::SUMS; ++s)
-            weights[s] = line_of(operands.weight, place.column + s * operands.rows, operands.columns);
-#pragma unroll
-        for (int i = 0; i < WEIGHT_COPIES / G::SUMS; ++i) {
-            const int line = min(own_row + i * G::AT_ONCE, operands.rows - 1 - place.column);
-            weight_of[i] = (line * operands.columns + own_column) / 8;
+        for (int s = 0; s < G::SUMS; ++s) {
+            const size_t line = place.column + own_row + s * operands.rows;
+            weights[s] = operands.weight + line * operands.columns + own_column;
         }
-        input = line_of(operands.input, operands.source(place.row), operands.stride);
-#pragma unroll
-        for (int i = 0; i < COPIES; ++i) {
-            const int line = min(place.row + own_row + i * G::AT_ONCE, operands.batch - 1);
-            // Rows that are selected follow each other, so that none lies before the first.
-            const unsigned behind = operands.source(line) - operands.source(place.row);
-            input_of[i] = behind * (operands.stride / 8) + own_column / 8;
-        }
+        input = operands.input + static_cast<size_t>(place.row + own_row) * operands.stride + own_column;
+        weight_rows = operands.rows - place.column - own_row, input_rows = operands.batch - place.row - own_row;
     }
     __device__ const char* stage() const {
         return memory + read_stage * G::STAGE_BYTES + threadIdx.x / G::TEAM * G::TEAM_BYTES;
@@ -242,8 +229,20 @@ template <typename T, typename G> struct Copies {
     }
 
   private:
-    static __device__ const uint4* line_of(const T* matrix, int line, int columns) {
-        return reinterpret_cast<const uint4*>(matrix + static_cast<size_t>(line) * columns);
+    template <int ROWS> static __device__ void copy_rows(unsigned target, const T* source, int columns, int exist) {
+#pragma unroll
+        for (int row = 0; row < ROWS; row += G::AT_ONCE) {
+            copy_async_16(target + row * ROW_BYTES, source, row < exist);
+            source += static_cast<size_t>(columns) * G::AT_ONCE;
+        }
+    }
+    __device__ void copy_selected(unsigned target, int first, int exist) const {
+#pragma unroll
+        for (int row = 0; row < G::ROWS; row += G::AT_ONCE) {
+            const int line = operands.source(row < exist ? operands.batch - input_rows + row : 0);
+            const T* source = operands.input + static_cast<size_t>(line) * operands.stride + own_column + first;
+            copy_async_16(target + row * ROW_BYTES, source + chunk * STAGE_COLUMNS, row < exist);
+        }
     }
     static __device__ void wait_for_all_but(int groups) {
         if (groups == 0) wait_for_copies<0>();

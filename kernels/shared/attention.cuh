@@ -131,19 +131,17 @@ template <int HALF> __device__ __forceinline__ float largest_score(const float (
     return fmaxf(largest, __shfl_xor_sync(FULL_WARP, largest, 2));
 }
 
-// Makes weights of the scores of a lane's row number HALF, as the next product takes them: powers of two, of scores times
-// `factor` less the `maximum`. Where values have scales, these come in, and the weights before are added to `total`.
+// Makes weights of two scores of a lane's row number HALF, of eight keys number `n`, as the next product takes them: powers of
+// two, of scores times `factor` less the `maximum`. Where values have scales, these come in, and the weights before are added
+// to `total`; eights come in their order.
 template <int HALF, bool INT8, typename T>
-__device__ __forceinline__ void weigh(unsigned (&weight)[BLOCKS][4], float& total, const float (&score)[2 * BLOCKS][4],
-                                      float factor, float maximum, const float2 (&scale)[2 * BLOCKS], T) {
+__device__ __forceinline__ void weigh_two(unsigned (&weight)[BLOCKS][4], float& total, const float (&score)[2 * BLOCKS][4],
+                                          int n, float factor, float maximum, float2 scale, T) {
     const float offset = INT8 ? quantized::WEIGHT_BITS - maximum : -maximum;
-#pragma unroll
-    for (int n = 0; n < 2 * BLOCKS; ++n) {
-        float low = power_of_two(fmaf(score[n][2 * HALF], factor, offset));
-        float high = power_of_two(fmaf(score[n][2 * HALF + 1], factor, offset));
-        if constexpr (INT8) total += low + high, low *= scale[n].x, high *= scale[n].y;
-        weight[n / 2][HALF + 2 * (n % 2)] = pack<T>(low, high);
-    }
+    float low = power_of_two(fmaf(score[n][2 * HALF], factor, offset));
+    float high = power_of_two(fmaf(score[n][2 * HALF + 1], factor, offset));
+    if constexpr (INT8) total += low + high, low *= scale.x, high *= scale.y;
+    weight[n / 2][HALF + 2 * (n % 2)] = pack<T>(low, high);
 }
 
 // A row's sum of what its four lanes have.

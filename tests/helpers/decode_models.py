@@ -50,6 +50,7 @@ SCALED = {
         LLAMA, embedding_scale=12.0, residual_scale=0.22, attention_scale=0.015625, logits_scale=0.125, qk_norm=True
     ),
     "smollm3": replace(LLAMA, nope_layers=(1,)),
+    "olmo2": replace(LLAMA, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True),
 }
 
 

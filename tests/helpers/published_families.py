@@ -294,6 +294,34 @@ GEMMA_3_4B = {
         "vision_use_head": False,
     },
 }
+OLMO_2_7B = {
+    "architectures": ["Olmo2ForCausalLM"],
+    "model_type": "olmo2",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 100257,
+    "pad_token_id": 100277,
+    "hidden_act": "silu",
+    "vocab_size": 100352,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 500000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+OLMO_2_1B = OLMO_2_7B | {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
 #: One or two models of each family, and their parameters.
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "Llama-2-7b": (LLAMA_2_7B, 6_738_415_616),
@@ -310,4 +338,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "SmolLM3-3B": (SMOLLM3_3B, 3_075_098_624),
     "gemma-2b": (GEMMA_2B, 2_506_172_416),
     "gemma-3-1b": (GEMMA_3_1B, 999_885_952),
+    "OLMo-2-1124-7B": (OLMO_2_7B, 7_298_617_344),
+    "OLMo-2-0425-1B": (OLMO_2_1B, 1_484_916_736),
 }

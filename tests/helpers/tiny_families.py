@@ -57,6 +57,7 @@ FAMILIES = {
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
     },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
 }
 #: Those whose windows are shorter than the texts of tests.
 WINDOWED = {

@@ -12,7 +12,7 @@ from edgellm.kernels import compiler, nvrtc
 from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
 from edgellm.kernels.decode.linear import linear_kernel
 from edgellm.kernels.errors import KernelError, MissingDependencyError
-from tools.deploy.kernel_modules import decode_sources, every_source, other_sources, recurrent_sources
+from tools.deploy.kernel_modules import decode_sources, encoder_sources, every_source, other_sources, recurrent_sources
 
 try:
     nvrtc.find_nvrtc()
@@ -60,11 +60,14 @@ def kinds(sources: list[ModuleSource]) -> list[ModuleSource]:
 
 def each_once() -> list[tuple[str, list[ModuleSource]]]:
     """Every kernel for one of the dtypes and architectures in turn."""
-    decode, recurrent = (kinds(sources("bfloat16")) for sources in (decode_sources, recurrent_sources))
+    decode, encoder, recurrent = (
+        kinds(sources("bfloat16")) for sources in (decode_sources, encoder_sources, recurrent_sources)
+    )
+    others = *kinds(other_sources("float16")), *kinds(encoder_sources("float16"))
     return [
-        ("sm_87", [*kinds(other_sources("float16")), *kinds(decode_sources("float16"))[::3]]),
+        ("sm_87", [*others, *kinds(decode_sources("float16"))[::3]]),
         ("sm_90", [*decode, *recurrent[::2]]),
-        ("sm_120", recurrent[1::2]),
+        ("sm_120", [*encoder, *recurrent[1::2]]),
     ]
 
 

@@ -233,6 +233,8 @@ def test_rows_of_another_number_of_layers_or_heads_are_named(
         ("adapter", "a" * 64, "the adapter is aaaaaaaaaaaaaaaa..., expected none"),
         ("dtype", "float16", "the dtype is float16, expected float32"),
         ("backend", "tensorrt", "the backend is tensorrt, expected numpy"),
+        ("arithmetic", 2, "the order of sums is number 2, expected 0"),
+        ("executor", "tensorrt", "the executor is tensorrt, expected auto"),
         ("layout", "tokens-heads-size", "the layout of the rows is tokens-heads-size"),
         ("images", "b" * 64, "the images are bbbbbbbbbbbbbbbb..., expected none"),
         ("rotary_context", 4096, "for a context of 4096, expected any length"),

@@ -24,7 +24,7 @@ from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU, find_gpu, stand_in
 from edgellm.kernels.launch import KernelModule
-from tools.bench.as_device import MODES, ModeError, enter, measured_as, one_of, parse, python
+from tools.bench.as_device import MODES, ModeError, enter, is_beside, measured_as, one_of, parse, python
 from tools.bench.same_bits import ON_TENSORRT, compare
 
 H200 = GPU("NVIDIA H200", "sm_90", (13, 0), 141 << 30, "sm_90", 132, 232_448, True, True)
@@ -47,6 +47,8 @@ def h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GPU]:
     ("name", "expected"),
     [
         ("orin", ("compute_87", 16, 163 << 10, False)),
+        ("orin-nx", ("compute_87", 8, 163 << 10, False)),
+        ("orin-nano", ("compute_87", 8, 163 << 10, False)),
         ("rtx", ("compute_86", 132, 99 << 10, False)),
         ("thor", ("sm_90", 24, 227 << 10, True)),
     ],
@@ -61,7 +63,7 @@ def test_the_launch_code_gets_what_the_device_has(h200: GPU, name: str, expected
     assert module.can_overlap == module.has_clusters
     assert (gpu.enter_partition is None) == (name == "rtx")  # which takes the whole GPU
     assert gpu.compute_capability == "sm_90"  # what TensorRT builds for
-    assert SHARED_MEMORY[{"orin": "sm_87", "rtx": "sm_86", "thor": "sm_110"}[name]] == gpu.shared_limit
+    assert SHARED_MEMORY[{"rtx": "sm_86", "thor": "sm_110"}.get(name, "sm_87")] == gpu.shared_limit
 
 
 @pytest.mark.parametrize("name", MODES)
@@ -79,7 +81,13 @@ def test_shapes_that_the_device_sends_to_tensorrt_get_plans(h200: GPU, name: str
 
 
 @needs_tensorrt
-def test_nothing_that_is_kept_meets_a_run_without_the_mode(h200: GPU, tiny_engines: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "beside", "folder"),
+    [("orin", False, "orin"), ("orin-nx", True, "orin.nx+beside"), ("thor", True, "thor+beside")],
+)
+def test_nothing_that_is_kept_meets_a_run_without_the_mode(
+    h200: GPU, tiny_engines: Path, name: str, beside: bool, folder: str
+) -> None:
     directory = EngineDirectory.open(tiny_engines)
 
     def places() -> dict[str, str]:
@@ -98,23 +106,36 @@ def test_nothing_that_is_kept_meets_a_run_without_the_mode(h200: GPU, tiny_engin
         }
 
     before = places()
-    enter("orin")
+    enter(name, beside)
     found = places()
     assert all(found[what] != before[what] for what in before)
-    assert found["cache"] == f"{before['cache']}/as-orin"
+    assert found["cache"] == f"{before['cache']}/as-{folder}"
 
 
 def test_a_process_of_its_own_measures_as_its_parent_does(h200: GPU) -> None:
     assert python() == [sys.executable]
     enter("thor")
-    interpreter, program, name = python()
-    assert (interpreter, Path(program).name, name) == (sys.executable, "as_device.py", "thor")
+    interpreter, program, *options = python()
+    assert (interpreter, Path(program).name, options) == (sys.executable, "as_device.py", ["--alone", "thor"])
     cache = user_cache_directory()
     stand_in(H200)  # as the process finds it, with this one's environment
     enter("thor")
     assert user_cache_directory() == cache
     with pytest.raises(ModeError, match="measures as thor already"):
         enter("orin")
+
+
+def test_a_process_of_its_own_has_a_neighbour_where_its_parent_has(h200: GPU) -> None:
+    enter("orin-nano", beside=True)
+    assert measured_as() == "orin-nano" and is_beside()
+    assert python()[2:] == ["orin-nano"]
+    gpu = find_gpu()
+    assert gpu is not None and gpu.name == "NVIDIA H200 as orin-nano"
+
+
+def test_the_whole_gpu_has_no_neighbour(h200: GPU) -> None:
+    enter("rtx", beside=True)
+    assert measured_as() == "rtx" and not is_beside()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +156,9 @@ def test_a_gpu_that_cannot_stand_for_a_device_is_refused(h200: GPU, gpu: GPU, na
 
 
 def test_an_unknown_device_is_refused(h200: GPU) -> None:
-    with pytest.raises(ModeError, match="no device 'nano' to measure as: expected one of orin, rtx, thor"):
+    with pytest.raises(
+        ModeError, match="no device 'nano' to measure as: expected one of orin, orin-nx, orin-nano, rtx, thor"
+    ):
         enter("nano")
 
 
@@ -167,6 +190,7 @@ def test_parts_of_a_benchmark_are_checked_and_have_defaults(capsys: pytest.Captu
         *([f"tools/bench/{name}_speed.py", "--as", "orin"] for name in ("gpu", "eagle", "kernel", "prefill")),
         ["-m", "tools.bench.drafting_equality", "--as", "orin"],
         ["tools/bench/as_device.py", "orin", "-m", "edgellm", "doctor"],
+        ["tools/bench/as_device.py", "--alone", "orin", "-m", "edgellm", "doctor"],
     ],
     ids=lambda command: " ".join(command[:2]),
 )

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from edgellm.kernels.gpu import GPU
+
 ARGUMENTS = ["--ways", "batch of 3", "--output", "/somewhere/deep/found.json"]
 
 
@@ -34,3 +36,25 @@ def test_the_command_can_be_run_again(
     assert found["date"] == date.today().isoformat()
     assert f"Python {sys.version_info.major}.{sys.version_info.minor}." in found["machine"]
     assert "/" not in found["machine"]
+
+
+@pytest.mark.parametrize(("beside", "named"), [(True, "orin.nx+beside"), (False, "orin.nx")])
+def test_a_result_says_what_board_its_part_stands_for(
+    repository: Path, monkeypatch: pytest.MonkeyPatch, beside: bool, named: str
+) -> None:
+    monkeypatch.syspath_prepend(str(repository))
+    from tools.bench import provenance as module
+    from tools.bench.device_limits import DeviceLimits
+
+    limits = DeviceLimits(173.0, 39.0, 8, 1.98)
+    neighbour = SimpleNamespace(blocks=40, target=172.84, left={0: 550.04, 40: 173.0})
+    gpu = GPU("NVIDIA H200 as orin-nx", "sm_90", (13, 0), 0, "compute_87", 8, 163 << 10, False, False, named)
+    monkeypatch.setattr(module, "find_gpu", lambda: gpu)
+    monkeypatch.setattr(module, "device_limits", lambda: limits)
+    monkeypatch.setattr(module.neighbour, "current", lambda: neighbour if beside else None)
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    found = module.provenance()
+    assert (found["measured_as"], found["board"]) == (named, "Jetson Orin NX 16GB")
+    assert found["board_scale"] == pytest.approx(1.98 / 1.173, abs=1e-4)
+    expected = {"blocks": 40, "target_gb_per_s": 172.8, "left": {0: 550.0, 40: 173.0}}
+    assert found.get("neighbour") == (expected if beside else None)

@@ -64,7 +64,7 @@ def small_hybrid(published: dict[str, Any]) -> DecoderConfig:
     return replace(config, layer_kinds=kinds, sliding_window=config.sliding_window and 12, head_dim=64, rotary_dim=64)
 
 
-@pytest.mark.parametrize("shape", ["qwen3.5-2b", "lfm2-1.2b", "gemma3-1b"])
+@pytest.mark.parametrize("shape", ["qwen3.5-2b", "lfm2-1.2b", "gemma3-1b", "olmo2-1b"])
 def test_rounds_of_hybrid_models_get_the_lengths_that_are_simulated(tmp_path: Path, shape: str) -> None:
     """Through the head for multi-token prediction of a model that ships with one, with fewer tokens than the model."""
     from random_checkpoint import SHAPES
@@ -167,13 +167,13 @@ def test_a_step_reads_packed_layers_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("architecture", ["sm_90", "compute_87", "compute_86"])
 def test_the_kernels_that_measure_a_device_compile(architecture: str) -> None:
     pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
-    from device_limits import _SOURCE, DeviceLimits
+    import device_limits
+    import neighbour
 
-    code = compile_module(_SOURCE, architecture).code
-    assert b"read_all" in code and b"multiply" in code
-    limits = DeviceLimits(1000.0, 100.0, 16)
-    assert limits.read_share(2e9, 4.0) == 0.5
-    assert limits.mma_share(1e12, 20.0) == 0.5
+    code = compile_module(device_limits._SOURCE, architecture).code
+    assert all(name in code for name in (b"read_ring", b"multiply", b"count_clocks"))
+    assert b"read_beside" in compile_module(neighbour._SOURCE, architecture).code
+    assert device_limits.DeviceLimits(1000.0, 100.0, 16).mma_share(1e12, 20.0) == 0.5
 
 
 def test_a_packed_checkpoint_is_written_and_runs(tmp_path: Path) -> None:

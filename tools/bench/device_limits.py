@@ -1,47 +1,76 @@
 """What the GPU, or the part of it that is measured, can read and multiply: what shares of it are shares of.
 
-Two kernels, compiled as the project's are: one reads a gigabyte, which no cache holds, the other multiplies matrices in
-registers by `mma.sync` (16 x 8 x 16, fp16 with sums in fp32). They take milliseconds.
+Three kernels, compiled as the project's are. One reads a gigabyte, which no cache holds, as the decode kernels do: by
+asynchronous copies into rings of shared memory, with as many bytes under way. One multiplies matrices in registers by
+`mma.sync` (16 x 8 x 16, fp16 with sums in fp32). One counts clocks. They take milliseconds.
+
+What can be read is not the same all the time, least of all beside a neighbour (`neighbour.py`): so `read_around` reads
+before and behind each figure, and a run in which a figure is above what was read is thrown away.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from itertools import product
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 sys.path.insert(0, str(Path(__file__).parent))
+import neighbour
 from gpu_timer import gpu_milliseconds
 
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.decode.arguments import MACROS
+from edgellm.kernels.gpu import GPU, find_gpu
 from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Bytes that are read, and mma.sync of each warp: 4096 multiplications and additions each.
 _BYTES, _TURNS, _CHAINS, _OPERATIONS = 1 << 30, 2048, 8, 4096
-#: Loads of 16 bytes that each thread has under way: the fastest counts.
-_LOADS = (4, 8)
-#: And blocks of a multiprocessor.
-_THREADS, _BLOCKS = 256, (4, 8)
+#: Bytes of a tile of weights, of a block's ring, and threads and warps of a block.
+_TILE_BYTES, _RING_BYTES, _THREADS, _WARPS = 1 << 15, 1 << 16, 256, 8
+#: Blocks of a multiprocessor that multiply.
+_BLOCKS = (4, 8)
+#: Nanoseconds in which clocks are counted.
+_COUNTED = 2_000_000
+#: A figure that is so much above what was read before and behind it is none; one that reads fewer bytes than so many
+#: times the second-level cache may have some of them from there.
+MOST_SHARE, _CACHES = 1.03, 4
 _CODE = r"""
-template <int LOADS>
-__global__ void __launch_bounds__(256) read_all(const uint4* from, long long count, unsigned* out) {
-    const long long step = (long long)gridDim.x * blockDim.x;
-    long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    uint4 sum = make_uint4(0, 0, 0, 0);
-    for (; at + (LOADS - 1) * step < count; at += LOADS * step) {
-        uint4 part[LOADS];
+#include "decode/common.cuh"
+
+// What came of a tile's 8 rows lies where the next is copied to: nobody reads it.
+template <int TILES, int DEPTH, int PIECE>
+__global__ void __launch_bounds__(256) read_ring(const char* from, int units) {
+    extern __shared__ __align__(16) char shared[];
+    constexpr int STEPS = TILE_BYTES / 512, LANES = PIECE / 16, ROW_BYTES = TILE_BYTES / (32 / LANES);
+    const int lane = threadIdx.x % 32, warps = gridDim.x * 8;
+    const unsigned ring = static_cast<unsigned>(__cvta_generic_to_shared(shared)) + threadIdx.x * 16;
+    const char* own = from + lane / LANES * ROW_BYTES + lane % LANES * 16;
+    int unit = blockIdx.x * 8 + threadIdx.x / 32, step = 0, slot = 0;
+    const auto copy = [&] {
+        const bool exists = unit < units;
+        const char* at = own + static_cast<long long>(exists ? unit : 0) * TILES * TILE_BYTES + step * PIECE;
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) part[i] = __ldcs(from + at + i * step);
+        for (int c = 0; c < TILES; ++c)
+            decode::copy_async_16(ring + (slot * TILES + c) * 4096, at + c * TILE_BYTES, exists);
+        decode::commit_copies();
+        if (++slot == DEPTH) slot = 0;
+        if (++step == STEPS) step = 0, unit += warps;
+    };
 #pragma unroll
-        for (int i = 0; i < LOADS; ++i) {
-            sum.x ^= part[i].x, sum.y ^= part[i].y, sum.z ^= part[i].z, sum.w ^= part[i].w;
-        }
+    for (int i = 0; i < DEPTH; ++i) copy();
+    while (unit < units) {
+        decode::wait_for_copies<DEPTH - 1>();
+        copy();
     }
-    if ((sum.x ^ sum.y ^ sum.z ^ sum.w) == 0x9e3779b9u) *out = 1;  // never: the memory is zero
+    decode::wait_for_copies<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(256) multiply(unsigned* out) {
@@ -60,63 +89,226 @@ extern "C" __global__ void __launch_bounds__(256) multiply(unsigned* out) {
     for (int i = 0; i < CHAINS; ++i) sum += c[i][0] + c[i][1] + c[i][2] + c[i][3];
     if (sum == 12345.0f) *out = 1;  // never: what is multiplied is next to zero
 }
+
+// Clocks and nanoseconds of one multiprocessor.
+extern "C" __global__ void count_clocks(unsigned long long* out, unsigned nanoseconds) {
+    unsigned long long begin, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
+    const long long first = clock64();
+    do asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    while (now - begin < nanoseconds);
+    out[0] = clock64() - first, out[1] = now - begin;
+}
 """
+
+
+class Ring(NamedTuple):
+    """How a block reads: `tiles` of 8 rows that a warp copies at once, `depth` such copies under way, and bytes of a
+    row in one, `piece`; so many `blocks` on a multiprocessor."""
+
+    tiles: int
+    depth: int
+    piece: int
+    blocks: int = 1
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that reads so."""
+        return f"read_ring<{self.tiles}, {self.depth}, {self.piece}>"
+
+
+#: Dense weights come in pieces of 64 bytes, packed ones in whole tiles. The fastest counts.
+_RINGS = (Ring(4, 4, 64), Ring(2, 8, 64), Ring(4, 4, 512), Ring(2, 8, 512))
 _SOURCE = ModuleSource(
     "device_limits",
     ("device_limits.cu",),
-    tuple(f"read_all<{loads}>" for loads in _LOADS),
-    macros=(("TURNS", _TURNS), ("CHAINS", _CHAINS)),
+    tuple(ring.kernel for ring in _RINGS),
+    macros=(*MACROS, ("TURNS", _TURNS), ("CHAINS", _CHAINS), ("TILE_BYTES", _TILE_BYTES)),
     headers=(("device_limits.cu", _CODE),),
 )
 
 
 class DeviceLimits(NamedTuple):
-    """Read bandwidth in GB/s and arithmetic of `mma.sync` in TFLOP/s, of so many multiprocessors."""
+    """Read bandwidth in GB/s and arithmetic of `mma.sync` in TFLOP/s, of so many multiprocessors at a clock in GHz."""
 
     read_gb_per_s: float
     mma_tflop_per_s: float
     multiprocessors: int
-
-    def read_share(self, nbytes: float, milliseconds: float) -> float:
-        """What reading so many bytes in this time is of the bandwidth."""
-        return nbytes / (milliseconds * 1e6) / self.read_gb_per_s
+    clock_ghz: float = 0.0
 
     def mma_share(self, operations: float, milliseconds: float) -> float:
         """What so many multiplications and additions in this time are of the arithmetic."""
         return operations / (milliseconds * 1e9) / self.mma_tflop_per_s
 
 
-@cache
-def device_limits() -> DeviceLimits:
-    """Measured once, in a context like that of every backend."""
+class Reading(NamedTuple):
+    """What was read, in GB/s, and what the neighbour got meanwhile, 0 without one."""
+
+    read_gb_per_s: float
+    neighbour_gb_per_s: float
+
+
+class Readings:
+    """What was read before a figure, and behind it."""
+
+    def __init__(self, cache_bytes: int) -> None:
+        self._cache_bytes = cache_bytes
+        self.found: list[Reading] = []
+
+    @property
+    def read_gb_per_s(self) -> float:
+        """The mean of what was read."""
+        return sum(each.read_gb_per_s for each in self.found) / len(self.found)
+
+    def read_share(self, name: str, nbytes: float, milliseconds: float) -> float:
+        """What reading so many bytes in this time is of the bandwidth.
+
+        Ends the process where it is more than MOST_SHARE, before anything of this run is kept: then the bandwidth was
+        another while the figure was taken, or what is said to be read came from a cache.
+        """
+        share = nbytes / (milliseconds * 1e6) / self.read_gb_per_s
+        if share > MOST_SHARE and nbytes >= _CACHES * self._cache_bytes:
+            raise SystemExit(
+                f"{name} reads {nbytes / milliseconds / 1e6:.0f} GB/s, {share:.0%} of what was read before and behind "
+                f"it ({self} GB/s): this run is thrown away, nothing of it is kept"
+            )
+        return share
+
+    def recorded(self) -> dict[str, list[float]]:
+        """For results."""
+        found = {"read_gb_per_s": [round(each.read_gb_per_s, 1) for each in self.found]}
+        if any(each.neighbour_gb_per_s for each in self.found):
+            found["neighbour_gb_per_s"] = [round(each.neighbour_gb_per_s, 1) for each in self.found]
+        return found
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{each.read_gb_per_s:.0f}" + (f" beside {each.neighbour_gb_per_s:.0f}" if each.neighbour_gb_per_s else "")
+            for each in self.found
+        )
+
+
+class Reader:
+    """The kernels, in the context that is current, with the memory that they read until it is closed."""
+
+    def __init__(self) -> None:
+        import pycuda.driver as cuda
+
+        gpu = find_gpu()
+        assert gpu is not None
+        self.gpu, self._cuda, self._stream = gpu, cuda, cuda.Stream()
+        self._memory, self._out = cuda.mem_alloc(_BYTES), cuda.mem_alloc(16)
+        cuda.memset_d8_async(int(self._memory), 0, _BYTES, self._stream)
+        self._module = KernelModule(gpu, self._stream)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._module.close()
+        self._memory.free()
+        self._out.free()
+
+    def bandwidth(self, ring: Ring, repeats: int = 2, series: int = 3) -> float:
+        """GB/s that are read through such rings: the median of some series."""
+        blocks = ring.blocks * self.gpu.multiprocessors
+        units = _BYTES // (ring.tiles * _TILE_BYTES) // (blocks * _WARPS) * (blocks * _WARPS)
+        given = ctypes.c_void_p(int(self._memory)), ctypes.c_int(units)
+        span = self._milliseconds(ring.kernel, blocks, given, _RING_BYTES, repeats, series)
+        return units * ring.tiles * _TILE_BYTES / span / 1e6
+
+    def reading(self) -> Reading:
+        """What is read through the fastest ring, beside what the neighbour gets meanwhile."""
+        beside = neighbour.current()
+        before = beside.counted() if beside else None
+        found = self.bandwidth(fastest_ring(), series=5)
+        return Reading(found, beside.rate_since(before) if beside and before else 0.0)
+
+    def arithmetic(self) -> float:
+        """TFLOP/s of `mma.sync`."""
+
+        def speed(blocks: int) -> float:
+            operations = blocks * _WARPS * _TURNS * _CHAINS * _OPERATIONS
+            return operations / self._milliseconds("multiply", blocks, (ctypes.c_void_p(int(self._out)),)) / 1e9
+
+        return max(speed(blocks * self.gpu.multiprocessors) for blocks in _BLOCKS)
+
+    def clock(self) -> float:
+        """GHz of a multiprocessor."""
+        given = ctypes.c_void_p(int(self._out)), ctypes.c_uint(_COUNTED)
+        self._launch("count_clocks", 1, given, threads=1)()
+        self._stream.synchronize()
+        counted = np.empty(2, np.uint64)
+        self._cuda.memcpy_dtoh(counted, self._out)
+        return float(counted[0] / counted[1])
+
+    def _launch(
+        self, kernel: str, blocks: int, given: tuple[Any, ...], shared: int = 0, threads: int = _THREADS
+    ) -> Launch:
+        return Launch(self._module, Kernel(_SOURCE, kernel), (blocks, 1, 1), threads, shared, given)
+
+    def _milliseconds(
+        self, kernel: str, blocks: int, given: tuple[Any, ...], shared: int = 0, repeats: int = 3, series: int = 5
+    ) -> float:
+        launch: Callable[[], None] = self._launch(kernel, blocks, given, shared)
+        return gpu_milliseconds(self._stream, launch, repeats, series, before=launch)
+
+
+def rings_of(gpu: GPU) -> list[Ring]:
+    """The rings among which the fastest counts.
+
+    Decode kernels have 64 KB under way on a multiprocessor, one block's, on GPUs like an Orin, and twice as much where
+    kernels overlap. Beside a neighbour more bytes under way are more bandwidth, so that there are as many; elsewhere
+    they are not, and both are tried.
+    """
+    of_kernels = 2 if gpu.can_overlap else 1
+    fitting = [blocks for blocks in (1, 2) if blocks * (_RING_BYTES + 1024) <= gpu.shared_limit + 1024]
+    blocks = [each for each in fitting if each == of_kernels] if gpu.measured_as.endswith(neighbour.BESIDE) else fitting
+    return [ring._replace(blocks=each) for ring in _RINGS for each in blocks]
+
+
+@contextmanager
+def _some_context() -> Iterator[None]:
+    """A context like that of every backend, the one that is current where there is one."""
+    from cuda.bindings import driver
+
+    status, current = driver.cuCtxGetCurrent()
+    if status == driver.CUresult.CUDA_SUCCESS and int(current):
+        yield
+        return
     device = CudaDevice()
     try:
-        module = KernelModule(device.gpu, device.stream)
-        found = _measure(device, module)
-        module.close()
+        yield
     finally:
         device.close()
-    return found
 
 
-def _measure(device: CudaDevice, module: KernelModule) -> DeviceLimits:
-    memory, out = device.zeros((_BYTES,), "uint8"), device.zeros((1,), "int32")
-    pointer, target = ctypes.c_void_p(memory.pointer), ctypes.c_void_p(out.pointer)
+@cache
+def fastest_ring() -> Ring:
+    """Which of the rings reads the most on this GPU, or this part of it."""
+    with _some_context(), Reader() as reader:
+        return max(rings_of(reader.gpu), key=reader.bandwidth)
 
-    def milliseconds(kernel: str, blocks: int, *arguments: Any) -> float:
-        """The best of three medians."""
-        launch = Launch(module, Kernel(_SOURCE, kernel), (blocks, 1, 1), _THREADS, 0, arguments)
-        return min(gpu_milliseconds(device.stream, launch, 3, before=launch) for _ in range(3))
 
-    def read_speed(loads: int, blocks: int) -> float:
-        step = loads * blocks * _THREADS * 16  # what is left behind the last whole one is not read
-        count = ctypes.c_longlong(_BYTES // 16)
-        return _BYTES // step * step / milliseconds(f"read_all<{loads}>", blocks, pointer, count, target) / 1e6
+@cache
+def device_limits() -> DeviceLimits:
+    """Measured once; beside the neighbour where there is one."""
+    with _some_context(), Reader() as reader:
+        found = reader.reading().read_gb_per_s, reader.arithmetic()
+        return DeviceLimits(*found, reader.gpu.multiprocessors, reader.clock())
 
-    def multiply_speed(blocks: int) -> float:
-        operations = blocks * (_THREADS // 32) * _TURNS * _CHAINS * _OPERATIONS
-        return operations / milliseconds("multiply", blocks, target) / 1e9
 
-    counts = [blocks * device.gpu.multiprocessors for blocks in _BLOCKS]
-    reading = max(read_speed(*each) for each in product(_LOADS, counts))
-    return DeviceLimits(reading, max(map(multiply_speed, counts)), device.gpu.multiprocessors)
+@contextmanager
+def read_around() -> Iterator[Readings]:
+    """Read before and behind what happens inside, where a context is current."""
+    fastest_ring()
+    with Reader() as reader:
+        found = Readings(_cache_bytes(reader))
+        found.found.append(reader.reading())
+        yield found
+        found.found.append(reader.reading())
+
+
+def _cache_bytes(reader: Reader) -> int:
+    cuda = reader._cuda
+    return int(cuda.Device(0).get_attribute(cuda.device_attribute.L2_CACHE_SIZE))

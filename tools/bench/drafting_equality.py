@@ -7,8 +7,8 @@
 The prompts are held-out conversations of the shipped model. Answers go on behind the end of the turn, where the model
 means nothing by its tokens and the likeliest are close, unless `--until-end` is given. Several processes take a share
 of the prompts each. Where an answer differs, the first difference is judged: `gap` is how far plain decoding was from
-drawing the other token. Exits with 1 where a gap is larger than rounding explains (1e-4 on NumPy, 4 spacings of the
-dtype on a GPU), or on a GPU more than a tenth of the answers differ.
+drawing the other token. Exits with 1 where a gap is larger than rounding explains: 1e-4 on NumPy; on a GPU no answer
+may differ.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from edgellm.engines.runners.comparison import open_runner, teacher_forced_logit
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.text.tokenizer import Tokenizer
 from tools.bench.as_device import enter, measured_as, parse
-from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference, parameters
+from tools.bench.differences import SAMPLINGS, Difference, difference, parameters
 from tools.bench.draw_comparison import first_difference
 from tools.bench.held_out_prompts import held_out_conversations
 from tools.bench.provenance import provenance
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--until-end", action="store_true", help="stop answers at the end of the turn")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--output", type=Path)
-    arguments = parse(parser)
+    arguments = parse(parser, times=False)
     with tempfile.TemporaryDirectory() as folder:
         kinds = arguments.backend, arguments.kv_cache, arguments.weights
         directory = build(arguments.model, Path(folder) / "engines", *kinds)
@@ -252,7 +252,7 @@ def main() -> None:
             ],
         }
         arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    sys.exit(not explained or (arguments.backend != "numpy" and most > GPU_SHARE))
+    sys.exit(not explained)
 
 
 if __name__ == "__main__":

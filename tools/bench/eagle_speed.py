@@ -32,7 +32,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import one_of, parse
-from device_limits import device_limits
+from device_limits import device_limits, read_around
 from probes import counted_waits, executor_name
 from provenance import provenance, report
 from random_checkpoint import SHAPES
@@ -72,7 +72,8 @@ def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, A
             engine.enqueue()
 
     together = bench.backend.capture(one_after_another, "all engines")
-    round_ms = bench.milliseconds(whole, lengths, plan)
+    with read_around() as around:
+        round_ms = bench.milliseconds(whole, lengths, plan)
     half = 1 + ROUNDS_PER_SERIES // 2  # engines do not lengthen the sequence: at the rounds' mean length
     phases = [
         (engine.shape.name, executor_name(engine), bench.milliseconds(launch, lengths, plan, half))
@@ -89,6 +90,7 @@ def measure_plan(bench: RoundBench, plan: DraftPlan, mean: float) -> dict[str, A
         "other_kernels_us": 1000 * bench.milliseconds(without_forcing, lengths, plan),
         "other_kernels_with_forcing_us": 1000 * bench.milliseconds(others, lengths, plan),
         "phases_ms": phases,
+        **around.recorded(),
     }
 
 

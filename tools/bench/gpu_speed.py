@@ -5,7 +5,8 @@
 
 `step`: build, decode step, loop and start of a process with Llama-3.2-1B's shapes. `loops`: decode loops from 128
 tokens on of all `--shapes` and `--weights`, beside the time of the bytes that a step cannot do without (weights, the KV
-rows in reach, recurrent states read and written) at the read bandwidth that the same run finds (`device_limits.py`).
+rows in reach, recurrent states read and written) at the read bandwidth that is found before and behind each loop
+(`device_limits.py`); beside a neighbour (`--as orin`) also what the board would take.
 `windows`: loops behind few tokens and many of one model, the GPU's time of a step's engine there and of its attentions
 alone, to windows and to all rows, and the memory that its states are planned with at that context, with windows and as
 if every layer attended to all. `prefill`: prompts of `--prompts` tokens of all `--shapes`.
@@ -34,9 +35,11 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
-from as_device import measured_as, one_of, parse, python
-from device_limits import device_limits
+from as_device import is_beside, measured_as, one_of, parse, python
+from boards import BOARDS
+from device_limits import device_limits, read_around
 from gpu_timer import gpu_milliseconds
+from neighbour import resting
 from probes import executor_name, state_traffic, weight_bytes
 from provenance import provenance, report
 from random_checkpoint import LLAMA_3_2_1B, SHAPES, checkpoint_in
@@ -68,6 +71,8 @@ MOST_ABOVE = {
 MOST_OVER_TORCH = 1.5
 #: How long PyTorch may take to compile and run what it is compared in.
 TORCH_SECONDS = 240
+#: Names of what was read and of what the neighbour got, before and behind a loop.
+BANDWIDTHS = ("read_gb_per_s", "neighbour_gb_per_s")
 #: What can be asked for.
 SECTIONS = ("step", "loops", "windows", "prefill")
 #: Tokens behind which loops of a model with windows are compared, its context, and how much longer the last may take.
@@ -78,19 +83,17 @@ def run_build(checkpoint: Path, engine_directory: Path) -> dict[str, float]:
     """Run `edgellm build` in a process of its own; seconds and peak resident MiB."""
     command = [*python(), "-m", "edgellm", "build", str(checkpoint), str(engine_directory)]
     command += ["--kv-capacity", str(CAPACITY), "--force"]
-    started = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    output = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
+    with resting():
+        started = time.perf_counter()
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        output = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - started
     if status:
         raise SystemExit(f"the build failed:\n{output}")
     weights = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors")) / 2**20
     print(output)
-    return {
-        "seconds": time.perf_counter() - started,
-        "peak_resident_mib": usage.ru_maxrss / 1024,
-        "weights_mib": weights,
-    }
+    return {"seconds": seconds, "peak_resident_mib": usage.ru_maxrss / 1024, "weights_mib": weights}
 
 
 def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
@@ -133,13 +136,15 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
         results["bare_engine_at_start_ms"] = statistics.median(bare_milliseconds(committed, 20) for _ in range(5))
         results["decode_step_ms"] = gpu_milliseconds(stream, step, 20, before=fill)
         bare_spans, loops = [], []
-        for _ in range(5):
-            bare_spans.append(bare_over_the_loop())
-            loops.append(loop_milliseconds(runner, PROMPT_TOKENS, REPEATS))
-            bare_spans.append(bare_over_the_loop())
+        with read_around() as around:
+            for _ in range(5):
+                bare_spans.append(bare_over_the_loop())
+                loops.append(loop_milliseconds(runner, PROMPT_TOKENS, REPEATS))
+                bare_spans.append(bare_over_the_loop())
         results["bare_engine_ms"] = statistics.median(bare_spans)
         nbytes = weight_bytes(directory.config, shape, directory.dtype)
-        results["bare_engine_read_share"] = device_limits().read_share(nbytes, results["bare_engine_ms"])
+        share = around.read_share("the bare engine", nbytes, results["bare_engine_ms"])
+        results |= {"bare_engine_read_share": share, "bare_engine_bandwidth": around.recorded()}
         results["decode_loop_ms"] = statistics.median(loops)
         results["loop_over_bare_engine"] = results["decode_loop_ms"] / results["bare_engine_ms"]
         for count in (128, 512):
@@ -155,12 +160,14 @@ def measure_steps(directory: EngineDirectory) -> dict[str, Any]:
 def first_token_seconds(engine_directory: Path) -> float:
     """From the start of an `edgellm generate` process to the first byte of its answer."""
     command = [*python(), "-m", "edgellm", "generate", "--raw", "hello", "--max-tokens", "64"]
-    started = time.perf_counter()
-    process = subprocess.Popen([*command, "--model", str(engine_directory)], stdout=subprocess.PIPE)
-    process.stdout.read(1)
-    seconds = time.perf_counter() - started
-    process.stdout.read()
-    if process.wait():
+    with resting():
+        started = time.perf_counter()
+        process = subprocess.Popen([*command, "--model", str(engine_directory)], stdout=subprocess.PIPE)
+        process.stdout.read(1)
+        seconds = time.perf_counter() - started
+        process.stdout.read()
+        code = process.wait()
+    if code:
         raise SystemExit("edgellm generate failed")
     return seconds
 
@@ -174,33 +181,45 @@ def measure_loop(work: Path, shape: str, tokens: int, kv_cache: str, weights: st
 
 
 def loop_behind(runner: BaseEngineRunner, directory: RandomDirectory, tokens: int) -> dict[str, Any]:
-    """Wall time of a step behind so many tokens, and of its bytes at the bandwidth: `above_ms` more."""
-    spans = [loop_milliseconds(runner, tokens, LOOP_STEPS) for _ in range(6)][1:]
+    """Wall time of a step behind so many tokens, and of its bytes at the bandwidth: `above_ms` more. Beside a neighbour
+    `board_ms` is what the board would take."""
+    with read_around() as around:
+        spans = [loop_milliseconds(runner, tokens, LOOP_STEPS) for _ in range(6)][1:]
     decode, engine = next(loaded for loaded in runner.engines.loaded.items() if loaded[0].phase == "decode")
     packed, span = directory.layouts.get("base"), statistics.median(spans)
     nbytes = weight_bytes(directory.config, decode, directory.dtype, packed)
     states = state_traffic(directory.config, directory.limits, directory.dtype, tokens + LOOP_STEPS // 2)
-    bytes_ms = (nbytes + states) / (device_limits().read_gb_per_s * 1e6)
+    share = around.read_share("the decode loop", nbytes + states, span)
+    found = {"board_ms": span * board_scale()} if is_beside() else {}
     return {
         "executor": executor_name(engine),
         "loop_ms": span,
         "weight_bytes": nbytes,
         "state_bytes": states,
-        "bytes_ms": bytes_ms,
-        "above_ms": span - bytes_ms,
-        "read_share": bytes_ms / span,
+        "bytes_ms": share * span,
+        "above_ms": span - share * span,
+        "read_share": share,
         "all_ms": spans,
+        **around.recorded(),
+        **found,
     }
+
+
+def board_scale() -> float:
+    """By how many times the board is slower than the part that stands for it."""
+    limits, name = device_limits(), measured_as()
+    return BOARDS[name].scale_of_part(limits.multiprocessors, limits.clock_ghz) if name in BOARDS else 1.0
 
 
 def print_loop(name: str, found: dict[str, Any]) -> None:
     """One line."""
     most, above = found.get("most_above_ms"), found["above_ms"]
     target = "" if most is None else f" (at most {most:.2f}: {'reached' if above <= most else 'MISSED'})"
+    read, beside = (" and ".join(f"{each:.0f}" for each in found.get(name, ())) for name in BANDWIDTHS)
     print(
-        f"{name}: {found['loop_ms']:.4f} ms a token; its bytes take {found['bytes_ms']:.4f} at "
-        f"{device_limits().read_gb_per_s:.0f} GB/s ({found['read_share']:.1%}): {above:.4f} above{target}; "
-        f"{found['executor']}",
+        f"{name}: {found['loop_ms']:.4f} ms a token; its bytes take {found['bytes_ms']:.4f} at {read} GB/s before and "
+        f"behind it ({found['read_share']:.1%}): {above:.4f} above{target}; {found['executor']}"
+        + (f"; beside {beside} GB/s; on the board {found['board_ms']:.3f} ms" if beside else ""),
         flush=True,
     )
 

@@ -3,7 +3,7 @@
     python tools/bench/kernel_speed.py [steps] [attention] [linear] [variants] [--rows 1 8 16]
 
 Each number is the time of one launch in a CUDA graph of sixteen, each with weights of its own (together more than the
-cache holds), median of five; GB/s are those of the weights, shares of the bandwidth that is measured in the same run
+cache holds), median of five; GB/s are those of the weights, shares of the bandwidth that is read before and behind them
 (`--as orin` and the like: of a part of the GPU, see `as_device.py`). Then whole steps, as they are and without some of
 their kernels, which shows what those cost where kernels overlap. `variants` are other tilings of the kernels of many
 rows, and whether their results have the same bits. Needs pycuda and a GPU, not TensorRT.
@@ -24,7 +24,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_device import one_of, parse
-from device_limits import device_limits
+from device_limits import Readings, device_limits, read_around
 from gpu_timer import gpu_milliseconds
 from probes import weight_bytes
 from provenance import provenance
@@ -75,6 +75,7 @@ class Bench:
         noise = (self.random.standard_normal(1 << 22) * 0.02).astype(np.float16)
         self._noise = cache(lambda dtype, scale: (noise * scale).astype(dtype))  # half-precision products take long
         self.contexts, self.results = contexts, dict[str, Any]()
+        self._around: tuple[Readings, int] | None = None
 
     def array(self, shape: Sequence[int], dtype: str = "float16", scale: float = 1.0) -> DeviceArray:
         """Random values."""
@@ -83,7 +84,7 @@ class Bench:
         return array
 
     def microseconds(self, launches: Sequence[Callable[[], None]], name: str, repeats: int = REPEATS) -> float:
-        """Of one launch, where all of them follow each other in a graph."""
+        """Of one launch, where all of them follow each other in a graph. `report` knows what was read around it."""
         for launch in launches:
             if isinstance(launch, Launch):
                 launch.overlap_previous()
@@ -94,13 +95,20 @@ class Bench:
 
         all_of_them()
         graph = self.device.capture(all_of_them, name)
-        # `before`, so that the host is ahead of the GPU when the clock starts.
-        return 1000 * gpu_milliseconds(self.device.stream, graph, repeats, SERIES, before=graph) / len(launches)
+        with read_around() as around:
+            # `before`, so that the host is ahead of the GPU when the clock starts.
+            span = gpu_milliseconds(self.device.stream, graph, repeats, SERIES, before=graph)
+        self._around = around, len(launches)
+        return 1000 * span / len(launches)
 
     def report(self, name: str, rows: int, microseconds: float, weight_bytes: int = 0) -> None:
         """Print and keep, with the share of the read bandwidth where it is a matter of weights."""
-        share = device_limits().read_share(weight_bytes, microseconds / 1000)
-        speed = f"{weight_bytes / microseconds / 1000:8.0f} GB/s, {share:.0%}" if weight_bytes else ""
+        speed = ""
+        if weight_bytes:
+            assert self._around is not None
+            around, launches = self._around
+            share = around.read_share(name, launches * weight_bytes, launches * microseconds / 1000)
+            speed = f"{weight_bytes / microseconds / 1000:8.0f} GB/s, {share:.0%} of {around}"
         print(f"{name:32s} {rows:3d} rows {microseconds:9.2f} us {speed}", flush=True)
         self.results.setdefault(name, {})[rows] = round(microseconds, 3)
 

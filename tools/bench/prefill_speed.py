@@ -1,7 +1,7 @@
 """Times the parts of a prefill step with random weights: attention's kernels, and TensorRT's engines between them.
 
-    python tools/bench/prefill_speed.py [attention] [linears] [narrow] [packed] [torch] [--shapes llama-1b llama-8b]
-                                        [--chunks 512 2048] [--as orin] [--output RESULTS.json]
+    python tools/bench/prefill_speed.py [attention] [linears] [narrow] [packed] [prompts] [torch] [--as orin]
+                                        [--shapes llama-1b llama-8b] [--chunks 512 2048] [--output RESULTS.json]
 
 Needs pycuda and a GPU; TensorRT for `linears`, `narrow` (the largest chunk, with sums that are not in fp32) and
 `packed`, PyTorch for `torch`: its flash attention and matrix products. Times are medians of five, on the GPU; TFLOP/s
@@ -9,7 +9,8 @@ count what causal attention and the linear layers need. Attention's are microsec
 tiling that is taken and of either one. `host` is what the host takes, for a layer to bind its weights
 and to enqueue its engine. `packed`: dequantizing weights of 4 bits, and whole chunks over dense and over packed weights
 by either way there is: TensorRT and dequantizing in front of it, or the kernels of up to 64 rows; and how far their
-logits are apart. Whole prompts: `gpu_speed.py prefill`.
+logits are apart. `prompts`: whole chunks by kernels, dense and packed, beside TensorRT between attention, behind 0 and
+2,000 rows. Whole prompts with all that goes with them: `gpu_speed.py prefill`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,7 @@ from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
-from edgellm.engines.backends.platform import load_tensorrt
+from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
@@ -49,6 +51,7 @@ from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import KernelModule, Launch
 from edgellm.kernels.prefill.contract import KeyValueRows
 from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import DeviceLayout, PackedMatrix, to_device_layout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
 
@@ -57,7 +60,7 @@ SHAPES = {
     "llama-8b": DecoderConfig("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, 1e-5, 5e5, 128, "float16", False),
     "gemma-2b": DecoderConfig("gemma", 256000, 2048, 16384, 18, 8, 1, 256, 8192, 1e-6, 1e4, 256, "float16", True),
 }
-PARTS = ("attention", "linears", "narrow", "packed", "torch")
+PARTS = ("attention", "linears", "narrow", "packed", "prompts", "torch")
 #: Tokens that are new, and rows before them.
 STEPS = ((128, 0), (512, 0), (2000, 0), (4000, 0), (8000, 0), (512, 3488), (2000, 2000), (2000, 6000))
 LAYERS_IN_TURN = 4
@@ -147,10 +150,11 @@ def time_attention(bench: Bench, name: str, config: DecoderConfig) -> None:
         prepare = bench.microseconds(bench.prefill.prepare_heads(qkv, None, rotary, rows, None, None, queries))
         given = queries, rows, size**-0.5, context
         span = bench.microseconds(bench.prefill.causal_attention(*given))
-        tilings = (1, 2) if size <= 128 else (1,)
         each = {
-            f"tiles_{tiles}_us": bench.microseconds(bench.prefill.causal_attention(*given, tiles=tiles))
-            for tiles in tilings
+            f"tiles_{tiles}{'_early' * early}_us": bench.microseconds(
+                bench.prefill.causal_attention(*given, tiles=tiles, early=early)
+            )
+            for tiles, early in (product((1, 2), (False, True)) if size <= 128 else ((1, False),))
         }
         operations = 4 * heads * size * (tokens * start + tokens * (tokens + 1) / 2)
         label = f"{name} attention {tokens} behind {start}"
@@ -225,6 +229,41 @@ def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int
         compare_logits(bench, f"{name} logits behind {chunk} tokens", engines[1], by_kernels, packed)
 
 
+def time_prompts(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]) -> None:
+    """Whole steps by kernels, dense and packed, and dense ones by TensorRT between attention, where it is there."""
+    program = model_program(config, EngineShape("prefill", 1, chunks[0], KV_ROWS, KV_ROWS))
+    weights = {key: bench.random(spec.shape) for key, spec in program.weights.items()}
+    for array in (array for array in weights.values() if len(array.shape) == 1):
+        bench.device.upload(array, np.ones(array.shape, np.float16))
+    layers = {key: spec.shape for key, spec in program.weights.items() if ".layers." in key and len(spec.shape) == 2}
+    packed = weights | {key: bench.packed(*shape) for key, shape in layers.items()}
+    layouts = {key: packed[key].layout for key in layers}
+    for chunk in chunks:
+        shape = EngineShape("prefill", 1, chunk, KV_ROWS, KV_ROWS)
+        ways = {"kernels_ms": (kernel_engine(bench, config, shape), weights)}
+        ways["packed_ms"] = kernel_engine(bench, config, shape, layouts), packed
+        if find_tensorrt() is not None and chunk > 64:
+            program = model_program(config, shape)
+            parts = {
+                part.segment: kernel_engine(bench, config, part) or segment_engine(bench, config, part, wide=True)
+                for part in segment_shapes(program)
+            }
+            ways["tensorrt_ms"] = SplitEngine(bench.prefill, program, parts, "float16"), weights
+        for start in (0, 2000):
+            numbers = {}
+            for way, (engine, own) in ways.items():
+                arrays = edge_arrays(bench, config, shape)
+                place_tokens(bench, arrays, shape, start)
+                engine.bind(arrays | own)
+                engine.attach(bench.device, bench.device.zeros((engine.scratch_bytes,), "uint8"))
+                numbers[way] = bench.milliseconds(engine.enqueue)
+            started = time.perf_counter()
+            ways["kernels_ms"][0].enqueue()
+            numbers["host_ms"] = 1e3 * (time.perf_counter() - started)
+            bench.device.synchronize()
+            bench.report(f"{name} prompt of {chunk} behind {start}", **numbers)
+
+
 def compare_logits(bench: Bench, label: str, whole: Any, parts: Any, weights: dict[str, Any]) -> None:
     """How far the logits behind a chunk are from those of the same tokens by kernels, a few at a time: the weights are
     the same, the order of sums is not."""
@@ -284,14 +323,17 @@ def report_dequantizing(
     bench.report(label, us=1000 * span, gb_per_s=moved * beside / len(launches) / span / 1e6)
 
 
-def kernel_engine(bench: Bench, config: DecoderConfig, shape: EngineShape) -> KernelEngine | None:
-    """That of a step of few tokens, or a segment of few rows."""
-    limit, gpu = bench.module.shared_limit, capacity_of(bench.module)
-    executor = kernel_executor(config, shape, "float16", limit, gpu)[0]
+def kernel_engine(
+    bench: Bench, config: DecoderConfig, shape: EngineShape, packed: dict[str, DeviceLayout] | None = None
+) -> Any:
+    """That of a step, or of a segment of few rows; None for others."""
+    module, limit, gpu = bench.module, bench.module.shared_limit, capacity_of(bench.module)
+    executor = kernel_executor(config, shape, "float16", limit, gpu, packed)[0]
     if executor is None:
         return None
-    few, many = CudaDecodeKernels(bench.module, "float16", config.head_dim), CudaTiledKernels(bench.module, "float16")
-    return KernelEngine(StepKernels(few, many, gpu), executor, config, shape, "float16", limit)
+    few, many = CudaDecodeKernels(module, "float16", config.head_dim), CudaTiledKernels(module, "float16")
+    kernels = StepKernels(few, many, gpu, any_rows=CudaPromptLinear(module, "float16"), prefill=bench.prefill)
+    return KernelEngine(kernels, executor, config, shape, "float16", limit, packed)
 
 
 def time_steps(bench: Bench, label: str, engines: Sequence[Any], weights: Sequence[dict[str, Any]], start: int) -> None:
@@ -361,6 +403,8 @@ def main() -> None:
             time_linears(bench, name, SHAPES[name], options.chunks[-1], wide=False)
         if "packed" in options.parts:
             time_packed(bench, name, SHAPES[name], options.chunks)
+        if "prompts" in options.parts:
+            time_prompts(bench, name, SHAPES[name], options.chunks)
         if "torch" in options.parts:
             time_torch(bench, name, SHAPES[name], options.chunks)
     if options.output:

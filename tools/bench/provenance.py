@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
+import neighbour
+from boards import BOARDS
 from device_limits import device_limits
 
 from edgellm.kernels.gpu import find_gpu
@@ -22,7 +24,11 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 
 def provenance() -> dict[str, Any]:
     """The date, the command of this process with files by their names alone (folders are the machine's own), and what
-    the machine is; where it is measured as another device, as which, and what was read and multiplied there now."""
+    the machine is; where it is measured as another device, as which, and what was read and multiplied there now.
+
+    Of a board: by how many times it is slower than the part that stands for it (`board_scale`), the blocks of the
+    part's neighbour, what they are to leave the part, and what those that were tried leave it.
+    """
     arguments = [Path(argument).name if "/" in argument else argument for argument in sys.argv[1:]]
     found: dict[str, Any] = {
         "date": date.today().isoformat(),
@@ -31,7 +37,16 @@ def provenance() -> dict[str, Any]:
     }
     gpu = find_gpu()
     if gpu is not None and gpu.measured_as:
-        found |= {"measured_as": gpu.measured_as, "limits": device_limits()._asdict()}
+        limits = device_limits()
+        found |= {"measured_as": gpu.measured_as, "limits": limits._asdict()}
+        board = BOARDS.get(gpu.measured_as.removesuffix(neighbour.BESIDE).replace(".", "-"))
+        if board is not None:
+            scale = board.scale_of_part(limits.multiprocessors, limits.clock_ghz)
+            found |= {"board": board.title, "board_scale": round(scale, 4)}
+        beside = neighbour.current()
+        if beside is not None:
+            left = {blocks: round(rate, 1) for blocks, rate in sorted(beside.left.items())}
+            found["neighbour"] = {"blocks": beside.blocks, "target_gb_per_s": round(beside.target, 1), "left": left}
     return found
 
 

@@ -155,6 +155,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 0,
         "eos_token_id": 1,
     },
+    #: Norms behind attention and MLP alone, and of query and key over all heads.
+    "olmo2-1b": {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "vocab_size": 100352,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 100257,
+    },
     #: Windows of 512 tokens in five layers of six. Its makers' weights need bfloat16.
     "gemma3-1b": {
         "architectures": ["Gemma3ForCausalLM"],

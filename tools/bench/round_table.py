@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from device_limits import device_limits
+from device_limits import read_around
 from gpu_timer import gpu_milliseconds
 from probes import executor_name, weight_bytes
 from random_model import RandomDirectory, random_prompt, random_runner
@@ -35,7 +35,9 @@ def measure_table(work: Path, shape: str, mean: float, weights: str) -> dict[str
             bench.fill(lengths)
             for _ in range(3):
                 runner.round(1, plan).wait()
-            round_ms = bench.milliseconds(bench.graph(plan), lengths, plan, repeats=REPEATS, series=SERIES)
+            graph = bench.graph(plan)
+            with read_around() as around:
+                round_ms = bench.milliseconds(graph, lengths, plan, repeats=REPEATS, series=SERIES)
             with bench.engines_replaced(None) as listed:
                 for stage in runner.prepare_round(1, plan).stages.values():
                     stage()
@@ -52,6 +54,7 @@ def measure_table(work: Path, shape: str, mean: float, weights: str) -> dict[str
                     "ms_a_token": round_ms / tokens,
                     "speedup": plain_ms * tokens / round_ms,
                     "on_tensorrt": [name for name in names if engines[name]["executor"].startswith("TensorRT")],
+                    **around.recorded(),
                 }
             )
     for row in engines.values():
@@ -80,11 +83,13 @@ def plain_step(runner: BaseEngineRunner, tokens: int) -> float:
 def engine_row(backend: Any, engine: Any, directory: RandomDirectory) -> dict[str, Any]:
     """An engine as a graph of its own, on what it is bound to: its executor, milliseconds, and share of bandwidth."""
     launch = backend.capture(engine.enqueue, engine.shape.name)
-    milliseconds = gpu_milliseconds(backend.stream, launch, REPEATS, SERIES, before=launch)
+    with read_around() as around:
+        milliseconds = gpu_milliseconds(backend.stream, launch, REPEATS, SERIES, before=launch)
     packed = directory.layouts.get(engine.shape.model)
     nbytes = weight_bytes(directory.model_config(engine.shape.model), engine.shape, directory.dtype, packed)
-    share = device_limits().read_share(nbytes, milliseconds)
-    return {"executor": executor_name(engine), "ms": milliseconds, "bytes": nbytes, "read_share": share}
+    share = around.read_share(engine.shape.name, nbytes, milliseconds)
+    found = {"executor": executor_name(engine), "ms": milliseconds, "bytes": nbytes, "read_share": share}
+    return found | around.recorded()
 
 
 def markdown(shape: str, found: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import neighbour
 from as_device import parse
 from random_model import random_runner
 from round_bench import RoundBench, plans_of, prepare
@@ -44,6 +45,7 @@ def main() -> None:
                 launch()
             runner.backend.synchronize()
     events = [event for event in record.events() if event.device_type.name == "CUDA"]
+    events = [event for event in events if neighbour.KERNEL not in event.name]
     events.sort(key=lambda event: event.time_range.start)
     one = events[-(len(events) // ROUNDS) :]
     first, last_end = one[0].time_range.start, one[0].time_range.start

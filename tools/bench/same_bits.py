@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true", help="run nothing")
     parser.add_argument("--prompts", type=int, default=6, help="of the shipped model; 0: steps alone")
     parser.add_argument("--tokens", type=int, default=48, help="of each answer")
-    arguments = parse(parser)
+    arguments = parse(parser, times=False)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if not arguments.compare:
         device = CudaDevice()

@@ -38,9 +38,11 @@ FILES = (
     "tests/kernels/decode/test_adapters_gpu.py",
     "tests/kernels/prefill/test_prefill_attention_gpu.py",
     "tests/kernels/recurrent/test_recurrent_gpu.py",
+    "tests/kernels/encoder/test_encoder_kernels_gpu.py",
     "tests/engines/backends/test_kernel_engine_gpu.py",
     "tests/engines/backends/test_kernel_trees_gpu.py",
     "tests/engines/backends/test_recurrent_engines_gpu.py",
+    "tests/engines/backends/test_encoder_engine_gpu.py",
 )
 _LEFT_OUT = ("captured", "overlap", "time", "faster", "wrong", "refused", "bound", "large_vocabulary", "many_draws")
 _SUMMARY = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: (.*)$", re.MULTILINE)
@@ -106,7 +108,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="the most that one process may take")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"))
-    arguments = parse(parser)
+    arguments = parse(parser, times=False)
     arguments.logs.mkdir(parents=True, exist_ok=True)
 
     def one(pair: tuple[str, str]) -> Outcome:

@@ -14,7 +14,7 @@ from edgellm.drafting.config import DraftingConfig
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.comparison import teacher_forced_logits
-from tools.bench.differences import GPU_SHARE, SAMPLINGS, Difference, difference, parameters
+from tools.bench.differences import SAMPLINGS, Difference, difference, parameters
 from tools.bench.held_out_prompts import Messages, as_they_are
 from tools.bench.quantized_model import WEIGHTS, base_of
 from tools.bench.serving_ways import SLOTS, WAYS, Asked, answers, forget_rows
@@ -44,10 +44,10 @@ class Served:
         """Conversations of which an answer differs."""
         return len({each.prompt for each in self.differences})
 
-    def explained(self, backend: str) -> bool:
+    @property
+    def explained(self) -> bool:
         """Whether rounding explains the differences."""
-        few = backend == "numpy" or self.different_prompts <= GPU_SHARE * self.prompts
-        return few and all(each.gap < each.allowed for each in self.differences)
+        return all(each.gap < each.allowed for each in self.differences)
 
 
 def build(model: Path, target: Path, backend: str, kv_cache: str = "compute", weights: str = WEIGHTS[0]) -> Path:
@@ -182,7 +182,7 @@ def merged(parts: Sequence[tuple[int, Served]]) -> list[Served]:
 
 def line(served: Served) -> str:
     """A line of the printed table."""
-    largest = max(served.differences, key=lambda each: each.gap / each.allowed, default=None)
+    largest = max(served.differences, key=lambda each: each.gap, default=None)
     found = f" of {served.different_prompts} prompts" if largest else ""
     if largest:
         found += f" (the largest gap is {largest.gap:.3g}, where less than {largest.allowed:.3g} is allowed)"

@@ -9,6 +9,9 @@ from edgellm.kernels.decode.attention import attention_kernel
 from edgellm.kernels.decode.linear import linear_kernel, norm_kernel
 from edgellm.kernels.decode.tiled_linear import direct_kernel, tiled_kernel
 from edgellm.kernels.decode.tilings import Capacity, direct_tilings, tilings
+from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION
+from edgellm.kernels.encoder.launcher import attention_kernel as encoder_attention
+from edgellm.kernels.encoder.launcher import row_kernel
 from edgellm.kernels.images.launcher import images_source
 from edgellm.kernels.prefill.launcher import attention_kernel as prefill_attention
 from edgellm.kernels.prefill.launcher import heads_kernel
@@ -25,8 +28,9 @@ def decode_sources(dtype: str) -> list[ModuleSource]:
     units["norm_gate_up"] = "NarrowPairs", "WidePairs"
     units_of = [(name, f"decode::{unit}") for name in units for unit in units[name]]
     kernels = [linear_kernel(name, kind, unit, *more) for name, unit in units_of for more in ((), ("true",))]
+    kernels += [linear_kernel(name, kind, unit, "false", "false") for name, unit in units_of[:2] + units_of[-2:]]
     kernels += [linear_kernel("norms_linear", kind, second) for second in (kind, "float")]
-    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual")]
+    kernels += [norm_kernel(name, kind) for name in ("norm", "scale_rows", "norm_residual", "norm_parts")]
     kernels += [attention_kernel(dtype, size, shares) for size in (64, 128, 256) for shares in (False, True)]
     kernels += [attention_kernel(dtype, 256, shares, in_turn=True, window=not shares) for shares in (False, True)]
     kernels.append(attention_kernel(dtype, 256, False, tile_warps=1))
@@ -65,6 +69,23 @@ def recurrent_sources(dtype: str) -> list[ModuleSource]:
     return [kernel.source for kernel in kernels]
 
 
+def encoder_sources(dtype: str) -> list[ModuleSource]:
+    """Those of vision encoders: of each kind of arguments that steps have, each head size, and each activation."""
+    kernels = [encoder_attention(dtype, size, tiles) for size in (64, 80) for tiles in (1, 2)]
+    kernels.append(encoder_attention(dtype, 128, 1))
+    kernels += [row_kernel("heads.cu", "prepare_heads", given, dtype) for given in ("float32", dtype)]
+    kernels += [row_kernel("product.cu", "product", "float32", dtype, dtype)]
+    of_rows = [("norm", "float32", dtype, output) for output in (dtype, "float32")]
+    of_rows += [("activate", dtype), ("average_pool", "float32")]
+    of_rows += [("add_rows", "float32", other) for other in (dtype, "float32")]
+    pairs = (("float32", dtype), (dtype, dtype), (dtype, "float32"), ("float32", "float32"))
+    of_rows += [("copy_rows", *pair) for pair in pairs]
+    kernels += [row_kernel("rows.cu", *names, width) for names in of_rows for width in (1, 4)]
+    activations = (*ACTIVATIONS.values(), NO_ACTIVATION)
+    kernels += [prompt_kernel("activated", dtype, TILINGS[-1], activation=number) for number in activations]
+    return [kernel.source for kernel in kernels]
+
+
 def other_sources(dtype: str) -> list[ModuleSource]:
     """All other modules that a process of a model in a dtype can ask for."""
     drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
@@ -88,5 +109,5 @@ def other_sources(dtype: str) -> list[ModuleSource]:
 def every_source() -> list[ModuleSource]:
     """All modules that a process can ask for."""
     dtypes = ("float16", "bfloat16")
-    every = decode_sources, other_sources, recurrent_sources
+    every = decode_sources, encoder_sources, other_sources, recurrent_sources
     return [source for dtype in dtypes for sources in every for source in sources(dtype)]

@@ -170,6 +170,7 @@ VARIED_ADAPTERS: dict[str, tuple[dict[str, Any], str]] = {
     "phi3_partial_tied.all_linear": ({"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}, "float16"),
     "granite_tied.all": ({"r": 4, "lora_alpha": 12, "target_modules": _ALL}, "bfloat16"),
     "smollm3_list_tied.attention": ({"r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj"]}, "float16"),
+    "olmo2.all": ({"r": 3, "lora_alpha": 6, "target_modules": _ALL}, "float16"),
     "lfm2.all_linear": ({"r": 2, "lora_alpha": 6, "target_modules": "all-linear"}, "float16"),
     "qwen3_5_text_narrow.all_linear": ({"r": 2, "lora_alpha": 3, "target_modules": "all-linear"}, "float16"),
 }

@@ -330,6 +330,14 @@ VARIATIONS = {
         seed=1935,
         **_LONG,
     ),
+    "olmo2": Variation("olmo2", {"max_position_embeddings": 128}, dtype="bfloat16", seed=1940, generated=64),
+    "olmo2_multi_head_biases": Variation(
+        "olmo2",
+        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
+        dtype="bfloat16",
+        layout="old",
+        seed=1941,
+    ),
 }
 
 _PLAIN = {"rope_theta": 10000.0}

@@ -10,6 +10,7 @@ from decode_models import (
     CHAIN,
     FAMILIES,
     LLAMA,
+    SCALED,
     TREE,
     Loaded,
     assert_equals_twin,
@@ -54,10 +55,11 @@ def sequence_of(arrays: dict[str, np.ndarray], shape: EngineShape, b: int) -> di
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("taken", [[1], [None], [3, None, 0], [0, 1, 2, 3, 0, None]], ids=str)
-@pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3", "olmo2"])
 def test_decode_steps(gpu, family: str, taken: list[int | None], dtype: str) -> None:
-    shape, arrays = adapted(FAMILIES[family], taken)
-    assert_equals_twin(gpu, FAMILIES[family], shape, arrays["kvcache_start_index"].tolist(), arrays, dtype)
+    config = (FAMILIES | SCALED)[family]
+    shape, arrays = adapted(config, taken)
+    assert_equals_twin(gpu, config, shape, arrays["kvcache_start_index"].tolist(), arrays, dtype)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -110,7 +110,7 @@ def test_a_decode_step_is_what_operations_compute(family: str, starts: list[int]
 @EXECUTORS
 @pytest.mark.parametrize("features", [(), (1,), (0, 1), (1, 0), (2,), (0, 2)], ids=str)
 @pytest.mark.parametrize("parents", [(None, 0), CHAIN, TREE], ids=["two", "chain", "tree"])
-@pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3", "granite"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "qwen3", "granite", "olmo2"])
 def test_verified_tokens_and_features_are_what_operations_compute(
     family: str, parents: tuple[int | None, ...], features: tuple[int, ...], executor: type[FewRows]
 ) -> None:
@@ -122,7 +122,7 @@ def test_verified_tokens_and_features_are_what_operations_compute(
 
 
 @EXECUTORS
-@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2"])
 def test_a_short_prefill_is_what_operations_compute(family: str, executor: type[FewRows]) -> None:
     config, shape = replace((FAMILIES | SCALED)[family], feature_layers=(0,)), EngineShape("prefill", 1, 8, 48, 48)
     arrays = random_model(config, 1, 48, [21], CHAIN) | {"last_token_ids": np.array([[5]], np.int32)}
@@ -140,7 +140,7 @@ def test_a_tree_of_more_rows_than_a_launch_takes_is_verified_in_passes() -> None
 
 @EXECUTORS
 @pytest.mark.parametrize("shape", ADAPTED, ids=lambda shape: shape.phase)
-@pytest.mark.parametrize("family", ["llama_untied_biases", "granite"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "granite", "olmo2"])
 def test_adapters_are_applied_as_operations_apply_them(
     family: str, shape: EngineShape, executor: type[FewRows]
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_step_of_a_draft_is_what_operations_compute(
 
 @EXECUTORS
 @pytest.mark.parametrize("parents", [(None,), TREE], ids=["decode", "verify"])
-@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma"])
+@pytest.mark.parametrize("family", ["llama_untied_biases", "gemma", "olmo2"])
 def test_inputs_of_packed_layers_are_permuted_and_scaled(
     family: str, parents: tuple[int | None, ...], executor: type[FewRows]
 ) -> None:

@@ -9,15 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_models import DRAFTS, FAMILIES, LLAMA
+from decode_models import DRAFTS, FAMILIES, LLAMA, SCALED
 
 from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import FewRows, ManyRows, StepKernels
 from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model import segments
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import Attention
+from edgellm.engines.model.program import Attention, NormLinear
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity
@@ -96,13 +97,13 @@ def base_shapes() -> Iterator[EngineShape]:
 
 
 @GPUS
-@pytest.mark.parametrize("family", [*FAMILIES, "wide"])
+@pytest.mark.parametrize("family", [*FAMILIES, "wide", "olmo2"])
 def test_every_shape_of_the_base_is_prepared_by_each_executor_that_takes_it(
     launches: list, family: str, shared_limit: int, has_clusters: bool
 ) -> None:
     made = set()
     for layers in ((), (0,), (0, 1, 2)):
-        config = replace(WIDE if family == "wide" else FAMILIES[family], feature_layers=layers)
+        config = replace(WIDE if family == "wide" else (FAMILIES | SCALED)[family], feature_layers=layers)
         for shape in base_shapes():
             executor, _ = kernel_executor(config, shape, "float16", shared_limit)
             if executor is not None:
@@ -200,6 +201,43 @@ def test_packed_layers_of_few_rows_have_kernels_of_their_own(
     few = [name for name in names if "packed_rows.cu" in name]
     assert len(few) == (4 * WIDE.num_layers if tokens <= 8 else 0)
     assert sum("decode::norm<" in name for name in names) == norms + (executor is ManyRows)
+
+
+def test_a_layer_rounds_an_input_without_a_norm_itself(launches: list) -> None:
+    """But embeddings, which come rounded; queries and keys are normed by one launch a layer."""
+    config = replace(WIDE, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True)
+    engine = prepared(config, EngineShape("decode", 1, 1, 64, 64), H200, True, FewRows)
+    memory, layers = DeviceArray(1 << 20, (1 << 20,), "uint8"), config.num_layers
+
+    def count(*parts: str) -> int:
+        return sum(all(part in name for part in parts) for name, *_ in launches)
+
+    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
+    assert count("norm_linear", "false, false") == layers - 1 and count("norm_gate_up", "false, false") == layers
+    launches.clear()
+    engine.bind({name: PackedMatrix(layout, memory) for name, layout in packed_layers().items()})
+    engine.enqueue()
+    assert (count("norm_parts"), count("norm_residual"), count("decode::norm<")) == (layers, 2 * layers, 0)
+    assert (count("packed::rounded_linear"), count("packed::rounded_gate_up")) == (layers - 1, layers)
+
+
+@pytest.mark.parametrize("executor", [FewRows, ManyRows])
+def test_the_residual_stream_between_segments_is_rounded(
+    launches: list, executor: type[FewRows], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a layer without a norm before it is the first of a segment, which takes float32."""
+    monkeypatch.setattr(segments, "MOST_WEIGHTS", 1)
+    config = replace(WIDE, pre_norms=False, post_norms=True, qk_norm=True, joint_qk_norm=True)
+    whole = EngineShape("prefill", 1, 16, 64, 64)
+    gated = [
+        replace(whole, segment=segment.number, key_range=1, kv_rows=1)
+        for segment in segments.segments_of(model_program(config, whole))
+        if isinstance(step := segment.program.steps[0], NormLinear) and step.gated
+    ]
+    prepared(config, gated[0], H200, True, executor)
+    names = [name for name, *_ in launches]
+    assert len(names) == 1 if executor is FewRows else ["decode::norm<" in name for name in names] == [True, False]
+    assert ("false, false" in names[0]) == (executor is FewRows)
 
 
 @GPUS

@@ -157,6 +157,8 @@ def test_a_runner_gives_the_logits_of_transformers(name: str) -> None:
         ("gemma3", {"norm_offset": 0.0}),
         ("gemma3_old_layout", {"local_rope_theta": 1000.0}),
         ("gemma3_old_layout", {"rope_scaling": None}),
+        ("olmo2", {"qk_norm": False}),
+        ("olmo2", {"post_norms": False}),
         ("qwen3_5_text", {"norm_offset": 0.0}),
         ("qwen3_5_text", {"rope_theta": 10000.0}),
     ],

@@ -15,6 +15,8 @@ from published_families import (
     MINISTRAL3_ROTARY,
     MINISTRAL_3_8B,
     MISTRAL_7B,
+    OLMO_2_1B,
+    OLMO_2_7B,
     PHI_3_MINI_4K,
     PHI_4,
     SEED_OSS_36B,
@@ -164,6 +166,24 @@ def test_gemma() -> None:
             decoder_config(GEMMA_2B | change)
     with pytest.raises(UnsupportedModelError, match="use_bidirectional_attention is true"):
         decoder_config(GEMMA_2B | {"use_bidirectional_attention": True})
+
+
+def test_olmo_2() -> None:
+    config = decoder_config(OLMO_2_1B)
+    assert (config.pre_norms, config.post_norms, config.qk_norm, config.joint_qk_norm) == (False, True, True, True)
+    assert (config.head_dim, config.num_kv_heads, config.attention_bias, config.rope_theta) == (128, 16, False, 5e5)
+    assert decoder_config(OLMO_2_1B | {"num_key_value_heads": None}) == config
+    assert decoder_config(OLMO_2_1B | {"attention_bias": True}).attention_output_bias
+    shapes = {spec.name: spec.shape for spec in decoder_weights(decoder_config(OLMO_2_7B | {"num_key_value_heads": 8}))}
+    layer = {name.rsplit(".", 2)[1]: shape for name, shape in shapes.items() if ".layers.5." in name and "norm" in name}
+    assert layer == {
+        "q_norm": (4096,),
+        "k_norm": (1024,),
+        "post_attention_layernorm": (4096,),
+        "post_feedforward_layernorm": (4096,),
+    }
+    with pytest.raises(UnsupportedModelError, match="clip_qkv is 8"):
+        decoder_config(OLMO_2_1B | {"clip_qkv": 8.0})
 
 
 NEW_ROPE = {

@@ -61,13 +61,13 @@ def test_logits_agree_with_numpy(
 
 @pytest.mark.parametrize("executor", ["auto", "tensorrt"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("family", RECURRENT)
-def test_logits_of_recurrent_families_agree_with_numpy(
+@pytest.mark.parametrize("family", [*RECURRENT, "olmo2"])
+def test_logits_of_long_prompts_agree_with_numpy(
     family: str, dtype: str, executor: str, tmp_path: Path, make_checkpoint: Callable[..., Path]
 ) -> None:
     """Chunks of 80 tokens run on the kernels of prompts, of fewer on those of decode steps, or both by segments on
     TensorRT with kernels between: a prompt of 100 takes both."""
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **RECURRENT[family])
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **(RECURRENT | FAMILIES)[family])
     limits = EngineLimits(max_batch=2, prefill_chunk=80, kv_capacity=192)
     build_engine_directory(checkpoint, tmp_path / "engines", limits, None, dtype=dtype)
     directory = EngineDirectory.open(tmp_path / "engines")

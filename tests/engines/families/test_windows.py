@@ -7,8 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from golden_files import golden_folder
-from safetensors.numpy import load_file
+from golden_answers import (
+    ANSWER,
+    GOLDENS,
+    answer,
+    assert_a_batch_gives_what_each_does_alone,
+    assert_trees_give_what_plain_decoding_does,
+    expected,
+    make_runner,
+)
 
 from edgellm.engines.backends.numpy_backend import NumpyBackend
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
@@ -16,38 +23,9 @@ from edgellm.engines.errors import EngineError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.sampling_state import SamplingValues
-from edgellm.engines.speculation.draft_plan import given
-from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.runner import DecodingRunner
 
-GOLDENS = golden_folder("decoder")
 NAMES = ("cwm_window_5", "gemma3", "gemma3_old_layout", "mistral_window_5", "phi3_window_7", "qwen2_window_7")
-PROMPT, ANSWER = 9, 64
-
-
-def make_runner(name: str, kv_cache: str = "compute", slots: int = 1) -> DecodingRunner:
-    """Rings are as short as they may be, and of an odd number of rows: texts of 300 tokens go round four times."""
-    with Checkpoint.open(GOLDENS / name) as checkpoint:
-        config = decoder_config(checkpoint.config, checkpoint.generation_config)
-        limits = EngineLimits(slots, prefill_chunk=16, kv_capacity=400, kv_cache=kv_cache)
-        assert config.window is not None
-        rows = config.window + limits.window_step + 1 - config.window % 2
-        limits = replace(limits, window_rows=rows)
-        return DecodingRunner(NumpyBackend(config), config, None, limits, checkpoint, None)
-
-
-def expected(name: str) -> tuple[list[int], list[int]]:
-    """The prompt, and what transformers goes on with."""
-    tensors = load_file(GOLDENS / name / "expected.safetensors")
-    return tensors["token_ids"][0, :PROMPT].tolist(), tensors["generated"][0].tolist()
-
-
-def answer(runner: DecodingRunner, prompt: list[int], count: int, reused: int = 0) -> list[int]:
-    found = [int(runner.start(0, prompt, reused, SamplingValues()).wait()[0])]
-    while len(found) < count:
-        found += runner.decode(1).wait()[0]
-    runner.stop(0)
-    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,50 +40,16 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 @pytest.mark.parametrize("kv_cache", ["compute", "int8"])
 @pytest.mark.parametrize("name", NAMES)
 def test_trees_give_the_tokens_of_plain_decoding(name: str, kv_cache: str) -> None:
-    """Trees of right and wrong candidates, wider and deeper than the window, around a ring."""
-    runner, rng = make_runner(name, kv_cache), np.random.default_rng(1)
-    prompt = rng.integers(3, 80, 30).tolist()
-    plain, said, steps = answer(runner, prompt, 320), [], 0
-    said += runner.start(0, prompt, 0, SamplingValues()).wait().tolist()
-    while len(said) < 300:
-        depth = int(rng.integers(1, 13))
-        path, parents = plain[len(said) : len(said) + depth], [*range(-1, depth - 1)]
-        wrong = int(rng.integers(0, depth + 1))
-        if wrong < depth:
-            path[wrong] = (path[wrong] + 1) % 80
-        tokens = [*path, *rng.integers(0, 80, 5).tolist(), plain[len(said)]]
-        parents += rng.integers(-1, depth, 5).tolist() + [-1]
-        plan = given(len(tokens), 16)
-        order = np.argsort(_depths(parents), kind="stable")  # a place is behind its parent's
-        places = {int(old): new for new, old in enumerate(order)}
-        tree = GivenTree([tokens[old] for old in order], [places.get(parents[old], -1) for old in order])
-        said += runner.round(1, plan, None, [tree]).wait()[0]
-        steps += 1
-    runner.stop(0)
-    assert said[:300] == plain[:300]
-    assert steps < 150
+    """Trees wider and deeper than the window, around a ring."""
+    runner = make_runner(name, kv_cache)
+    assert_trees_give_what_plain_decoding_does(runner)
     runner.close()
-
-
-def _depths(parents: list[int]) -> list[int]:
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(0 if parent < 0 else depths[parent] + 1)
-    return depths
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral_window_5"])
 def test_sequences_of_different_lengths_in_one_batch(name: str) -> None:
-    runner, rng = make_runner(name, slots=3), np.random.default_rng(2)
-    prompts = [rng.integers(3, 80, length).tolist() for length in (5, 170, 90)]
-    alone = [answer(runner, prompt, 100) for prompt in prompts]
-    said = [runner.start(slot, prompt, 0, SamplingValues()).wait().tolist() for slot, prompt in enumerate(prompts)]
-    while len(said[0]) < 100:
-        for slot, emitted in enumerate(runner.decode(3).wait()):
-            said[slot] += emitted
-    assert said == alone
-    for slot in range(3):
-        runner.stop(slot)
+    runner = make_runner(name, slots=3)
+    assert_a_batch_gives_what_each_does_alone(runner)
     runner.close()
 
 

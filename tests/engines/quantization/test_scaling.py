@@ -62,6 +62,15 @@ def test_the_value_projection_takes_the_scales_of_the_output_projection(opened: 
     assert place.linear is not None and (place.linear.name, place.start) == (attention, 128)
 
 
+def test_where_nothing_is_normed_before_layers_what_projections_make_is_scaled(opened: Opened) -> None:
+    _, config = opened(**FAMILIES["olmo2"] | WHOLE_HEADS)
+    program = layer_program(config, 0, 4)
+    attention, output, gate_up, down = (linear.name for linear in linears(program))
+    found = foldings(program.steps)
+    assert found.keys() == {output, down}
+    assert found[output].linear.name == attention and found[down].linear.name == gate_up
+
+
 @pytest.mark.parametrize(
     ("family", "heads"),  # every family with one of the two, and one with both
     [
@@ -89,7 +98,7 @@ def test_a_scaled_layer_computes_what_it_did(opened: Opened, family: str, heads:
     again.pass_layer(0, weights)
     for found, expected in zip(again.texts, rows.texts, strict=True):
         assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
-    for name in ("model.layers.0.input_layernorm.weight", "model.layers.0.post_attention_layernorm.weight"):
+    for name in {place.norm.weight.name for place in foldings(program.steps).values() if place.norm is not None}:
         assert np.array_equal(weights[name], weights[name].astype(np.float16).astype(np.float32))
 
 

@@ -74,12 +74,26 @@ def test_inputs_that_no_kernel_norms_are_refused():
         kernels.norm(normed(2, 64, first=40, width=32), array(2, 512))
     with pytest.raises(KernelError, match=r"found columns 4 to 36 of float16 \[2, 64\]"):
         kernels.norm(normed(2, 64, first=4, width=32), array(2, 512))
-    with pytest.raises(KernelError, match=r"takes inputs with norms"):
-        kernels.norm_linear([NormedInput(array(2, 64), None)], weights(8, 64), array(2, 8))
+    with pytest.raises(KernelError, match=r"takes two inputs with norms"):
+        kernels.norm_linear([NormedInput(array(2, 32), None)] * 2, weights(8, 64), array(2, 8))
     with pytest.raises(KernelError, match=r"the two inputs of a linear layer are float32 \[2, 32\] and float16"):
         kernels.norm_linear([normed(2, 32, dtype="float32"), normed(2, 32)], weights(8, 64), array(2, 8))
     with pytest.raises(KernelError, match=r"norms of one epsilon and offset"):
         kernels.norm_linear([normed(2, 32), normed(2, 32, offset=1.0)], weights(8, 64), array(2, 8))
+
+
+def test_parts_that_are_not_normed_where_they_are_are_refused():
+    kernels, rows = few(), array(2, 64, dtype="float32")
+    part = NormedInput(rows, array(32), 1e-5, width=32)
+    with pytest.raises(KernelError, match=r"3 parts of rows; expected 1 to 2 of one array, each with a weight"):
+        kernels.norm_parts([part] * 3)
+    for other in (part._replace(weight=None), part._replace(values=array(2, 32, dtype="float32"))):
+        with pytest.raises(KernelError, match=r"2 parts of rows; expected 1 to 2 of one array"):
+            kernels.norm_parts([part, other])
+    with pytest.raises(KernelError, match=r"parts of rows of float16 are normed where they are; expected float32"):
+        kernels.norm_parts([part._replace(values=array(2, 64))])
+    with pytest.raises(KernelError, match=r"found columns 0 to 12 of float32 \[2, 64\]"):
+        kernels.norm_parts([part._replace(weight=array(12), width=12)])
 
 
 def test_norms_and_rows_to_scale_refuse_what_does_not_fit():

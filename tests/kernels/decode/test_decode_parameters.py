@@ -81,6 +81,16 @@ def test_parts_side_by_side_with_a_copy_among_them_are_one_input_of_the_layer_th
     np.testing.assert_allclose(one, np.concatenate((first, normed(inputs[1])), axis=1) @ linear.weight.T, atol=1e-5)
 
 
+def test_parts_are_normed_where_they_are():
+    x, first, second = normal(3, 40), normal(24), normal(8)
+    before = x.copy()
+    parts = [NormedInput(before, first, 1e-3, 0.5, 0, 24), NormedInput(before, second, 1e-5, 0.0, 24, 8)]
+    expected = [normed(part._replace(values=part.values[:, part.first : part.first + part.width])) for part in parts]
+    FEW.norm_parts([part._replace(values=x) for part in parts])()
+    np.testing.assert_allclose(x[:, :32], np.concatenate(expected, axis=1), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(x[:, 32:], before[:, 32:])
+
+
 def normed(part: NormedInput) -> np.ndarray:
     return np.array([normed_by_hand(row, part.weight, part.offset, part.epsilon) for row in part.values])
 

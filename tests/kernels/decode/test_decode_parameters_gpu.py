@@ -119,6 +119,66 @@ def test_gate_and_up(bench: Bench, dtype, rows, activation, width, outputs) -> N
 
 @DTYPES
 @ROWS
+@pytest.mark.parametrize("kind", ["float32", "compute"])
+@pytest.mark.parametrize("width", [520, 2056])
+def test_an_input_without_a_norm_is_rounded(bench: Bench, dtype, rows, kind, width) -> None:
+    """As the norm's kernel copies it for the layer of many rows, and as it is kept."""
+    x, values = bench.both(rows, width, dtype="float32" if kind == "float32" else None)
+    own, twin = NormedInput(x, None), NormedInput(values, None)
+    linear, twin_linear = bench.linear(330, width)
+    output, kept = bench.empty(rows, 330), bench.empty(rows, 2 * width, dtype=dtype)
+    gated, many_gated = (bench.empty(rows, 165, dtype=dtype) for _ in range(2))
+    expected, expected_gated = nans((rows, 330)), nans((rows, 165))
+    bench.few.norm_linear([own], linear, output, 0.5, Kept(kept, 1, True), next_early=False)()
+    FEW.norm_linear([twin], twin_linear, expected, 0.5)()
+    bench.few.norm_gate_up(own, linear, "silu", gated)()
+    FEW.norm_gate_up(twin, twin_linear, "silu", expected_gated)()
+    found, found_gated = bench.check(output, expected), bench.check(gated, expected_gated)
+    padded, many = bench.empty(rows, padded_columns(width), dtype=dtype), bench.empty(rows, 330)
+    bench.few.norm(own, padded)()
+    bench.many.linear(padded, linear, many, 0.5)()
+    bench.many.gate_up(padded, linear, "silu", many_gated)()
+    np.testing.assert_array_equal(bench.gpu.download(many), found)
+    np.testing.assert_array_equal(bench.gpu.download(many_gated), found_gated)
+    kept_bits = bench.gpu.download(kept).reshape(rows, 2, width)[:, 1]
+    np.testing.assert_array_equal(kept_bits, bench.gpu.download(padded)[:, :width])
+
+
+@DTYPES
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("widths", [(8,), (64, 32), (4096, 1024), (5120, 5120)], ids=str)
+def test_parts_are_normed_where_they_are(bench: Bench, dtype, early, widths) -> None:
+    """Other columns stay, and a row has the same bits by itself and among others."""
+    rows, columns = 37, sum(widths) + 16
+    _, values = bench.both(rows, columns, dtype="float32", scale=30.0)
+    weights, first = [bench.both(width, scale=0.3) for width in widths], 0
+
+    def normed(held: DeviceArray) -> np.ndarray:
+        parts, first = [], 0
+        for (weight, _), width in zip(weights, widths, strict=True):
+            parts.append(NormedInput(held, weight, EPSILON, 1.0, first, width))
+            first += width
+        bench.few.norm_parts(parts, early)()
+        return bench.gpu.download(held)
+
+    def uploaded(given: np.ndarray) -> DeviceArray:
+        held = bench.gpu.empty(given.shape, "float32")
+        bench.gpu.upload(held, np.ascontiguousarray(given))
+        return held
+
+    found, expected, parts = normed(uploaded(values)), values.copy(), []
+    for (_, weight), width in zip(weights, widths, strict=True):
+        parts.append(NormedInput(expected, weight, EPSILON, 1.0, first, width))
+        first += width
+    FEW.norm_parts(parts)()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(found[:, -16:], values[:, -16:])
+    for row in (0, 20, 36):
+        np.testing.assert_array_equal(normed(uploaded(values[row : row + 1])), found[row : row + 1])
+
+
+@DTYPES
+@ROWS
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 @pytest.mark.parametrize("residual", [None, "float32", "compute"])
 @pytest.mark.parametrize(("outputs", "width"), [(330, 520), (2048, 2056)])

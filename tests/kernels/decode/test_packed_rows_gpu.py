@@ -60,7 +60,7 @@ def test_packed_layers_have_the_bits_of_the_dequantized_weight(
     packed, dense = _layer(gpu, random_packed(width, columns, group, zeros, dtype, codes=codes), dtype)
     x, hidden = _random(gpu, dtype, rows, columns), _random(gpu, "float32", rows, columns)
     residual, norm_weight = _random(gpu, "float32", rows, width), _random(gpu, dtype, columns)
-    normed = NormedInput(hidden, norm_weight, 1e-5, 1.0)
+    normed, rounded = NormedInput(hidden, norm_weight, 1e-5, 1.0), NormedInput(hidden, None)
     sums, gates = gpu.empty((rows, width), "float32"), gpu.empty((rows, width // 2), dtype)
     kept, before = gpu.empty((rows, columns), dtype), gpu.empty((rows, width), dtype)
 
@@ -75,6 +75,8 @@ def test_packed_layers_have_the_bits_of_the_dequantized_weight(
             (kernels.norm_linear([normed], linear, sums, 0.5, Kept(kept)), (sums, kept)),
             (kernels.norm_gate_up(normed, linear, "silu", gates), (gates,)),
             (as_it_is(linear), (gates,)),
+            (kernels.norm_linear([rounded], linear, sums, 0.5, Kept(kept, raw=True)), (sums, kept)),
+            (kernels.norm_gate_up(rounded, linear, "silu", gates), (gates,)),
             (kernels.linear_residual(x, linear, residual, sums, 2.0, Kept(before)), (sums, before)),
         ):
             for output in outputs:

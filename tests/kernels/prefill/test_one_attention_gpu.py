@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import pytest
@@ -138,7 +139,7 @@ class Device:
             attention_launch(gpu.kernel_module, qkv, weights, step, scratch, context)()
         return self._found()
 
-    def by_chunks(self, sizes: tuple[int, ...], tiles: int | None = None) -> dict[str, np.ndarray]:
+    def by_chunks(self, sizes: tuple[int, ...], tiles: int | None = None, early: bool = True) -> dict[str, np.ndarray]:
         """The same by prompts' kernels, in chunks of these sizes, the last of them again and again."""
         prompt, arrays, kernels = self.prompt, self.arrays, CudaPrefill(self.gpu.kernel_module)
         norms = HeadNorms(arrays["q_norm"], arrays["k_norm"], EPSILON, OFFSET) if prompt.norm else None
@@ -147,7 +148,6 @@ class Device:
         qkv = arrays["qkv"]
         if prompt.rounded:
             qkv = device_copy(self.gpu, to_bits(self.gpu.download(qkv), self.dtype))
-        tiling = {} if tiles is None else {"tiles": tiles}
         for new in self._chunks(sizes):
             at = self.starts[new.start : new.start + 1]
 
@@ -158,7 +158,7 @@ class Device:
             turns = own(arrays["turns"]) if prompt.rotary else None
             queries, context = own(self.context if prompt.rounded else self.queries), own(self.context)
             kernels.prepare_heads(own(qkv), norms, turns, rows, scales, part, queries)()
-            kernels.causal_attention(queries, rows, prompt.scale, context, scales, **tiling)()
+            kernels.causal_attention(queries, rows, prompt.scale, context, scales, tiles, early)()
         return self._found()
 
     def _chunks(self, sizes: tuple[int, ...]) -> Iterator[slice]:
@@ -250,8 +250,10 @@ def test_prompts_have_the_bits_of_decode_steps(gpu, name: str, dtype: str) -> No
 )
 def test_no_bit_depends_on_the_queries_of_a_warp(gpu, name: str, dtype: str) -> None:
     prompt = PROMPTS[name]
-    one, two = (Device(gpu, prompt, dtype).by_chunks(prompt.cuts[0], tiles)["context"] for tiles in (1, 2))
-    np.testing.assert_array_equal(bits_of(one), bits_of(two))
+    expected = bits_of(Device(gpu, prompt, dtype).by_chunks(prompt.cuts[0])["context"])
+    for tiles, early in product((1, 2), (False, True)):
+        found = Device(gpu, prompt, dtype).by_chunks(prompt.cuts[0], tiles, early)["context"]
+        np.testing.assert_array_equal(bits_of(found), expected, err_msg=f"{tiles} tiles, early {early}")
 
 
 def bits_of(array: np.ndarray) -> np.ndarray:

@@ -48,12 +48,12 @@ def older_module(gpu):
 
 
 class Bits(NamedTuple):
-    """Random values as the device holds them in a dtype."""
+    """Random values as the device holds them in a dtype. All that was made is `held`: launches hold nothing."""
 
     gpu: Any
     dtype: str
     random: np.random.Generator
-    alive: list[DeviceArray]  # a launch keeps nothing
+    held: list[DeviceArray]
 
     def values(self, *shape: int, scale: float = 1.0) -> np.ndarray:
         return to_bits(self.random.standard_normal(shape, np.float32) * np.float32(scale), self.dtype)
@@ -62,11 +62,11 @@ class Bits(NamedTuple):
         if values is None:
             return None
         if values.dtype.itemsize != 2:
-            self.alive.append(device_copy(self.gpu, values))
+            self.held.append(device_copy(self.gpu, values))
         else:
-            self.alive.append(self.gpu.empty(values.shape, self.dtype))
-            self.gpu.upload(self.alive[-1], values.view(np.float16 if self.dtype == "float16" else np.uint16))
-        return self.alive[-1]
+            self.held.append(self.gpu.empty(values.shape, self.dtype))
+            self.gpu.upload(self.held[-1], values.view(np.float16 if self.dtype == "float16" else np.uint16))
+        return self.held[-1]
 
     def array(self, *shape: int, scale: float = 1.0) -> DeviceArray:
         return self.device(self.values(*shape, scale=scale))

@@ -1,0 +1,345 @@
+"""The program of a vision encoder as calls of kernels, on places in memory: the tensors at the engine's edge, and
+buffers that live as long as something reads them.
+
+The residual stream is float32, whatever the model's dtype is, and so is what a linear layer gives; what one takes is in
+the model's dtype, its rows in eights of columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from edgellm.engines.model.config import WeightSpec
+from edgellm.engines.model.program import (
+    Add,
+    AveragePool,
+    DropFirst,
+    EncoderAttention,
+    Gather,
+    Input,
+    Linear,
+    LinearResidual,
+    Norm,
+    Normed,
+    NormLinear,
+    Prepend,
+    Product,
+    Program,
+    Reshape,
+    Step,
+)
+from edgellm.kernels.arrays import ITEM_SIZES
+from edgellm.kernels.decode.contract import ACTIVATIONS as GATE_ACTIVATIONS
+from edgellm.kernels.encoder.contract import (
+    ACTIVATIONS,
+    MAX_NORM_WIDTH,
+    NO_ACTIVATION,
+    WIDTH_STEP,
+    activation_number,
+    heads_refusal,
+    padded_width,
+)
+from edgellm.kernels.encoder.launcher import attention_bytes
+
+#: Bytes at whose multiples buffers begin.
+_ALIGNMENT = 256
+#: The most rows of a linear layer.
+_MOST_ROWS = 65_536
+#: The calls that are linear layers.
+LINEAR_CALLS = ("linear", "activated", "gate_up", "linear_residual")
+
+
+@dataclass(frozen=True)
+class Place:
+    """An array in memory: of a tensor at the edge, by name, or of a buffer, by number.
+
+    `dtype` is "compute" where it is the model's; `first` elements stand before it.
+    """
+
+    memory: str | int
+    shape: tuple[int, ...]
+    dtype: str
+    first: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class Call(NamedTuple):
+    """A kernel, by its method's name, and what it gets: places, names of linear layers' weights, numbers."""
+
+    kernel: str
+    arguments: tuple[Any, ...]
+
+    @property
+    def memory(self) -> frozenset[str | int]:
+        """Tensors and buffers that it reads or writes."""
+        found: set[str | int] = {each.memory for each in self.arguments if isinstance(each, Place)}
+        for linear in (each for each in self.arguments if isinstance(each, Linear)):
+            found |= {spec.name for spec in (linear.weight, linear.bias) if spec is not None}
+        return frozenset(found)
+
+
+class EncoderCalls:
+    """The calls of a program, in order, and its buffers: `places` gives of each where it begins in scratch of `nbytes`,
+    whose elements of "compute" take two bytes, or four with `wide`.
+
+    `rounds`: the kernels of linear layers apply activations and round (`activated`), which takes a launch more else.
+    """
+
+    def __init__(self, program: Program, wide: bool = False, rounds: bool = True) -> None:
+        self._program, self._wide, self._rounds = program, wide, rounds
+        self._sizes: list[int] = []
+        self._values: dict[str, Place] = {}
+        for name, (shape, dtype) in program.inputs.items():
+            rows = shape if dtype == "bool" else shape[1:]
+            self._values[name] = Place(name, (math.prod(rows),) if dtype in ("bool", "int32") else rows, dtype)
+        self.calls: list[Call] = []
+        for number, step in enumerate(program.steps):
+            _LOWER[type(step)](self, step, number)
+        for name in program.outputs:
+            if self._values[name].memory != name:
+                self._call("copy_rows", self._values[name], None, self._output(name), 0)
+        self.places, self.nbytes = _laid_out(self.calls, self._sizes)
+
+    def _call(self, kernel: str, *arguments: Any) -> None:
+        self.calls.append(Call(kernel, arguments))
+
+    def _buffer(self, shape: tuple[int, ...], dtype: str) -> Place:
+        item = (4 if self._wide else 2) if dtype == "compute" else ITEM_SIZES[dtype]
+        self._sizes.append(math.prod(shape) * item)
+        return Place(len(self._sizes) - 1, shape, dtype)
+
+    def _output(self, name: str) -> Place:
+        shape, dtype = self._program.outputs[name]
+        return Place(name, shape[1:], dtype)
+
+    def _target(self, name: str, shape: tuple[int, ...], dtype: str) -> Place:
+        """Where a kernel that rounds its results puts them: the engine's output, or a buffer."""
+        return self._output(name) if name in self._program.outputs else self._buffer(shape, dtype)
+
+    def _weight(self, spec: WeightSpec, shape: tuple[int, ...] | None = None) -> Place:
+        return Place(spec.name, shape or spec.shape, "compute")
+
+    def _in_place(self, name: str, number: int) -> Place | None:
+        """The place of a value in a buffer that no later step reads, which so may get the step's result."""
+        place = self._values[name]
+        others = [other for other, each in self._values.items() if each.memory == place.memory]
+        if place.dtype != "float32" or isinstance(place.memory, str):
+            return None
+        are_read = any(self._readers(other, number) or other in self._program.outputs for other in others)
+        return None if are_read else place
+
+    def _readers(self, name: str, number: int) -> list[Step]:
+        """The later steps that read a value before it is written anew."""
+        found = []
+        for step in self._program.steps[number + 1 :]:
+            if name in step.reads:
+                found.append(step)
+            if name in step.writes:
+                break
+        return found
+
+    def _is_rounded(self, step: NormLinear, number: int) -> bool:
+        """Whether nothing is lost where a linear layer rounds: its output is an activation's or the engine's, or heads
+        are taken from it that are not turned."""
+        readers = self._readers(step.output, number)
+        if step.activation is not None or step.output in self._program.outputs:
+            return True
+        return all(isinstance(each, EncoderAttention) and each.rotary is None for each in readers)
+
+    def _normed_to(self, value: Place, norm: Norm, output: Place) -> None:
+        bias = None if norm.bias is None else self._weight(norm.bias)
+        self._call("norm", value, self._weight(norm.weight), bias, norm.epsilon, norm.offset, output)
+
+    def _operand(self, inputs: tuple[Input, ...], linear: Linear) -> Place:
+        """The inputs of a linear layer side by side, normed, in the model's dtype, in eights of columns."""
+        first, columns = self._values[inputs[0].value], padded_width(linear.weight.shape[1])
+        if len(inputs) == 1 and not inputs[0].norms and first.dtype == "compute" and first.shape[1] == columns:
+            return first
+        operand, column = self._buffer((first.shape[0], columns), "compute"), 0
+        for given in inputs:
+            value = self._values[given.value]
+            if given.norms:
+                self._normed_to(value, given.norms[0], operand)
+            else:
+                self._call("copy_rows", value, None, operand, column)
+            column += value.shape[1]
+        return operand
+
+    def _norm_linear(self, step: NormLinear, number: int) -> None:
+        x, width = self._operand(step.inputs, step.linear), step.linear.weight.shape[0]
+        if step.gated:
+            output = self._buffer((x.shape[0], padded_width(width // 2)), "compute")
+            self._call("gate_up", x, step.linear, step.activation, output)
+        elif self._rounds and step.scale == 1.0 and self._is_rounded(step, number):
+            output = self._target(step.output, (x.shape[0], padded_width(width)), "compute")
+            activation = NO_ACTIVATION if step.activation is None else activation_number(step.activation)
+            self._call("activated", x, step.linear, activation, output)
+        else:
+            output = self._buffer((x.shape[0], padded_width(width)), "float32")
+            self._call("linear", x, step.linear, output, step.scale)
+            if step.activation is not None:
+                summed, output = output, self._buffer(output.shape, "compute")
+                self._call("activate", summed, activation_number(step.activation), output)
+        self._values[step.output] = output
+
+    def _linear_residual(self, step: LinearResidual, number: int) -> None:
+        x, residual = self._operand((Input(step.value),), step.linear), self._values[step.residual]
+        output = self._in_place(step.residual, number) or self._buffer(residual.shape, "float32")
+        self._call("linear_residual", x, step.linear, residual, output, step.scale)
+        self._values[step.output] = output
+
+    def _attention(self, step: EncoderAttention, number: int) -> None:
+        qkv, (count, window) = self._values[step.value], step.windows
+        heads = self._buffer((3, step.heads, count * window, step.head_size), "compute")
+        rotary, mask = (None if name is None else self._values[name] for name in (step.rotary, step.mask))
+        self._call("prepare_heads", qkv, rotary, heads)
+        context = self._buffer((count * window, step.heads * step.head_size), "compute")
+        self._call("attention", heads, window, mask, step.head_size**-0.5, context)
+        self._values[step.output] = context
+
+    def _add(self, step: Add, number: int) -> None:
+        value, other = self._values[step.value], step.other
+        added = self._weight(other) if isinstance(other, WeightSpec) else self._values[other]
+        output = self._in_place(step.value, number) or self._buffer(value.shape, "float32")
+        self._call("add_rows", value, added, output)
+        self._values[step.output] = output
+
+    def _normed(self, step: Normed, number: int) -> None:
+        value = self._values[step.value]
+        output = self._buffer(value.shape, "float32")
+        self._normed_to(value, step.norm, output)
+        self._values[step.output] = output
+
+    def _gather(self, step: Gather, number: int) -> None:
+        value, rows = self._values[step.value], self._values[step.rows]
+        width = padded_width(value.shape[1]) if value.dtype == "compute" else value.shape[1]
+        output = self._target(step.output, (rows.size, width), value.dtype)
+        self._call("copy_rows", value, rows, output, 0)
+        self._values[step.output] = output
+
+    def _prepend(self, step: Prepend, number: int) -> None:
+        value = self._values[step.value]
+        rows, width = value.shape
+        output = self._buffer((rows + 1, width), "float32")
+        self._call("copy_rows", self._weight(step.row, (1, width)), None, replace(output, shape=(1, width)), 0)
+        self._call("copy_rows", value, None, replace(output, shape=(rows, width), first=width), 0)
+        self._values[step.output] = output
+
+    def _drop_first(self, step: DropFirst, number: int) -> None:
+        value = self._values[step.value]
+        width = value.shape[1]
+        self._values[step.output] = replace(value, shape=(step.rows, width), first=value.first + width)
+
+    def _reshape(self, step: Reshape, number: int) -> None:
+        self._values[step.output] = replace(self._values[step.value], shape=step.shape[1:])
+
+    def _average_pool(self, step: AveragePool, number: int) -> None:
+        output = self._buffer(((step.side // step.size) ** 2, step.width), "float32")
+        self._call("average_pool", self._values[step.value], step.side, step.size, output)
+        self._values[step.output] = output
+
+    def _product(self, step: Product, number: int) -> None:
+        value = self._values[step.value]
+        output = self._target(step.output, (value.shape[0], step.weight.shape[1]), "compute")
+        self._call("product", value, self._weight(step.weight), step.scale, output)
+        self._values[step.output] = output
+
+
+_LOWER: dict[type, Callable[[EncoderCalls, Any, int], None]] = {
+    NormLinear: EncoderCalls._norm_linear,
+    LinearResidual: EncoderCalls._linear_residual,
+    EncoderAttention: EncoderCalls._attention,
+    Add: EncoderCalls._add,
+    Normed: EncoderCalls._normed,
+    Gather: EncoderCalls._gather,
+    Prepend: EncoderCalls._prepend,
+    DropFirst: EncoderCalls._drop_first,
+    Reshape: EncoderCalls._reshape,
+    AveragePool: EncoderCalls._average_pool,
+    Product: EncoderCalls._product,
+}
+
+
+def encoder_refusal(program: Program, dtype: str, shared_limit: int) -> str | None:
+    """Why kernels do not run a vision encoder's program in a dtype, where blocks may have `shared_limit` bytes of
+    shared memory; None if they do."""
+    if dtype not in ("float16", "bfloat16"):
+        return f"kernels compute in float16 and bfloat16, not {dtype}"
+    if program.shape.tokens > _MOST_ROWS:
+        return f"kernels take up to {_MOST_ROWS} rows, not {program.shape.tokens}"
+    for step in program.steps:
+        refusal = _step_refusal(step, shared_limit)
+        if refusal is not None:
+            return f"kernels cannot run {step.title}: {refusal}"
+    for name, (shape, _) in program.outputs.items():
+        if shape[-1] % WIDTH_STEP:
+            return f"kernels put {name} out in rows of a multiple of {WIDTH_STEP} columns, not {shape[-1]}"
+    return None
+
+
+def _step_refusal(step: Step, limit: int) -> str | None:
+    if type(step) not in _LOWER:
+        return "encoders have no kernel for it"
+    if isinstance(step, EncoderAttention):
+        if (refusal := heads_refusal(step.head_size)) is not None:
+            return refusal
+        needed = attention_bytes(step.head_size, step.windows[1])
+        return None if needed <= limit else f"it needs {needed} bytes of shared memory, a block has {limit}"
+    if isinstance(step, Normed):
+        return _norm_refusal(step.norm)
+    if isinstance(step, NormLinear):
+        return _norm_linear_refusal(step)
+    if isinstance(step, LinearResidual):
+        if step.norm is not None or step.keep is not None or step.selects:
+            return "encoders keep and choose no rows, and norm nothing before it is added"
+        return _width_refusal(step.linear.weight.shape[0])
+    return None
+
+
+def _norm_linear_refusal(step: NormLinear) -> str | None:
+    norms = [norm for given in step.inputs for norm in given.norms]
+    if step.keep is not None or step.selects:
+        return "encoders keep and choose no rows"
+    if norms and len(step.inputs) + len(norms) > 2:
+        return "inputs side by side are taken as they are"
+    known = GATE_ACTIVATIONS if step.gated else ACTIVATIONS
+    if (step.gated or step.activation is not None) and step.activation not in known:
+        return f"the activation {step.activation} has no kernel{' with a gate' if step.gated else ''}"
+    return next((refusal for refusal in map(_norm_refusal, norms) if refusal is not None), None)
+
+
+def _norm_refusal(norm: Norm) -> str | None:
+    width = norm.weight.shape[0]
+    return _width_refusal(width) or (None if width <= MAX_NORM_WIDTH else f"norms take up to {MAX_NORM_WIDTH} columns")
+
+
+def _width_refusal(width: int) -> str | None:
+    return f"widths must be multiples of {WIDTH_STEP}, not {width}" if width % WIDTH_STEP else None
+
+
+def _laid_out(calls: list[Call], sizes: list[int]) -> tuple[list[int], int]:
+    """Where each buffer begins, in bytes, and the bytes of all.
+
+    Two share memory where one's last use comes before the other's first.
+    """
+    used = [[number for number, call in enumerate(calls) if buffer in call.memory] for buffer in range(len(sizes))]
+    begins, placed, total = [0] * len(sizes), list[int](), 0
+    for buffer in sorted(range(len(sizes)), key=lambda each: used[each][0]):
+        size = -(-sizes[buffer] // _ALIGNMENT) * _ALIGNMENT
+        beside = [other for other in placed if used[other][-1] >= used[buffer][0]]
+        begin = 0
+        for first, end in sorted((begins[other], begins[other] + sizes[other]) for other in beside):
+            if first - begin >= size:
+                break
+            begin = max(begin, -(-end // _ALIGNMENT) * _ALIGNMENT)
+        begins[buffer] = begin
+        placed.append(buffer)
+        total = max(total, begin + size)
+    return begins, total

@@ -1,0 +1,123 @@
+"""Engines of vision encoders by hand-written kernels: a program's calls, each a launch that is prepared once.
+
+They stand behind the same edge as TensorRT's engines, but for the weights that `paddings` names, which have zeros
+behind their rows and columns. An image's embeddings have the same bits in an engine of more rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
+from edgellm.engines.backends.encoder_calls import LINEAR_CALLS, Call, EncoderCalls, Place
+from edgellm.engines.backends.padded_weights import padded_weights
+from edgellm.engines.families.programs import ModelConfig, model_program
+from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.program import Linear
+from edgellm.kernels.arrays import ITEM_SIZES, Array
+from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.encoder.contract import EncoderKernels
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+
+
+class EncoderStepKernels(NamedTuple):
+    """The kernels in a GPU's memory, or their NumPy twins: those of encoders, and linear layers of any number of rows
+    as of `NumpyEncoderLinear` (`linear`, `gate_up`, `linear_residual` and, if they have it, `activated`)."""
+
+    encoder: EncoderKernels
+    linear: Any
+
+
+class EncoderEngine:
+    """Enqueues the launches of a vision encoder's program on what is bound.
+
+    Not thread-safe: enqueue from the thread that owns the stream.
+    """
+
+    name = "kernels of encoders"
+    reads_attention_mask = True
+    takes_packed = False
+
+    def __init__(self, kernels: EncoderStepKernels, config: ModelConfig, shape: EngineShape, dtype: str) -> None:
+        """A shape that `encoder_refusal` does not refuse; in "float32" on the kernels' twins."""
+        self.shape = shape
+        self._kernels, self._dtype = kernels, dtype
+        program = model_program(config, shape)
+        lowered = EncoderCalls(program, wide=dtype == "float32", rounds=hasattr(kernels.linear, "activated"))
+        self._calls, self._places, self.scratch_bytes = lowered.calls, lowered.places, lowered.nbytes
+        #: How weights stand in memory that do not stand there as they are published, by name.
+        self.paddings = padded_weights(program)
+        self._tensors = {
+            name: (self.paddings[name].shape if name in self.paddings else size, self._own(kind))
+            for name, (size, kind) in program.edge.items()
+        }
+        self._weights = program.weights.keys()
+        self._bound: dict[str, Array] = {}
+        self._scratch: Array | None = None
+        self._device: Any = None
+        self._launches: list[Any] = [None] * len(self._calls)
+        self._has_kernels = False
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of all inputs and outputs."""
+        return tuple(self._tensors)
+
+    def attach(self, device: Any, scratch: Array) -> None:
+        """Use `scratch` (at least `scratch_bytes` of uint8, shared with other engines) and the device's stream."""
+        check_scratch(self.shape, self.scratch_bytes, scratch)
+        self._device, self._scratch = device, scratch
+        self._launches = [None] * len(self._calls)
+
+    def load_kernels(self, loaded: Mapping[str, DeviceLayout | None]) -> None:
+        """Compile and load what the launches will need now, on memory that nothing reads, rather than when the first
+        image waits for it: once, when all weights of the program are `loaded`."""
+        if self._has_kernels or self._bound or not self._weights <= loaded.keys():
+            return
+        memory: Any = self._scratch
+        self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
+        for call in self._calls:
+            self._launch(call)
+        self._bound, self._has_kernels = {}, True
+
+    def bind(self, bindings: Mapping[str, Array]) -> None:
+        """See `Engine.bind`; launches are prepared anew where they use what was bound anew, as an image's mask is."""
+        fresh = {name: array for name, array in bindings.items() if self._bound.get(name) is not array}
+        self._bound |= checked_bindings(self.shape, self._tensors, fresh)
+        for number, call in enumerate(self._calls):
+            if not call.memory.isdisjoint(fresh):
+                self._launches[number] = None
+
+    def enqueue(self) -> None:
+        """Enqueue on the stream; raises EngineError if a tensor was never bound."""
+        if None in self._launches:
+            check_bound(self, self._tensors, self._bound, (), () if self._scratch is None else (self._scratch,))
+            for number, call in enumerate(self._calls):
+                if self._launches[number] is None:
+                    self._launches[number] = self._launch(call)
+                    self._launches[number].overlap_previous()
+        for launch in self._launches:
+            launch()
+
+    def _launch(self, call: Call) -> Any:
+        kernels = self._kernels.linear if call.kernel in LINEAR_CALLS else self._kernels.encoder
+        return getattr(kernels, call.kernel)(*map(self._resolved, call.arguments))
+
+    def _resolved(self, argument: Any) -> Any:
+        """What a kernel gets: arrays in place of places, and of a linear layer its weights."""
+        if isinstance(argument, Linear):
+            bias = None if argument.bias is None else self._bound[argument.bias.name]
+            return LinearWeights(self._bound[argument.weight.name], bias)
+        if not isinstance(argument, Place):
+            return argument
+        if isinstance(argument.memory, str):
+            flat = self._bound[argument.memory].reshape(-1)
+            return flat[argument.first : argument.first + argument.size].reshape(*argument.shape)
+        dtype = self._own(argument.dtype)
+        begin = self._places[argument.memory] + argument.first * ITEM_SIZES[dtype]
+        return self._device.part(self._scratch, begin, argument.shape, dtype)
+
+    def _own(self, kind: str) -> str:
+        return self._dtype if kind == "compute" else kind

@@ -1,0 +1,103 @@
+"""Weights whose rows and columns come in eights on a device, as kernels of linear layers take them, whatever a model's
+widths are: zeros stand behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from edgellm.engines.model.program import LinearResidual, NormLinear, Program
+from edgellm.kernels.encoder.contract import padded_width
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How a weight [rows, columns], or a bias [rows] without columns, stands in memory.
+
+    Its rows are so many equal `parts`, gates and ups for example, each of which has zeros behind it.
+    """
+
+    rows: int
+    columns: int | None
+    parts: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in memory."""
+        rows = self.parts * padded_width(self._part)
+        return (rows,) if self.columns is None else (rows, self._padded_columns)
+
+    @property
+    def zeros(self) -> int:
+        """How many elements in memory are none of the weight's."""
+        return math.prod(self.shape) - self.rows * (self.columns or 1)
+
+    def pieces(self, first: int, values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+        """Published `values` [n], which begin at element `first` of the weight, as what stands in memory one behind the
+        other: where each begins, in elements, and its values."""
+        columns, width, part = self.columns or 1, self._padded_columns, self._part
+        done = 0
+        while done < values.size:
+            row, column = divmod(first + done, columns)
+            begin = self._row_in_memory(row) * width + column
+            count = min((values.size - done) // columns, part - row % part)
+            if column or not count:  # a row's end, or its beginning
+                count = min(columns - column, values.size - done)
+                yield begin, values[done : done + count]
+            else:
+                block = np.zeros((count, width), values.dtype)
+                count *= columns
+                block[:, :columns] = values[done : done + count].reshape(-1, columns)
+                yield begin, block.reshape(-1)
+            done += count
+
+    def padded(self, values: np.ndarray) -> np.ndarray:
+        """A whole weight as it stands in memory."""
+        found = np.zeros(self.shape, values.dtype)
+        for begin, piece in self.pieces(0, values.reshape(-1)):
+            found.reshape(-1)[begin : begin + piece.size] = piece
+        return found
+
+    def place(self, published: slice) -> slice:
+        """Where in memory the elements of whole published rows stand, with zeros between and behind them."""
+        columns, width = self.columns or 1, self._padded_columns
+        first, last = published.start // columns, published.stop // columns - 1
+        return slice(self._row_in_memory(first) * width, (self._row_in_memory(last) + 1) * width)
+
+    def published_index(self, published: slice, index: int) -> int:
+        """The number, among the elements of whole published rows, of an element of their `place`, by its number there;
+        a negative one stays."""
+        if index < 0:
+            return index
+        row, column = divmod(self.place(published).start + index, self._padded_columns)
+        part, row_of_part = divmod(row, padded_width(self._part))
+        return (part * self._part + row_of_part) * (self.columns or 1) + column - published.start
+
+    @property
+    def _part(self) -> int:
+        return self.rows // self.parts
+
+    @property
+    def _padded_columns(self) -> int:
+        return 1 if self.columns is None else padded_width(self.columns)
+
+    def _row_in_memory(self, row: int) -> int:
+        part, row_of_part = divmod(row, self._part)
+        return part * padded_width(self._part) + row_of_part
+
+
+def padded_weights(program: Program) -> dict[str, Padding]:
+    """The weights of a program's linear layers that have zeros behind them in memory, by name."""
+    found = {}
+    for step in program.steps:
+        if isinstance(step, NormLinear | LinearResidual):
+            parts = 2 if isinstance(step, NormLinear) and step.gated else 1
+            for spec in (step.linear.weight, step.linear.bias):
+                if spec is not None:
+                    padding = Padding(spec.shape[0], spec.shape[1] if len(spec.shape) > 1 else None, parts)
+                    if padding.shape != spec.shape:
+                        found[spec.name] = padding
+    return found

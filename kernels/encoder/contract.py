@@ -1,0 +1,199 @@
+"""The contract of the kernels of vision encoders: `NumpyEncoder` defines what they compute, `CudaEncoder` computes it.
+
+They are what stands between the linear layers of an encoder. R rows come out, made of S or R rows of K columns; P are
+the columns of a result, at least K, with zeros behind: linear layers take rows in eights, whatever a model's width is.
+Heads are G of D elements each. "mixed" is float32 or the model's dtype.
+
+**Elements.** The residual stream, and all that sums are taken of, is float32, as are the sums; what a linear layer or
+attention multiplies is in the model's dtype, rounded once.
+
+**Rows.** A row depends on its own inputs alone, and the order of its sums on its width alone: not on how many rows
+there are, nor on the grid. Attention takes keys in tiles that begin at multiples of 64 rows of their window; a tile
+without a visible key changes nothing. So an image has the same bits in an engine of more rows.
+
+A call gives what enqueues it, so that an encoder's launches are prepared once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Protocol
+
+from edgellm.kernels.arrays import OwnArray
+from edgellm.kernels.contracts import MAXIMUM_ROWS, limited
+from edgellm.kernels.errors import KernelError
+
+#: The largest head, and the widest rows of a norm: a block holds one of them.
+MAX_HEAD_SIZE, MAX_NORM_WIDTH = 128, 12_000
+#: Linear layers take rows of a multiple of so many columns.
+WIDTH_STEP = 8
+#: The activations without a gate, and the numbers by which kernels know them; none has a number, too.
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "quick_gelu": 3}
+NO_ACTIVATION = 4
+#: What plain_activations.cuh takes.
+ACTIVATION_MACROS = (
+    ("HOST_NO_ACTIVATION", NO_ACTIVATION),
+    *((f"HOST_PLAIN_{name.upper()}", ACTIVATIONS[name]) for name in ("gelu", "gelu_tanh", "quick_gelu")),
+)
+
+Launchable = Callable[[], None]
+
+
+def padded_width(columns: int) -> int:
+    """Columns of rows that linear layers take, where a model has so many."""
+    return -(-columns // WIDTH_STEP) * WIDTH_STEP
+
+
+def activation_number(activation: str) -> int:
+    """The number by which the kernels know an activation. Raises KernelError for others."""
+    if activation not in ACTIVATIONS:
+        raise KernelError(f"encoder kernels have no activation {activation}, only {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[activation]
+
+
+def heads_refusal(size: int) -> str | None:
+    """Why attention does not take heads of so many elements, or None if it does."""
+    if 0 < size <= MAX_HEAD_SIZE and size % 8 == 0:
+        return None
+    return f"encoder attention takes head sizes up to {MAX_HEAD_SIZE} (multiples of 8), not {size}"
+
+
+def _check_padded(sizes: dict[str, Any]) -> str | None:
+    if sizes["P"] < sizes["K"]:
+        return f"output has {sizes['P']} columns; expected at least {sizes['K']}"
+    return None
+
+
+def _check_norm(sizes: dict[str, Any]) -> str | None:
+    if sizes["K"] > MAX_NORM_WIDTH:
+        return f"rows of {sizes['K']} columns; expected up to {MAX_NORM_WIDTH}"
+    return _check_padded(sizes)
+
+
+def _check_activation(sizes: dict[str, Any]) -> str | None:
+    if not 0 <= sizes["activation"] < len(ACTIVATIONS):
+        return f"activation is {sizes['activation']}; expected 0 to {len(ACTIVATIONS) - 1}"
+    return _check_padded(sizes)
+
+
+def _check_columns(sizes: dict[str, Any]) -> str | None:
+    column, last = sizes["column"], sizes["column"] + sizes["K"]
+    if column < 0 or last > sizes["P"]:
+        return f"columns {column} to {last} of an output of {sizes['P']}"
+    return None
+
+
+def _check_squares(sizes: dict[str, Any]) -> str | None:
+    side, size = sizes["side"], sizes["size"]
+    if size < 1 or side % size or sizes["S"] != side**2 or sizes["M"] != (side // size) ** 2:
+        return (
+            f"means over squares of {size} x {size} of {side} x {side} rows, values of {sizes['S']}, output of "
+            f"{sizes['M']}; expected side to be a multiple of size, side^2 values and a row a square"
+        )
+    return None
+
+
+def _check_heads(sizes: dict[str, Any]) -> str | None:
+    heads, size = sizes["G"], sizes["D"]
+    if sizes.get("W", 3 * heads * size) != 3 * heads * size:
+        return f"qkv has {sizes['W']} columns; expected those of 3 x {heads} heads of {size}"
+    return heads_refusal(size)
+
+
+def _check_attention(sizes: dict[str, Any]) -> str | None:
+    window, rows, width = sizes["window"], sizes["R"], sizes["G"] * sizes["D"]
+    if sizes["E"] != width:
+        return f"context has {sizes['E']} columns; expected {width}"
+    if window < 1 or rows % window or rows // window > MAXIMUM_ROWS:
+        return f"{rows} rows in windows of {window}; expected up to {MAXIMUM_ROWS} whole ones"
+    return _check_heads(sizes)
+
+
+def check_source(values: OwnArray, rows: OwnArray | None, output: OwnArray) -> None:
+    """Raise KernelError where rows are copied as they come, of fewer than the output has."""
+    if rows is None and values.shape[0] < output.shape[0]:
+        raise KernelError(f"copy_rows: {output.shape[0]} rows of values of {values.shape[0]}, without rows to choose")
+
+
+class EncoderKernels(Protocol):
+    """One implementation of all."""
+
+    @limited(_check_norm)
+    def norm(
+        self,
+        values: Annotated[OwnArray, "RK mixed"],
+        weight: Annotated[OwnArray, "K compute"],
+        bias: Annotated[OwnArray, "K compute"] | None,
+        epsilon: float,
+        offset: float,
+        output: Annotated[OwnArray, "RP mixed"],
+    ) -> Launchable:
+        """Each row normed: with a `bias` a layer norm (Ba et al. 2016), (x - mean) / sqrt(variance + epsilon) weight +
+        bias; without, an RMS norm (Zhang and Sennrich 2019), x / sqrt(mean of squares + epsilon) (weight + offset)."""
+
+    @limited(_check_activation)
+    def activate(
+        self, values: Annotated[OwnArray, "RK float32"], activation: int, output: Annotated[OwnArray, "RP compute"]
+    ) -> Launchable:
+        """A function of each element, one of `ACTIVATIONS`: x sigmoid(x), x Phi(x), its approximation by tanh or that
+        by x sigmoid(1.702 x) (Hendrycks and Gimpel 2016)."""
+
+    @limited(_check_columns)
+    def copy_rows(
+        self,
+        values: Annotated[OwnArray, "SK mixed"],
+        rows: Annotated[OwnArray, "R int32"] | None,
+        output: Annotated[OwnArray, "RP mixed"],
+        column: int,
+    ) -> Launchable:
+        """Columns from `column` on of row r of the output get row rows[r] of the values, clamped to 0..S-1 (None: row
+        r, of R), all behind them zeros. Of parts side by side the first is launched first."""
+
+    def add_rows(
+        self,
+        values: Annotated[OwnArray, "RK mixed"],
+        other: Annotated[OwnArray, "RK mixed"],
+        output: Annotated[OwnArray, "RK float32"],
+    ) -> Launchable:
+        """The sum of two. The output may be the values."""
+
+    @limited(_check_squares)
+    def average_pool(
+        self, values: Annotated[OwnArray, "SK mixed"], side: int, size: int, output: Annotated[OwnArray, "MK float32"]
+    ) -> Launchable:
+        """The means over squares of `size` by `size` of values that are a square of `side` by `side` rows, both in
+        reading order. The columns of a square are added up first, each from its uppermost row on, then the sums from
+        the left."""
+
+    def product(
+        self,
+        values: Annotated[OwnArray, "RK mixed"],
+        weight: Annotated[OwnArray, "KC compute"],
+        scale: float,
+        output: Annotated[OwnArray, "RC mixed"],
+    ) -> Launchable:
+        """scale * values times a weight that is published so, summed in float32 from column 0 on, rounded once."""
+
+    @limited(_check_heads)
+    def prepare_heads(
+        self,
+        qkv: Annotated[OwnArray, "RW mixed"],
+        rotary: Annotated[OwnArray, "RD float32"] | None,
+        heads: Annotated[OwnArray, "3GRD compute"],
+    ) -> Launchable:
+        """Query, key and value heads, each by itself; queries and keys are turned by the `rotary` rows, cosine half
+        then sine half: element j is paired with element j + D/2."""
+
+    @limited(_check_attention)
+    def attention(
+        self,
+        heads: Annotated[OwnArray, "3GRD compute"],
+        window: int,
+        visible: Annotated[OwnArray, "R bool"] | None,
+        scale: float,
+        context: Annotated[OwnArray, "RE compute"],
+    ) -> Launchable:
+        """Each query's softmax of scale * scores over the `visible` rows (None: all) of its window, times values.
+
+        Windows are `window` neighbouring rows each; one of no visible row gets zeros.
+        """

@@ -1,0 +1,185 @@
+"""The kernels of vision encoders on the GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from edgellm.kernels.arrays import ITEM_SIZES, DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.contracts import MAXIMUM_ROWS, Contracts, cuda_header
+from edgellm.kernels.decode.arguments import MACROS
+from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, EncoderKernels, check_source
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.launch import Kernel, KernelModule, Launch
+from edgellm.kernels.launcher import CUDA_TYPES
+
+#: Threads of a block that has a row; rows and columns of a tile of a product.
+_THREADS, _TILE = 256, 64
+_WARPS, _STAGES, _KEYS = 4, 2, 64
+#: The sizes that heads are padded to.
+_SIZES = (64, 80, 128)
+_ROW_MACROS = (("HOST_THREADS", _THREADS), ("HOST_TILE", _TILE), *ACTIVATION_MACROS)
+
+
+def _padded(size: int) -> int:
+    return next(padded for padded in _SIZES if padded >= size)
+
+
+def _rows(tiles: int) -> int:
+    """Queries of a block of `attention`."""
+    return 16 * tiles * _WARPS
+
+
+def attention_tiles(size: int, window: int, heads: int, multiprocessors: int) -> int:
+    """Tiles of 16 queries for each warp of `attention`; `heads` are those of all windows.
+
+    Two share what is read from shared memory, but registers do not hold those of large heads, and few queries must
+    give each multiprocessor a block.
+    """
+    return 2 if size <= 80 and window > _rows(1) and -(-window // _rows(2)) * heads >= multiprocessors else 1
+
+
+def attention_bytes(size: int, window: int) -> int:
+    """Shared memory of a block of `attention` in windows of so many rows, for heads of `size` elements: two stages of
+    keys and values, and a bit for each row of the window, in whole tiles."""
+    return _stage_bytes(_padded(size)) * _STAGES + 8 * -(-window // _KEYS)
+
+
+def _stage_bytes(padded: int) -> int:
+    return 2 * 2 * (padded + 8) * _KEYS
+
+
+@lru_cache
+def row_kernel(file: str, name: str, *arguments: str | int) -> Kernel:
+    """A kernel of encoder/`file`; `arguments` of its template are dtypes, and how many columns a thread takes."""
+    kinds = (CUDA_TYPES[each] if isinstance(each, str) else str(each) for each in arguments)
+    return _kernel(file, name, f"encoder::{name}<{', '.join(kinds)}>", "_".join(map(str, arguments)), _ROW_MACROS)
+
+
+@lru_cache
+def attention_kernel(dtype: str, size: int, tiles: int) -> Kernel:
+    """`attention` for heads of `size` elements."""
+    padded = _padded(size)
+    sizes = (("HOST_WARPS", _WARPS), ("HOST_STAGES", _STAGES), ("HOST_KEYS", _KEYS))
+    expression = f"encoder::attention<{CUDA_TYPES[dtype]}, {padded}, {tiles}>"
+    macros = (*MACROS, *sizes, ("HOST_BYTES", _stage_bytes(padded) * _STAGES))
+    return _kernel("attention.cu", "attention", expression, f"{dtype}_{padded}_{tiles}", macros)
+
+
+def _kernel(file: str, name: str, expression: str, kind: str, macros: tuple[tuple[str, int | str], ...]) -> Kernel:
+    header = ("encoder/arguments.cuh", cuda_header(EncoderKernels))
+    source = ModuleSource(f"encoder_{name}_{kind}", (f"encoder/{file}",), (expression,), macros, (header,))
+    return Kernel(source, expression)
+
+
+class CudaEncoder:
+    """See `edgellm.kernels.encoder.contract.EncoderKernels`; arrays are `DeviceArray`, a call gives a `Launch`, which
+    waits for its predecessor itself."""
+
+    def __init__(self, module: KernelModule) -> None:
+        self._module = module
+        self._check = Contracts(EncoderKernels, DeviceArray)
+
+    def norm(
+        self,
+        values: DeviceArray,
+        weight: DeviceArray,
+        bias: DeviceArray | None,
+        epsilon: float,
+        offset: float,
+        output: DeviceArray,
+    ) -> Launch:
+        """Layer norm or RMS norm; see the contract."""
+        arguments = (values, weight, bias, epsilon, offset, output)
+        sizes, packed = self._packed("norm", *arguments)
+        width = _columns_at_once(sizes["K"], sizes["P"])
+        _check_aligned("norm", width, values, weight, bias, output)
+        kernel = row_kernel("rows.cu", "norm", values.dtype, weight.dtype, output.dtype, width)
+        return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 4 * sizes["K"], (packed,))
+
+    def activate(self, values: DeviceArray, activation: int, output: DeviceArray) -> Launch:
+        """A function of each element; see the contract."""
+        sizes, packed = self._packed("activate", values, activation, output)
+        return self._by_row("activate", (output.dtype,), (values, output), (sizes["K"], sizes["P"]), packed)
+
+    def copy_rows(self, values: DeviceArray, rows: DeviceArray | None, output: DeviceArray, column: int) -> Launch:
+        """Rows, or chosen ones, into columns of others; see the contract."""
+        check_source(values, rows, output)
+        sizes, packed = self._packed("copy_rows", values, rows, output, column)
+        kinds, widths = (values.dtype, output.dtype), (sizes["K"], sizes["P"], column)
+        return self._by_row("copy_rows", kinds, (values, output), widths, packed)
+
+    def add_rows(self, values: DeviceArray, other: DeviceArray, output: DeviceArray) -> Launch:
+        """A sum; see the contract."""
+        sizes, packed = self._packed("add_rows", values, other, output)
+        return self._by_row("add_rows", (values.dtype, other.dtype), (values, other, output), (sizes["K"],), packed)
+
+    def average_pool(self, values: DeviceArray, side: int, size: int, output: DeviceArray) -> Launch:
+        """Means over squares; see the contract."""
+        sizes, packed = self._packed("average_pool", values, side, size, output)
+        return self._by_row("average_pool", (values.dtype,), (values, output), (sizes["K"],), packed)
+
+    def product(self, values: DeviceArray, weight: DeviceArray, scale: float, output: DeviceArray) -> Launch:
+        """A product by a weight [K, C]; see the contract."""
+        sizes, packed = self._packed("product", values, weight, scale, output)
+        grid = (-(-sizes["C"] // _TILE), -(-sizes["R"] // _TILE), 1)
+        if grid[1] > MAXIMUM_ROWS:
+            raise KernelError(f"product: {sizes['R']} rows; expected up to {MAXIMUM_ROWS * _TILE}")
+        kernel = row_kernel("product.cu", "product", values.dtype, weight.dtype, output.dtype)
+        return Launch(self._module, kernel, grid, _THREADS, 0, (packed,))
+
+    def prepare_heads(self, qkv: DeviceArray, rotary: DeviceArray | None, heads: DeviceArray) -> Launch:
+        """Heads apart, turned; see the contract."""
+        sizes, packed = self._packed("prepare_heads", qkv, rotary, heads)
+        _check_aligned("prepare_heads", 4, qkv, rotary, heads)
+        kernel = row_kernel("heads.cu", "prepare_heads", qkv.dtype, heads.dtype)
+        return Launch(self._module, kernel, (sizes["R"], 1, 1), _THREADS, 0, (packed,))
+
+    def attention(
+        self,
+        heads: DeviceArray,
+        window: int,
+        visible: DeviceArray | None,
+        scale: float,
+        context: DeviceArray,
+        tiles: int | None = None,
+    ) -> Launch:
+        """Attention within windows; see the contract. `tiles`: other than the fastest."""
+        sizes, packed = self._packed("attention", heads, window, visible, scale, context)
+        _check_aligned("attention", 8, heads, context)
+        count, size, windows = sizes["G"], sizes["D"], sizes["R"] // window
+        if tiles is None:
+            tiles = attention_tiles(size, window, count * windows, self._module.multiprocessors)
+        grid = (count, -(-window // _rows(tiles)), windows)
+        kernel, shared = attention_kernel(heads.dtype, size, tiles), attention_bytes(size, window)
+        return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed,))
+
+    def _packed(self, name: str, *arguments: Any) -> tuple[dict[str, Any], Any]:
+        """Sizes by letter, and the struct that a kernel takes."""
+        sizes = self._check(name, *arguments)
+        return sizes, self._check.pack(name, sizes, *arguments)
+
+    def _by_row(
+        self, name: str, dtypes: tuple[str, ...], arrays: tuple[DeviceArray, ...], widths: tuple[int, ...], packed: Any
+    ) -> Launch:
+        """The launch of a kernel of rows.cu whose blocks have a row of the last of the arrays each."""
+        width = _columns_at_once(*widths)
+        _check_aligned(name, width, *arrays)
+        kernel = row_kernel("rows.cu", name, *dtypes, width)
+        return Launch(self._module, kernel, (arrays[-1].shape[0], 1, 1), _THREADS, 0, (packed,))
+
+
+def _columns_at_once(*widths: int) -> int:
+    """How many columns a thread takes: the order of a sum depends on them, and they on the widths alone."""
+    return 1 if any(width % 4 for width in widths) else 4
+
+
+def _check_aligned(name: str, width: int, *arrays: DeviceArray | None) -> None:
+    """Raise KernelError for an array whose elements are not loaded or stored so many at a time."""
+    for array in arrays:
+        if array is not None and array.pointer % (width * ITEM_SIZES[array.dtype]):
+            raise KernelError(
+                f"{name}: an array of {array.dtype} at {array.pointer:#x}; expected a multiple of "
+                f"{width * ITEM_SIZES[array.dtype]} bytes"
+            )

@@ -1,0 +1,158 @@
+"""The kernels of vision encoders in NumPy, float32: they define what `CudaEncoder` computes."""
+
+from __future__ import annotations
+
+import math
+from functools import reduce
+
+import numpy as np
+
+from edgellm.kernels.contracts import Contracts
+from edgellm.kernels.decode.contract import LinearWeights
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch, NumpyTiledKernels, product
+from edgellm.kernels.encoder.contract import ACTIVATIONS, NO_ACTIVATION, EncoderKernels, check_source
+
+_check = Contracts(EncoderKernels, np.ndarray)
+#: Scores that are held at a time.
+_MOST_SCORES = 1 << 24
+_NAMES = {number: name for name, number in ACTIVATIONS.items()}
+
+
+class NumpyEncoder:
+    """See `edgellm.kernels.encoder.contract.EncoderKernels`."""
+
+    def norm(
+        self,
+        values: np.ndarray,
+        weight: np.ndarray,
+        bias: np.ndarray | None,
+        epsilon: float,
+        offset: float,
+        output: np.ndarray,
+    ) -> NumpyLaunch:
+        """Layer norm or RMS norm; see the contract."""
+        _check("norm", values, weight, bias, epsilon, offset, output)
+
+        def compute() -> None:
+            x = values if bias is None else values - values.mean(axis=-1, keepdims=True)
+            normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + np.float32(epsilon))
+            _write(output, normed * (weight + np.float32(offset)) if bias is None else normed * weight + bias)
+
+        return NumpyLaunch(compute)
+
+    def activate(self, values: np.ndarray, activation: int, output: np.ndarray) -> NumpyLaunch:
+        """A function of each element; see the contract."""
+        _check("activate", values, activation, output)
+        return NumpyLaunch(lambda: _write(output, activated(values, _NAMES[activation])))
+
+    def copy_rows(self, values: np.ndarray, rows: np.ndarray | None, output: np.ndarray, column: int) -> NumpyLaunch:
+        """Rows, or chosen ones, into columns of others; see the contract."""
+        _check("copy_rows", values, rows, output, column)
+        check_source(values, rows, output)
+
+        def compute() -> None:
+            chosen = values[: len(output)] if rows is None else values[np.clip(rows, 0, len(values) - 1)]
+            _write(output[:, column:], chosen)
+
+        return NumpyLaunch(compute)
+
+    def add_rows(self, values: np.ndarray, other: np.ndarray, output: np.ndarray) -> NumpyLaunch:
+        """A sum; see the contract."""
+        _check("add_rows", values, other, output)
+        return NumpyLaunch(lambda: np.copyto(output, values + other))
+
+    def average_pool(self, values: np.ndarray, side: int, size: int, output: np.ndarray) -> NumpyLaunch:
+        """Means over squares; see the contract."""
+        _check("average_pool", values, side, size, output)
+
+        def compute() -> None:
+            squares = values.reshape(side // size, size, side // size, size, -1)
+            columns = reduce(np.add, (squares[:, row] for row in range(size)))
+            total = reduce(np.add, (columns[:, :, column] for column in range(size)))
+            np.copyto(output, (total * np.float32(1 / size**2)).reshape(output.shape))
+
+        return NumpyLaunch(compute)
+
+    def product(self, values: np.ndarray, weight: np.ndarray, scale: float, output: np.ndarray) -> NumpyLaunch:
+        """A product by a weight [K, C]; see the contract."""
+        _check("product", values, weight, scale, output)
+        return NumpyLaunch(lambda: np.copyto(output, values @ weight * np.float32(scale)))
+
+    def prepare_heads(self, qkv: np.ndarray, rotary: np.ndarray | None, heads: np.ndarray) -> NumpyLaunch:
+        """Heads apart, turned; see the contract."""
+        _check("prepare_heads", qkv, rotary, heads)
+
+        def compute() -> None:
+            _, count, rows, size = heads.shape
+            np.copyto(heads, qkv.reshape(rows, 3, count, size).transpose(1, 2, 0, 3))
+            if rotary is not None:
+                cosine, sine = np.split(rotary, 2, axis=1)
+                low, high = np.split(heads[:2], 2, axis=-1)
+                heads[:2] = np.concatenate((low * cosine - high * sine, high * cosine + low * sine), axis=-1)
+
+        return NumpyLaunch(compute)
+
+    def attention(
+        self, heads: np.ndarray, window: int, visible: np.ndarray | None, scale: float, context: np.ndarray
+    ) -> NumpyLaunch:
+        """Attention within windows; see the contract."""
+        _check("attention", heads, window, visible, scale, context)
+
+        def compute() -> None:
+            step = max(1, _MOST_SCORES // (heads.shape[1] * window))
+            for begin in range(0, len(context), window):
+                own = np.arange(begin, begin + window)
+                seen = own if visible is None else own[visible[own]]
+                for first in range(begin, begin + window, step):
+                    chosen = slice(first, min(first + step, begin + window))
+                    _attend(heads, chosen, seen, scale, context[chosen])
+
+        return NumpyLaunch(compute)
+
+
+class NumpyEncoderLinear(NumpyTiledKernels):
+    """The twins of linear layers of any number of rows, `CudaPromptLinear`."""
+
+    def activated(self, x: np.ndarray, linear: LinearWeights, activation: int, output: np.ndarray) -> NumpyLaunch:
+        """`output` [R, N] compute = activation(x weight^T + bias), one of `ACTIVATIONS` or `NO_ACTIVATION`."""
+
+        def compute() -> None:
+            sums = product(x, linear)
+            np.copyto(output, sums if activation == NO_ACTIVATION else activated(sums, _NAMES[activation]))
+
+        return NumpyLaunch(compute)
+
+
+def activated(x: np.ndarray, activation: str) -> np.ndarray:
+    """One of `ACTIVATIONS` of each element, in the dtype of x."""
+    if activation == "gelu":
+        return x * (1 + _erf(x * x.dtype.type(math.sqrt(0.5)))) * x.dtype.type(0.5)
+    if activation == "gelu_tanh":
+        inner = x.dtype.type(math.sqrt(2 / math.pi)) * (x + x.dtype.type(0.044715) * x**3)
+        return x * (1 + np.tanh(inner)) * x.dtype.type(0.5)
+    slope = x.dtype.type(1.702 if activation == "quick_gelu" else 1)
+    with np.errstate(over="ignore"):  # exp of a large number: infinity, and the result is 0
+        return x / (1 + np.exp(-slope * x))
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    """The error function, of which NumPy has none, element by element."""
+    return np.vectorize(math.erf, otypes=[x.dtype])(x) if x.size else x
+
+
+def _attend(heads: np.ndarray, chosen: slice, seen: np.ndarray, scale: float, context: np.ndarray) -> None:
+    """`context` [n, E] of the `chosen` n queries over the rows `seen`."""
+    query, keys, values = heads[0, :, chosen], heads[1][:, seen], heads[2][:, seen]
+    if not len(seen):
+        context[...] = 0
+        return
+    scores = query @ keys.swapaxes(1, 2) * np.float32(scale)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    attended = weights @ values / weights.sum(axis=-1, keepdims=True)
+    context[...] = attended.swapaxes(0, 1).reshape(context.shape)
+
+
+def _write(output: np.ndarray, values: np.ndarray) -> None:
+    """`values` [R, K] to the first columns of an output [R, P], zeros behind."""
+    output[:, : values.shape[1]] = values
+    output[:, values.shape[1] :] = 0

@@ -1,0 +1,109 @@
+"""OLMo-2 as it is served: greedy text against transformers, trees, batches, packed weights, a draft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from golden_answers import (
+    ANSWER,
+    answer,
+    assert_a_batch_gives_what_each_does_alone,
+    assert_trees_give_what_plain_decoding_does,
+    expected,
+    make_runner,
+)
+from packed_checkpoints import write_packed
+from tiny_families import FAMILIES
+
+from edgellm import LLM, Request, SamplingParams
+from edgellm.drafting.config import DraftingConfig
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.errors import EngineDirectoryError
+from edgellm.engines.model.limits import EngineLimits
+
+DRAFTING = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12, adaptive=False)
+TEXTS = ("hello", "why is the sky blue, and what else is there to say of it?", "1 + 1")
+
+
+def test_greedy_tokens_are_those_of_transformers() -> None:
+    prompt, tokens = expected("olmo2")
+    assert len(tokens) == ANSWER
+    runner = make_runner("olmo2")
+    assert answer(runner, prompt, ANSWER) == tokens
+    runner.close()
+
+
+@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
+def test_trees_give_the_tokens_of_plain_decoding(kv_cache: str) -> None:
+    runner = make_runner("olmo2", kv_cache)
+    assert_trees_give_what_plain_decoding_does(runner)
+    runner.close()
+
+
+@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
+def test_sequences_of_different_lengths_in_one_batch(kv_cache: str) -> None:
+    runner = make_runner("olmo2", kv_cache, slots=3)
+    assert_a_batch_gives_what_each_does_alone(runner)
+    runner.close()
+
+
+@pytest.fixture
+def directories(
+    make_checkpoint: Callable[..., Path], make_draft: Callable[..., Path], tmp_path: Path
+) -> Callable[..., list[Path]]:
+    """(builder's `targets`) to a packed model with a packed draft, and the dense twins of both, without plans or with
+    those of this GPU."""
+
+    def build(targets: list[str] | None) -> list[Path]:
+        models = write_packed(
+            make_checkpoint(tmp_path / "model", 4, **FAMILIES["olmo2"]), tmp_path / "packed", tmp_path / "twin", None
+        )
+        drafts = write_packed(make_draft(tmp_path / "draft"), tmp_path / "packed_draft", tmp_path / "twin_draft", None)
+        limits, found = EngineLimits(3, 64, 256, 4, 3, 12), []
+        for model, draft in zip(models, drafts, strict=True):
+            found.append(tmp_path / f"{model.name}_engines")
+            build_engine_directory(model, found[-1], limits, targets, "float16", draft=draft)
+        return found
+
+    return build
+
+
+def answers(directory: Path, backend: str, drafting: DraftingConfig | None, kv_cache: str) -> list[tuple[int, ...]]:
+    """A batch of three, greedy and drawn."""
+    with LLM(directory, backend=backend, drafting=drafting, kv_cache=kv_cache) as llm:
+        asked = []
+        for number, text in enumerate(TEXTS):
+            params = SamplingParams(
+                temperature=0.9 * (number % 2), top_k=20, seed=number, max_tokens=24, ignore_eos=True
+            )
+            asked.append(Request(llm.tokenizer.encode_chat([{"role": "user", "content": text}]), None, params))
+        return [response.token_ids for response in llm.handle(asked)]
+
+
+@pytest.mark.parametrize("kv_cache", ["compute", "int8"])
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("tensorrt", marks=pytest.mark.gpu)])
+def test_packed_and_drafted_answers_are_those_of_the_dense_twin(
+    directories: Callable[..., list[Path]], backend: str, kv_cache: str
+) -> None:
+    packed, twin = directories([] if backend == "numpy" else None)
+    plain = answers(twin, backend, None, kv_cache)
+    assert len(set(plain)) == len(plain)
+    for directory, drafting in ((twin, DRAFTING), (packed, None), (packed, DRAFTING)):
+        assert answers(directory, backend, drafting, kv_cache) == plain
+
+
+def test_gates_between_the_heads_are_refused_where_heads_are_normed_together(
+    make_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model", **FAMILIES["olmo2"])
+    build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(1, 16, 96), [])
+    path = tmp_path / "engines" / "edgellm.json"
+    described = json.loads(path.read_text())
+    described["config"]["attention_gate"] = True
+    path.write_text(json.dumps(described))
+    with pytest.raises(EngineDirectoryError, match="'joint_qk_norm' is True, expected false where gates stand"):
+        EngineDirectory.open(tmp_path / "engines")

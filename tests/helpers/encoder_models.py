@@ -1,0 +1,131 @@
+"""Vision encoders of every family with random weights, what NumPy's operations compute of them, and their engines on
+the kernels' twins."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy_kernel_device import NumpyKernelDevice
+
+from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
+from edgellm.engines.backends.numpy_backend import NumpyEngine
+from edgellm.engines.families.programs import model_program
+from edgellm.engines.model.limits import EngineShape, vision_shape
+from edgellm.engines.model.vision import VisionConfig, vision_inputs
+from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
+from edgellm.kernels.encoder.twin import NumpyEncoder, NumpyEncoderLinear
+from edgellm.multimodal.vision_layout import Grid, vision_layout
+
+_COMMON: dict[str, Any] = {
+    "dtype": "float16",
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_layers": 3,
+    "num_heads": 2,
+    "in_channels": 3,
+    "out_hidden_size": 24,
+    "norm_eps": 1e-6,
+    "image_token_id": 5,
+    "tensor_prefix": "tower.",
+    "projector_prefix": "projector.",
+}
+_QWEN = VisionConfig(
+    "qwen2_5_vl", patch_size=4, temporal_patch_size=2, spatial_merge_size=2, activation="silu", **_COMMON
+)
+_SIGLIP = VisionConfig(
+    "llava",
+    patch_size=5,
+    temporal_patch_size=1,
+    spatial_merge_size=1,
+    activation="gelu_tanh",
+    image_size=20,
+    feature_layers=(3,),
+    **_COMMON,
+)
+
+#: Widths that are no multiple of 8 in all of them.
+MODELS = {
+    "qwen2_5_vl": replace(_QWEN, window_size=16, full_attention_layers=(1,)),
+    "qwen2_5_vl_heads_of_80": replace(
+        _QWEN, hidden_size=160, window_size=64, full_attention_layers=(0, 2), intermediate_size=60
+    ),
+    "qwen3_vl": replace(
+        _QWEN, family="qwen3_vl", activation="gelu_tanh", num_position_embeddings=25, deepstack_layers=(0, 2)
+    ),
+    "qwen3_5_heads_of_72": replace(
+        _QWEN, family="qwen3_5", activation="gelu_tanh", hidden_size=144, num_position_embeddings=16
+    ),
+    "llava_siglip": _SIGLIP,
+    "llava_clip": replace(
+        _SIGLIP, class_token=True, drops_first_row=True, activation="quick_gelu", feature_layers=(2,), hidden_size=128
+    ),
+    "llava_clip_two_layers": replace(
+        _SIGLIP, class_token=True, activation="gelu", feature_layers=(1, 3), projector_bias=False
+    ),
+    "gemma3": replace(
+        _SIGLIP, family="gemma3", image_size=40, spatial_merge_size=2, feature_layers=(3,), out_hidden_size=40
+    ),
+}
+
+
+def grids_of(config: VisionConfig) -> list[Grid]:
+    """Grids of images for an encoder: its own square, or odd ones."""
+    if config.image_side:
+        return [(1, config.image_side, config.image_side)]
+    return [(1, 6, 10), (1, 2, 2), (1, 14, 6)]
+
+
+def shape_of(config: VisionConfig, grid: Grid, larger: bool = False) -> EngineShape:
+    """The engine for an image, or a larger one, for a whole window or 64 patches more where sizes are free."""
+    rows = vision_layout(config, grid, _positions(config)).rows
+    return vision_shape(rows + max(64, config.window_patches) * (larger and not config.image_side))
+
+
+def random_encoder(config: VisionConfig, grid: Grid, shape: EngineShape) -> dict[str, np.ndarray]:
+    """Weights and an image's inputs, by their names at the engine's edge, in float32; patches of no image are zeros."""
+    random, program = np.random.default_rng(3), model_program(config, shape)
+    arrays = {}
+    for name, spec in program.weights.items():
+        scale = spec.shape[-1] ** -0.5 if len(spec.shape) > 1 else 0.2
+        arrays[name] = random.standard_normal(spec.shape, np.float32) * np.float32(scale)
+        if "norm" in name and name.endswith("weight"):
+            arrays[name] += 1
+    arrays |= vision_layout(config, grid, _positions(config)).padded(config, shape)
+    size, _ = vision_inputs(config, shape)["patches"]
+    patches = np.zeros(size, np.float32)
+    patches[0, : grid[1] * grid[2]] = random.standard_normal((grid[1] * grid[2], size[2]), np.float32)
+    return arrays | {"patches": patches}
+
+
+def expected_outputs(config: VisionConfig, shape: EngineShape, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What NumPy's operations give, by name."""
+    engine, bound = NumpyEngine(config, shape), dict(arrays)
+    outputs = model_program(config, shape).outputs
+    engine.bind(bound | {name: np.zeros(size, np.float32) for name, (size, _) in outputs.items()})
+    engine.enqueue()
+    return {name: engine._bindings[name] for name in outputs}
+
+
+def twin_engine(config: VisionConfig, shape: EngineShape, rounds: bool = True) -> EncoderEngine:
+    """The engine on the kernels' twins, in float32; nothing unwritten is read: it is NaN. `rounds`: linear layers apply
+    activations."""
+    linear = NumpyEncoderLinear() if rounds else NumpyTiledKernels()
+    kernels: Any = EncoderStepKernels(NumpyEncoder(), linear)
+    engine = EncoderEngine(kernels, config, shape, "float32")
+    engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))
+    return engine
+
+
+def padded_arrays(engine: EncoderEngine, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays as the engine takes them."""
+    paddings = engine.paddings
+    return {name: paddings[name].padded(array) if name in paddings else array for name, array in arrays.items()}
+
+
+def _positions(config: VisionConfig) -> np.ndarray | None:
+    if config.num_position_embeddings is None:
+        return None
+    size = (config.num_position_embeddings, config.hidden_size)
+    return np.random.default_rng(5).standard_normal(size, np.float32)

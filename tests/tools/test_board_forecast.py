@@ -1,0 +1,132 @@
+"""The forecast for boards: what a step is said to take, by bytes and by arithmetic, and what the page says of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools" / "bench"))
+from board_forecast import (
+    CHAIN,
+    MODELS,
+    PUBLISHED,
+    REACHED,
+    TREE,
+    WEIGHTS,
+    Clocks,
+    Cost,
+    Model,
+    forecast,
+    main,
+    measured_clocks,
+    round_shapes,
+    step_cost,
+)
+from boards import BOARDS
+from probes import state_traffic, weight_bytes
+
+from edgellm.engines.families import decoder_config
+from edgellm.engines.families.programs import model_program
+
+PAGE = Path(__file__).parents[2] / "tools" / "bench" / "results" / "2026-11-28-board-forecast.md"
+ORIN = BOARDS["orin"]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_the_steps_together_read_what_the_engine_reads(weights: str) -> None:
+    directory = Model("llama-1b", weights, 512).directory(None)
+    shape, packed = directory.limits.base_shape("decode", 1, 1, 640), directory.layouts.get("base", {})
+    program = model_program(directory.config, shape)
+    read = sum(step_cost(each, shape, "float16", packed, 512).nbytes for each in program.steps)
+    weight = weight_bytes(directory.config, shape, "float16", packed)
+    assert read == weight + state_traffic(directory.config, directory.limits, "float16", 512)
+
+
+def test_a_step_takes_the_larger_of_its_times() -> None:
+    half_reached = Cost(204.8e9 / 2, 0.0, 0.0).seconds(ORIN, 0.5, 0.0)
+    assert half_reached == pytest.approx(1.0)
+    assert Cost(1.0, ORIN.multiprocessor_ghz * 3e9, 0.0).seconds(ORIN, 1.0, 0.0) == pytest.approx(3.0)
+    assert Cost(204.8e9, 0.0, 1024 * ORIN.multiprocessor_ghz * 3e9).seconds(ORIN, 1.0, 0.25) == pytest.approx(3.25)
+
+
+def test_a_plain_step_is_that_of_its_bytes_on_every_board() -> None:
+    """So that with the whole bandwidth and no edges it is as fast as the memory."""
+    model = Model("llama-8b", "float16", 512)
+    for board in BOARDS.values():
+        rate = 1 / model.seconds(board, reached=1.0, edge=0.0)
+        assert rate == pytest.approx(board.gb_per_s / model.weight_gb, rel=0.01)
+        assert 1 / model.seconds(board) == pytest.approx(REACHED * rate, rel=0.02)
+
+
+def test_half_the_clock_takes_twice_as_long_where_arithmetic_holds() -> None:
+    model, narrow = Model("llama-1b", "int4", 512), replace(ORIN, gb_per_s=1e6)
+    slow = replace(narrow, ghz=narrow.ghz / 2)
+    fast, twice = (model.seconds(each, reached=1.0, edge=0.0) for each in (narrow, slow))
+    assert twice == pytest.approx(2 * fast)
+    alone = 1.6437e-3 * (1.98 / 1.3)  # what the part without a neighbour took, at an Orin's clock
+    assert fast == pytest.approx(alone, rel=0.15)
+
+
+def test_clocks_of_a_weight_are_those_of_the_results() -> None:
+    clocks = measured_clocks()
+    assert set(clocks["dense"].by_rows) == set(clocks["packed"].by_rows) == {1, 8, 16, 32, 64}
+    assert clocks["dense"].of(1) == pytest.approx(13.645e6 * 1.98 * 16 / 7.505e9, rel=1e-3)
+    assert clocks["packed"].of(1) < clocks["dense"].of(1)  # for the part waited for memory where they were dense
+    assert clocks["packed"].of(16) > 1.5 * clocks["packed"].of(1)
+    known = Clocks({1: 1.0, 8: 2.0})
+    assert [known.of(rows) for rows in (1, 2, 8, 16)] == [1.0, 2.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("plan", "expected"),
+    [
+        (CHAIN, ["accept-b1-t4", "propose-b1-t1", "propose-b1-t1", "verify-b1-t8"]),
+        (TREE, ["accept-b1-t5", *["propose-b1-t10"] * 3, "verify-b1-t16"]),
+    ],
+)
+def test_a_round_has_the_engines_that_it_runs(plan, expected: list[str]) -> None:
+    directory = Model("llama-1b", "float16", 512).directory(plan)
+    assert [each.name.split(".")[1].rpartition("-")[0] for each in round_shapes(directory, plan)] == expected
+
+
+def test_a_row_says_what_fits_and_what_others_published() -> None:
+    tokens = {CHAIN.name: 2.0, TREE.name: 3.0}
+    large = forecast(Model("llama-8b", "float16", 512), "orin-nano", tokens)
+    assert not large["fits"] and "plain" not in large
+    row = forecast(Model("llama-8b", "int4+int8", 512), "orin-nano", tokens)
+    assert [each["tokens_per_second"] for each in row["published"]] == ["19.1 (MLC, INT4)"]
+    assert row["plain"] < row["at_most"]
+    chain = row[CHAIN.name]
+    assert chain["tokens_per_second"] == pytest.approx(2.0 * row["plain"] / chain["round_in_plain_steps"])
+
+
+def test_models_are_of_the_published_sizes() -> None:
+    """In billions of weights, by a plain step's reading."""
+    sizes = {"llama-1b": 1.24, "llama-3b": 3.21, "qwen2.5-1.5b": 1.54, "qwen2.5-3b": 3.09, "qwen3-1.7b": 1.72}
+    sizes |= {"qwen3-4b": 4.02}
+    for name, billions in sizes.items():
+        assert Model(name, "float16", 512).weight_gb == pytest.approx(2 * billions, rel=0.01)
+    for name, billions in {"llama-8b": 8.03, "qwen2.5-7b": 7.62}.items():
+        assert Model(name, "float16", 512).memory_gb == pytest.approx(2 * billions, rel=0.01)
+    assert all(decoder_config(each).num_layers for each in MODELS.values())
+    assert all(each.board in BOARDS and each.model in MODELS and each.weights in WEIGHTS for each in PUBLISHED)
+
+
+def test_it_is_printed_and_written_as_a_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "forecast.json"
+    main(["--models", "llama-1b", "--boards", "orin", "thor", "--tree-tokens", "3", "--output", str(output)])
+    printed, found = capsys.readouterr().out, json.loads(output.read_text())
+    assert printed.startswith("A FORECAST, not measured") and "tree 10/4/16, 3.00 tokens a round" in printed
+    assert found["kind"] == "forecast, not measured" and len(found["rows"]) == 2 * len(WEIGHTS)
+    assert found["assumed"]["reached"] == REACHED
+
+
+def test_the_page_has_the_figures_of_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    main([])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("|", "## "))]
+    page = PAGE.read_text(encoding="utf-8")
+    assert [line for line in printed if line not in page] == []
