@@ -12,9 +12,8 @@ from typing import Any
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
-from edgellm.engines.backends.encoder_calls import encoder_refusal
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
-from edgellm.engines.backends.executors import kernel_executor, plan_refusal, split_refusal
+from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, plan_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
@@ -234,7 +233,7 @@ class CudaBackend(CudaDevice):
         ways: tuple[Callable[[EngineShape], LoadedEngine | None], ...]
         ways = self._encoder_engine, self._kernel_engine, self._split_engine, self._plan_engine
         if self.executor == "tensorrt":
-            ways = self._split_engine, self._preferred_plan, self._kernel_engine, self._plan_engine
+            ways = self._split_engine, self._preferred_plan, *ways
         engine = next(found for way in ways if (found := way(shape)) is not None)
         self._engines.append(engine)
         if self._is_checked:
@@ -269,11 +268,9 @@ class CudaBackend(CudaDevice):
         return KernelEngine(self._step_kernels(config), executor, config, shape, dtype, limit, packed)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
-        """A vision encoder on kernels, where these are asked for and take it."""
+        """A vision encoder on kernels, where they take it."""
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        if self.executor != "kernels" or shape.model != "vision":
-            return None
-        if encoder_refusal(model_program(config, shape), dtype, limit) is not None:
+        if shape.model != "vision" or kernel_refusal(config, shape, dtype, limit) is not None:
             return None
         kernels = EncoderStepKernels(CudaEncoder(self._module), self._any_rows)
         return EncoderEngine(kernels, config, shape, dtype)
