@@ -137,8 +137,8 @@ template <typename T, typename G> struct TileSums {
     }
 };
 
-// What becomes of a thread's sums, of a tile all of whose rows and columns exist, in even rows. rows: the layer's outputs,
-// of gates and ups half of its weight rows.
+// What becomes of a thread's sums, of a tile all of whose rows and columns exist, in even rows. rows: the layer's
+// outputs, of gates and ups half of its weight rows.
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void write_whole(
     const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int rows) {
@@ -201,8 +201,8 @@ template <typename T> struct ActivatedOutput {
     }
 };
 
-// The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places. A thread
-// that writes them one by one writes both, one behind the other.
+// The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places. A
+// thread that writes them one by one writes both, one behind the other.
 template <typename T> struct LowOutput {
     RowAdapters<T> adapters;
     mutable float even;
@@ -229,8 +229,8 @@ __device__ __forceinline__ void finish(
 // stages, then totals and barriers. MAPPED: tensor maps tell where weights and activations are, if the GPU has such.
 template <typename T, typename G, bool MAPPED, typename Output>
 __device__ __forceinline__ void multiply(
-    const TensorMap* weight_map, const TensorMap* input_map, const TiledLinear& arguments, const T* weight, int rows,
-    const T* bias, const Output& output) {
+    const TensorMap* weight_map, const TensorMap* input_map, const TiledLinear& arguments, bool waits, const T* weight,
+    int rows, const T* bias, const Output& output) {
     extern __shared__ __align__(128) char shared[];
     static_assert(G::STAGE_BYTES == HOST_STAGE_BYTES, "as the host counts them");
     const Linear& linear = arguments.linear;
@@ -238,9 +238,8 @@ __device__ __forceinline__ void multiply(
     const int own_columns = G::TEAMS > 1 ? min(team_columns, linear.columns) : linear.columns;
     const Operands<T> operands{
         weight_map, input_map, weight, static_cast<const T*>(arguments.input), arguments.stride, linear.batch, rows,
-        linear.columns, team_columns, {arguments.selected, arguments.tokens}};
+        linear.columns, team_columns, waits, {arguments.selected, arguments.tokens}};
     launch_next_kernel();
-    wait_for_previous_kernel();
     const Work work(G::ROWS, G::UNIT, linear.batch, rows, (own_columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS);
     typename CopiesOf<T, G, MAPPED>::type chunks(operands, work, shared, arguments.stages);
     const Lane<G> lane;
@@ -279,7 +278,7 @@ __device__ __forceinline__ void multiply(
               bool ADAPTED, bool MAPPED>                                                                               \
     __global__ void __launch_bounds__(32 * ROW_WARPS * COLUMN_WARPS * (TOTALS == JOINED ? GROUPS : 1), BLOCKS) NAME(   \
         const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,                     \
-        const __grid_constant__ TiledLinear arguments)
+        const __grid_constant__ TiledLinear arguments, bool waits)
 #define PROMPT_GEOMETRY(PAIRED)                                                                                        \
     using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, COLUMN_WARPS, TOTALS, PAIRED, ADAPTED>;                     \
     const Linear& linear = arguments.linear;                                                                           \
@@ -289,27 +288,27 @@ __device__ __forceinline__ void multiply(
 PROMPT_KERNEL(linear) {
     PROMPT_GEOMETRY(false);
     const FloatOutput output{static_cast<float*>(arguments.output), linear.scale};
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias, output);
 }
 
 // output = activation(input weight^T + bias), rounded
 PROMPT_KERNEL(activated) {
     PROMPT_GEOMETRY(false);
     const ActivatedOutput<T> output{static_cast<T*>(arguments.output)};
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias, output);
 }
 
 // output = activation(gate) up of input weight^T + bias
 PROMPT_KERNEL(gate_up) {
     PROMPT_GEOMETRY(true);
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias, output);
 }
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all.
 PROMPT_KERNEL(linear_residual) {
     PROMPT_GEOMETRY(false);
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias,
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias,
                            residual_output<T>(arguments));
 }
 
@@ -318,7 +317,7 @@ PROMPT_KERNEL(low_products) {
     PROMPT_GEOMETRY(false);
     const RowAdapters<T> adapters(linear);
     weight = static_cast<const T*>(linear.adapters.a), bias = nullptr;
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, adapters.all_low_rows(), bias,
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, false, weight, adapters.all_low_rows(), bias,
                            LowOutput<T>{adapters, 0.f});
     adapters.clear_next();
 }

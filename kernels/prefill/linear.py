@@ -158,12 +158,13 @@ class CudaPromptLinear(CudaTiledKernels):
     dense weights alone.
 
     Of LoRA adapters `low_products` must be launched before a layer that has them. Each is loaded when a launch first
-    needs it. `tiling`: other than the fastest; `accelerated`: the tensor memory accelerator copies, where a GPU has it.
+    needs it. `tiling`: other than the fastest; `accelerated`: the tensor memory accelerator copies, where a GPU has it;
+    `weights_change`: the launch before may write weights, which are else read before it has finished.
     """
 
     most_rows = MAX_PROMPT_ROWS
     tiling: PromptTiling | None = None
-    accelerated = True
+    accelerated, weights_change = True, False
 
     def activated(self, x: DeviceArray, linear: LinearWeights, activation: int, output: DeviceArray) -> Launch:
         """See `NumpyEncoderLinear.activated`."""
@@ -207,4 +208,6 @@ class CudaPromptLinear(CudaTiledKernels):
         activation = arguments.activation if name == "activated" else NO_ACTIVATION
         kernel = prompt_kernel(name, self.dtype, tiling, adapted, mapped, activation)
         grid, shared = tiling.grid(batch, every_row, self.gpu), tiling.shared_bytes(arguments.stages)
-        return Launch(self.module, kernel, grid, tiling.threads, shared, (*maps, arguments))
+        return Launch(
+            self.module, kernel, grid, tiling.threads, shared, (*maps, arguments, ctypes.c_bool(self.weights_change))
+        )
