@@ -158,13 +158,13 @@ class CudaPromptLinear(CudaTiledKernels):
     dense weights alone.
 
     Of LoRA adapters `low_products` must be launched before a layer that has them. Each is loaded when a launch first
-    needs it. `tiling`: other than the fastest; `accelerated`: the tensor memory accelerator copies, where a GPU has it;
-    `weights_change`: the launch before may write weights, which are else read before it has finished.
+    needs it. `tiling`: other than the fastest; `accelerated`: the tensor memory accelerator copies, where a GPU has it.
+    Weights that are not `made` are read before the launch before has finished.
     """
 
     most_rows = MAX_PROMPT_ROWS
     tiling: PromptTiling | None = None
-    accelerated, weights_change = True, False
+    accelerated = True
 
     def activated(self, x: DeviceArray, linear: LinearWeights, activation: int, output: DeviceArray) -> Launch:
         """See `NumpyEncoderLinear.activated`."""
@@ -185,7 +185,7 @@ class CudaPromptLinear(CudaTiledKernels):
         if linear.is_packed:
             raise KernelError("prompts take dense weights: dequantize packed ones first")
         name, adapted = name.replace("selected", "linear"), linear.adapters is not None
-        return self._prompt_launch(name, x, linear.weight, arguments, adapted, tiling)
+        return self._prompt_launch(name, x, linear.weight, arguments, adapted, tiling, linear.made)
 
     def _prompt_launch(
         self,
@@ -195,6 +195,7 @@ class CudaPromptLinear(CudaTiledKernels):
         arguments: TiledLinear,
         adapted: bool = False,
         tiling: PromptTiling | None = None,
+        made: bool = False,
     ) -> Launch:
         """The launch of a kernel over all rows of a weight."""
         batch, (every_row, columns) = arguments.linear.batch, weight.shape
@@ -208,6 +209,4 @@ class CudaPromptLinear(CudaTiledKernels):
         activation = arguments.activation if name == "activated" else NO_ACTIVATION
         kernel = prompt_kernel(name, self.dtype, tiling, adapted, mapped, activation)
         grid, shared = tiling.grid(batch, every_row, self.gpu), tiling.shared_bytes(arguments.stages)
-        return Launch(
-            self.module, kernel, grid, tiling.threads, shared, (*maps, arguments, ctypes.c_bool(self.weights_change))
-        )
+        return Launch(self.module, kernel, grid, tiling.threads, shared, (*maps, arguments, ctypes.c_bool(made)))
