@@ -20,9 +20,11 @@ template <typename T, typename G> struct TileSums {
     Sums<G> slice, group, total;  // a total in shared memory is `place`, and in registers only at the end
     float4* place;
     int steps, steps_left, slices_left;
+    unsigned zero;
     bool has_total;
 
-    __device__ TileSums(float4* own, int steps_of_slice) : place(own), steps(steps_of_slice) {}
+    __device__ TileSums(float4* own, int steps_of_slice, unsigned nothing)
+        : place(own), steps(steps_of_slice), zero(nothing) {}
     __device__ void begin() {
         steps_left = 0, slices_left = SLICES_OF_A_GROUP + 1, has_total = false;
         for_each_sum<G>([&](int r, int c, int i) {
@@ -33,7 +35,7 @@ template <typename T, typename G> struct TileSums {
     // Multiplies the step that lies at `step`, and reads what the next one begins with, which lies where `next` says.
     template <typename Next>
     __device__ void multiply(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
-        fragments.begin();
+        fragments.begin(zero);
         if (steps_left != 0) {
             multiply_step<NOTHING>(fragments, step, lane, next);
         } else {
@@ -96,22 +98,24 @@ template <typename T, typename G> struct TileSums {
     template <int BEGINS, typename Next>
     __device__ void multiply_step(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
         using F = Fragments<G>;
+        const auto nothing = [](int) {};
         if constexpr (F::PARTS == 2) {
-            multiply_part<BEGINS>(fragments, 0, 0, [](int) {});
-            multiply_part<BEGINS>(fragments, 0, 1, [&](int c) { fragments.read_weights(step, lane, F::TILES + c); });
-        } else {
-            multiply_part<BEGINS>(fragments, 0, 0, [](int) {});
-        }
-        const char* after = next();
-        if constexpr (F::PARTS == 2)
+            multiply_part<BEGINS>(fragments, 0, 0, [&](int c) { fragments.read_weights(step, lane, F::TILES + c); });
+            multiply_part<BEGINS>(fragments, 0, 1, nothing);
+            const char* after = next();
             multiply_part<BEGINS>(fragments, 1, 0, [&](int c) {
 #pragma unroll
                 for (int r = c; r < G::ROW_TILES; r += F::TILES) fragments.read_activations(after, lane, r);
+                fragments.read_weights(after, lane, c);
             });
-        else
+            multiply_part<BEGINS>(fragments, 1, 1, nothing);
+        } else {
+            multiply_part<BEGINS>(fragments, 0, 0, nothing);
+            const char* after = next();
 #pragma unroll
             for (int r = 0; r < G::ROW_TILES; ++r) fragments.read_activations(after, lane, r);
-        multiply_part<BEGINS>(fragments, F::PARTS - 1, 1, [&](int c) { fragments.read_weights(after, lane, c); });
+            multiply_part<BEGINS>(fragments, 0, 1, [&](int c) { fragments.read_weights(after, lane, c); });
+        }
     }
     // Multiplies one half of a step's columns by a part of its weights; `then` follows each column tile of the part.
     template <int BEGINS, typename Then>
@@ -245,8 +249,8 @@ __device__ __forceinline__ void multiply(
     const Work work(G::ROWS, G::UNIT, linear.batch, rows, (own_columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS);
     typename CopiesOf<T, G, MAPPED>::type chunks(operands, work, shared, arguments.stages);
     const Lane<G> lane;
-    TileSums<T, G> sums(
-        reinterpret_cast<float4*>(shared + arguments.stages * G::STAGE_BYTES) + threadIdx.x, linear.steps);
+    float4* totals = reinterpret_cast<float4*>(shared + arguments.stages * G::STAGE_BYTES) + threadIdx.x;
+    TileSums<T, G> sums(totals, linear.steps, linear.adapters.low_units);  // which only kernels of few rows have
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         sums.begin();
         Fragments<G> fragments;

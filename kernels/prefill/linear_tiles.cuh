@@ -104,9 +104,9 @@ template <typename G> struct Fragments {
         for (int c = 0; c < TILES; ++c) read_weights(step, lane, c);
     }
     // The next step's activations as the tensor cores take them: four registers side by side, of two loads. What is
-    // combined with zero (blockIdx.z) is a value of its own to the compiler, which would else put the four together
-    // anew for each product, with more moves than products.
-    __device__ void begin() {
+    // combined with a zero that the compiler does not know is a value of its own to it; else it would put the four
+    // together anew for each product, with more moves than products.
+    __device__ void begin(unsigned zero) {
 #pragma unroll
         for (int r = 0; r < G::ROW_TILES; ++r) {
             const uint4 &low = next[r][0], &high = next[r][1];
@@ -114,7 +114,7 @@ template <typename G> struct Fragments {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | blockIdx.z;
+                for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | zero;
         }
     }
     template <typename T> __device__ void multiply(float (&sum)[4], int r, int c, int half, T) const {
