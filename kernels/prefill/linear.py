@@ -156,7 +156,7 @@ class CudaPromptLinear(CudaTiledKernels):
 
     most_rows = MAX_PROMPT_ROWS
     tiling: PromptTiling | None = None
-    accelerated, weights_change = True, False
+    accelerated = weights_change = False
 
     def low_products(self, x: DeviceArray, linear: LinearWeights, selected: DeviceArray | None = None) -> Launch:
         """See `NumpyTiledKernels.low_products`; what a layer with adapters takes in any case."""
