@@ -12,9 +12,8 @@ from typing import Any
 from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
-from edgellm.engines.backends.encoder_calls import encoder_refusal
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
-from edgellm.engines.backends.executors import kernel_executor, plan_refusal, split_refusal
+from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, plan_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
@@ -138,12 +137,11 @@ class CudaBackend(CudaDevice):
         layouts = packed_layouts(checkpoint, specs, self.compute_dtype)
         dense = [spec for spec in specs if spec.name not in layouts]
         paddings = self._paddings()
-        shapes = {spec.name: paddings[spec.name].shape if spec.name in paddings else spec.shape for spec in dense}
         memory = self.zeros_side_by_side(
             {
                 spec.name: (layouts[spec.name].shape, "uint8")
                 if spec.name in layouts
-                else (shapes[spec.name], spec.dtype)
+                else (paddings.get(spec.name, spec).shape, spec.dtype)
                 for spec in specs
             }
         )
@@ -164,21 +162,7 @@ class CudaBackend(CudaDevice):
             for begin, piece in [(first, values)] if padding is None else padding.pieces(first, values):
                 self.upload(whole[begin : begin + piece.size], piece)
             advance(values.nbytes)
-        check = FiniteCheck(checkpoint, dense)
-        looked_at = [part for part in part_places(dense) if check.is_due(part[1]) and part[0].dtype == "compute"]
-        padded = {name: (paddings[spec.name], place) for spec, name, place in looked_at if spec.name in paddings}
-        due = {
-            name: weights[spec.name].reshape(-1)[padded[name][0].place(place) if name in padded else place]
-            for spec, name, place in looked_at
-        }
-        found_at = self._first_not_finite(due)
-        found_at |= {name: padding.published_index(place, found_at[name]) for name, (padding, place) in padded.items()}
-        small = {  # the kernel looks at weights of one dtype
-            name: first_not_finite(checkpoint.raw(name).reshape(-1))
-            for spec, name, _ in part_places(dense)
-            if check.is_due(name) and spec.dtype != "compute"
-        }
-        check.conclude(found_at | small)
+        self._check_finite(checkpoint, dense, weights, paddings)
         found: dict[str, DeviceArray | PackedMatrix] = {**weights}
         packed, started = [spec for spec in specs if spec.name in layouts], time.perf_counter()
         if packed:
@@ -188,6 +172,33 @@ class CudaBackend(CudaDevice):
             logger.info("%d packed weights were brought into the kernels' layout in %.2f s", len(packed), seconds)
         self._load_kernels(found)
         return found
+
+    def _check_finite(
+        self,
+        checkpoint: Checkpoint,
+        dense: Sequence[WeightSpec],
+        weights: Mapping[str, DeviceArray],
+        paddings: Mapping[str, Padding],
+    ) -> None:
+        """Raise CheckpointError for a value among loaded `weights` that is infinite or NaN, where it stands in its
+        tensor: `paddings` say of weights that have zeros between."""
+        check = FiniteCheck(checkpoint, dense)
+        parts = [part for part in part_places(dense) if check.is_due(part[1])]
+        due, padded = dict[str, DeviceArray](), dict[str, tuple[Padding, slice]]()
+        for spec, name, place in parts:
+            if spec.dtype == "compute":
+                padding, whole = paddings.get(spec.name), weights[spec.name].reshape(-1)
+                due[name] = whole[place if padding is None else padding.place(place)]
+                if padding is not None:
+                    padded[name] = padding, place
+        found = self._first_not_finite(due)
+        found |= {name: padding.published_index(place, found[name]) for name, (padding, place) in padded.items()}
+        small = {  # the kernel looks at weights of one dtype
+            name: first_not_finite(checkpoint.raw(name).reshape(-1))
+            for spec, name, _ in parts
+            if spec.dtype != "compute"
+        }
+        check.conclude(found | small)
 
     def _paddings(self) -> dict[str, Padding]:
         """How the weights of vision encoders stand in memory that loaded engines do not take as they are published."""
@@ -234,7 +245,7 @@ class CudaBackend(CudaDevice):
         ways: tuple[Callable[[EngineShape], LoadedEngine | None], ...]
         ways = self._encoder_engine, self._kernel_engine, self._split_engine, self._plan_engine
         if self.executor == "tensorrt":
-            ways = self._split_engine, self._preferred_plan, self._kernel_engine, self._plan_engine
+            ways = self._split_engine, self._preferred_plan, *ways
         engine = next(found for way in ways if (found := way(shape)) is not None)
         self._engines.append(engine)
         if self._is_checked:
@@ -269,11 +280,9 @@ class CudaBackend(CudaDevice):
         return KernelEngine(self._step_kernels(config), executor, config, shape, dtype, limit, packed)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
-        """A vision encoder on kernels, where these are asked for and take it."""
+        """A vision encoder on kernels, where they take it."""
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
-        if self.executor != "kernels" or shape.model != "vision":
-            return None
-        if encoder_refusal(model_program(config, shape), dtype, limit) is not None:
+        if shape.model != "vision" or kernel_refusal(config, shape, dtype, limit) is not None:
             return None
         kernels = EncoderStepKernels(CudaEncoder(self._module), self._any_rows)
         return EncoderEngine(kernels, config, shape, dtype)

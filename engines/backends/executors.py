@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from edgellm.engines.backends.encoder_calls import encoder_refusal
 from edgellm.engines.backends.kernel_executors import Executor, FewRows, ManyRows
 from edgellm.engines.backends.kernel_steps import most_rows, passes, ring_refusal
 from edgellm.engines.backends.prompt_executor import PromptRows
@@ -49,7 +50,7 @@ def kernel_executor(
     if dtype not in ("float16", "bfloat16"):
         return None, f"kernels compute in float16 and bfloat16, not {dtype}"
     if shape.model == "vision":
-        return None, "vision encoders run on TensorRT"
+        return None, "vision encoders have kernels of their own"
     program = replace(model_program(config, passes(shape)[-1][1]), packed=packed or {})
     capacity, rows = capacity or Capacity(shared_limit=shared_limit), most_rows(program)
     order: list[Executor] = []
@@ -71,8 +72,10 @@ def kernel_executor(
 
 
 def kernel_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_limit: int) -> str | None:
-    """Why no executor by hand-written kernels runs a shape, or the whole that a segment is of; None if one does, or
-    runs the segment."""
+    """Why no hand-written kernels run a shape, or the whole that a segment is of; None if they do, or run the
+    segment."""
+    if shape.model == "vision":
+        return encoder_refusal(model_program(config, shape), dtype, shared_limit)
     executor, reason = kernel_executor(config, replace(shape, segment=None), dtype, shared_limit)
     if executor is None and shape.segment is not None:
         executor, _ = kernel_executor(config, shape, dtype, shared_limit)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from edgellm.engines.backends.device_layouts import PackedLayouts
-from edgellm.engines.backends.executors import kernel_executor, split_refusal
+from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
+from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.split_engine import SplitEngine
@@ -17,6 +18,7 @@ from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.program import NormLinear, Program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import ITEM_SIZES
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.prefill.twin import NumpyPrefill
 
 #: Shared memory of a block on GPUs that have least of it: which kernels run a shape may depend on it, scratch hardly.
@@ -25,16 +27,19 @@ _SHARED_LIMIT = 99 << 10
 #: before any array (TensorRT-RTX 1.6.1 on an H200), and a few more when it first ran.
 CODE = {"engines' code": 64 << 20}
 
-_NO_KERNELS = StepKernels(None, None)
+#: Kernels of engines that are never run.
+_NO_KERNELS, _ENCODER = StepKernels(None, None), EncoderStepKernels(cast(Any, None), CudaPromptLinear)
 
 
 def planned_engines(
     models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts
 ) -> dict[str, int]:
     """The bytes of code, by the memory plan's names, and of the scratch that all engines share: what the longest chunk
-    of a prompt needs. Of shapes that TensorRT runs whole it alone knows."""
+    of a prompt needs, or the largest image. Of shapes that TensorRT runs whole it alone knows."""
     found = [0]
     for shape in limits.engine_shapes():
+        if shape.model == "vision" and kernel_refusal(models["vision"], shape, dtype, _SHARED_LIMIT) is None:
+            found.append(EncoderEngine(_ENCODER, models["vision"], shape, dtype).scratch_bytes)
         if shape.phase != "prefill" or shape.tokens < limits.prefill_chunk:
             continue
         config, own = models[shape.model], {**packed.get("base", {}), **packed.get(shape.model, {})}

@@ -31,10 +31,15 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
     const unsigned queries = block.queries + Its::BYTES * row;
     const int lane = threadIdx.x % 32;
     auto sees = [&](int tile) { return works && tile >= block.warp_tile && tile * KEY_TILE < block.warp_end; };
+    unsigned kept[Its::template KEEPS<SPANS> ? Its::STEPS : 1][TILES][4];
     auto compute = [&](Scores<TILES>& score, int tile) {
         const int own = decode::in_register(lane);  // places of matrices are found anew: registers are few
 #pragma unroll
-        for (int k = 0; k < Its::STEPS; ++k) add_step<T, Its>(score, queries, block.place_of(tile), own, k);
+        for (int k = 0; k < Its::STEPS; ++k) {
+            unsigned query[TILES][4];
+            if constexpr (!Its::template KEEPS<SPANS>) load_queries<Its>(query, queries, own, k);
+            add_step<T, Its>(score, Its::template KEEPS<SPANS> ? kept[Its::template KEEPS<SPANS> ? k : 0] : query, block.place_of(tile), own, k);
+        }
         if constexpr (INT8) scale_scores(score, block, tile);
     };
     Weighed<TILES> weighed;
@@ -83,7 +88,9 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
             const int own = decode::in_register(lane);
 #pragma unroll
             for (int k = 0; k < Its::STEPS; ++k) {
-                add_step<T, Its>(next, queries, block.place_of(tile + 1), own, k);
+                unsigned query[TILES][4];
+                load_queries<Its>(query, queries, own, k);
+                add_step<T, Its>(next, query, block.place_of(tile + 1), own, k);
 #pragma unroll
                 for (int n = 2 * BLOCKS * k / Its::STEPS; n < 2 * BLOCKS * (k + 1) / Its::STEPS; ++n) weigh(score, tile, n);
             }
@@ -111,7 +118,12 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
                 block.template load_tile<1>(tile);
             }
             decode::commit_copies();
-            if (tile == block.first_tile) reorder();
+            if (tile == block.first_tile) {
+                reorder();
+                if constexpr (Its::template KEEPS<SPANS>)
+#pragma unroll
+                    for (int k = 0; k < Its::STEPS; ++k) load_queries<Its>(kept[k], queries, lane, k);
+            }
             Scores<TILES> score;
             if (sees(tile)) compute(score, tile);
             if constexpr (Its::STAGES == 1) {
@@ -139,6 +151,8 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS))
     static_assert(Its::BYTES * (Its::ROWS + 2 * Its::STAGES * KEY_TILE) + (INT8 ? 8 * Its::STAGES * KEY_TILE : 0) == HOST_BYTES,
                   "shared memory as the host counts it");
     extern __shared__ __align__(128) char memory[];
+    launch_next_kernel();
+    wait_for_previous_kernel();
     Block<T, Its> block{arguments, division};
     block.find_place(memory);
     const size_t token = static_cast<size_t>(block.sequence) * block.tokens + block.first_token;

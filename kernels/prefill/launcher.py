@@ -29,7 +29,7 @@ _STAGES = {64: 2, 128: 2, 256: 1}
 
 
 #: What an attention kernel is compiled for beside sizes.
-_KINDS = ("int8", "window", "ahead", "early")
+_KINDS = ("int8", "window", "ahead")
 
 
 class _Division(ctypes.Structure):
@@ -42,9 +42,9 @@ def _padded(size: int) -> int:
     return next(padded for padded in _STAGES if padded >= size)
 
 
-def _rows(tiles: int) -> int:
+def _rows(tiles: int, warps: int = _WARPS) -> int:
     """Queries of a block."""
-    return 16 * tiles * _WARPS
+    return 16 * tiles * warps
 
 
 def attention_tiles(size: int, tokens: int, heads: int, multiprocessors: int) -> int:
@@ -56,11 +56,11 @@ def attention_tiles(size: int, tokens: int, heads: int, multiprocessors: int) ->
     return 2 if size <= 128 and -(-tokens // _rows(2)) * heads >= multiprocessors else 1
 
 
-def attention_bytes(size: int, tiles: int, int8: bool = False) -> int:
+def attention_bytes(size: int, tiles: int, int8: bool = False, warps: int = _WARPS) -> int:
     """Shared memory of a block of `causal_attention`, for heads of `size` elements; `int8`: KV rows are."""
     padded = _padded(size)
     keys = _STAGES[padded] * KEY_TILE
-    return 2 * padded * (_rows(tiles) + 2 * keys) + (8 * keys if int8 else 0)
+    return 2 * padded * (_rows(tiles, warps) + 2 * keys) + (8 * keys if int8 else 0)
 
 
 @lru_cache
@@ -75,12 +75,23 @@ def heads_kernel(dtype: str, size: int, int8: bool = False, source: str | None =
 
 @lru_cache
 def attention_kernel(
-    dtype: str, size: int, tiles: int, int8: bool = False, window: bool = False, ahead: bool = False, early: bool = True
+    dtype: str,
+    size: int,
+    tiles: int,
+    int8: bool = False,
+    window: bool = False,
+    ahead: bool = False,
+    early: int = 1,
+    warps: int = _WARPS,
 ) -> Kernel:
     """`causal_attention` for heads of `size` elements; `int8`: KV rows are; `window`: tokens see a part of a ring;
     `ahead`: `attention_ahead`."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
-    own = (("HOST_WARPS", _WARPS), ("HOST_KEY_TILE", KEY_TILE), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
+    own = (
+        ("HOST_WARPS", warps),
+        ("HOST_KEY_TILE", KEY_TILE),
+        ("HOST_BYTES", attention_bytes(size, tiles, int8, warps)),
+    )
     sizes = (*own, ("HOST_DIVISION_BYTES", ctypes.sizeof(_Division)))
     host = (
         *sizes,
@@ -89,8 +100,8 @@ def attention_kernel(
         ("HOST_AHEAD", int(ahead)),
         ("HOST_EARLY", int(early)),
     )
-    kinds = "".join(f"_{kind}" for kind, is_so in zip(_KINDS, (int8, window, ahead, early), strict=True) if is_so)
-    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{kinds}"
+    kinds = "".join(f"_{kind}" for kind, is_so in zip(_KINDS, (int8, window, ahead), strict=True) if is_so)
+    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{kinds}_{early}_{warps}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
 
@@ -133,11 +144,12 @@ class CudaPrefill:
         context: DeviceArray,
         row_scales: RowScales | None = None,
         tiles: int | None = None,
-        early: bool = True,
+        early: int = 1,
+        warps: int = _WARPS,
     ) -> Launch:
         """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest; `early`:
         scores of the next tile are computed while weights are made."""
-        return self._attention("causal_attention", (queries, rows, scale, context, row_scales), tiles, early)
+        return self._attention("causal_attention", (queries, rows, scale, context, row_scales), tiles, early, warps)
 
     def attention_ahead(
         self,
@@ -152,7 +164,9 @@ class CudaPrefill:
         """Attention over the rows up to one that is given for each token; see the contract. `tiles` as above."""
         return self._attention("attention_ahead", (queries, rows, scale, context, row_scales, last_seen), tiles)
 
-    def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None, early: bool = True) -> Launch:
+    def _attention(
+        self, name: str, arguments: tuple[Any, ...], tiles: int | None, early: int = 1, warps: int = _WARPS
+    ) -> Launch:
         queries, rows, _, _, row_scales, *_ = arguments
         check_scales(rows, row_scales)
         sizes = self._check(name, *arguments)
@@ -164,9 +178,11 @@ class CudaPrefill:
         int8 = row_scales is not None
         shape = AttentionShape(batch, tokens, heads, sizes["G"], size, sizes["C"], int8, rows.window)
         division = _Division(shape.span_bits, shape.window_bits if rows.window else 0)
-        grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
-        kernel = attention_kernel(queries.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead", early)
-        return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
+        grid, shared = (heads, batch, -(-tokens // _rows(tiles, warps))), attention_bytes(size, tiles, int8, warps)
+        kernel = attention_kernel(
+            queries.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead", early, warps
+        )
+        return Launch(self._module, kernel, grid, 32 * warps, shared, (packed, division))
 
     def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
         """Dense weights; see the contract."""

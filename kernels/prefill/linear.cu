@@ -21,9 +21,11 @@ template <typename T, typename G> struct TileSums {
     Sums<G> slice, group, total;  // a total in shared memory is `place`, and in registers only at the end
     float4* place;
     int steps, steps_left, slices_left;
+    unsigned zero;
     bool has_total;
 
-    __device__ TileSums(float4* own, int steps_of_slice) : place(own), steps(steps_of_slice) {}
+    __device__ TileSums(float4* own, int steps_of_slice, unsigned nothing)
+        : place(own), steps(steps_of_slice), zero(nothing) {}
     __device__ void begin() {
         steps_left = 0, slices_left = SLICES_OF_A_GROUP + 1, has_total = false;
         for_each_sum<G>([&](int r, int c, int i) {
@@ -31,18 +33,19 @@ template <typename T, typename G> struct TileSums {
             if (G::TOTALS == REGISTERS) total[r][c][i] = 0.f;
         });
     }
-    // Multiplies a step, and reads the next one, which lies where `next` says.
-    template <typename Next> __device__ void multiply(Fragments<G>& fragments, const Lane<G>& lane, const Next& next) {
-        fragments.begin();
+    // Multiplies the step that lies at `step`, and reads what the next one begins with, which lies where `next` says.
+    template <typename Next>
+    __device__ void multiply(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
+        fragments.begin(zero);
         if (steps_left != 0) {
-            multiply_step<NOTHING>(fragments, lane, next);
+            multiply_step<NOTHING>(fragments, step, lane, next);
         } else {
             steps_left = steps;
             if (--slices_left != 0) {
-                multiply_step<SLICE>(fragments, lane, next);
+                multiply_step<SLICE>(fragments, step, lane, next);
             } else {
                 slices_left = SLICES_OF_A_GROUP;
-                multiply_step<GROUP>(fragments, lane, next);
+                multiply_step<GROUP>(fragments, step, lane, next);
                 has_total = true;
             }
         }
@@ -94,23 +97,42 @@ template <typename T, typename G> struct TileSums {
 
   private:
     template <int BEGINS, typename Next>
-    __device__ void multiply_step(Fragments<G>& fragments, const Lane<G>& lane, const Next& next) {
+    __device__ void multiply_step(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
+        using F = Fragments<G>;
+        const auto nothing = [](int) {};
+        if constexpr (F::PARTS == 2) {
+            multiply_part<BEGINS>(fragments, 0, 0, [&](int c) { fragments.read_weights(step, lane, F::TILES + c); });
+            multiply_part<BEGINS>(fragments, 0, 1, nothing);
+            const char* after = next();
+            multiply_part<BEGINS>(fragments, 1, 0, [&](int c) {
 #pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c)
+                for (int r = c; r < G::ROW_TILES; r += F::TILES) fragments.read_activations(after, lane, r);
+                fragments.read_weights(after, lane, c);
+            });
+            multiply_part<BEGINS>(fragments, 1, 1, nothing);
+        } else {
+            multiply_part<BEGINS>(fragments, 0, 0, nothing);
+            const char* after = next();
+#pragma unroll
+            for (int r = 0; r < G::ROW_TILES; ++r) fragments.read_activations(after, lane, r);
+            multiply_part<BEGINS>(fragments, 0, 1, [&](int c) { fragments.read_weights(after, lane, c); });
+        }
+    }
+    // Multiplies one half of a step's columns by a part of its weights; `then` follows each column tile of the part.
+    template <int BEGINS, typename Then>
+    __device__ void multiply_part(Fragments<G>& fragments, int part, int half, const Then& then) {
+        constexpr int TILES = Fragments<G>::TILES;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            const int c = part * TILES + i;
 #pragma unroll
             for (int r = 0; r < G::ROW_TILES; ++r) {
                 // Each sum is added where its next product is made, so that additions stand between products.
-                if (BEGINS != NOTHING) end_slice(r, c);
-                if (BEGINS == GROUP) end_group(r, c);
-                fragments.multiply(slice[r][c], r, c, 0, T());
+                if (BEGINS != NOTHING && half == 0) end_slice(r, c);
+                if (BEGINS == GROUP && half == 0) end_group(r, c);
+                fragments.multiply(slice[r][c], r, c, half, T());
             }
-        const char* step = next();
-        fragments.read_activations(step, lane);
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c) {
-#pragma unroll
-            for (int r = 0; r < G::ROW_TILES; ++r) fragments.multiply(slice[r][c], r, c, 1, T());
-            fragments.read_weights(step, lane, c);
+            then(i);
         }
     }
     template <typename Action> __device__ void for_each_place(const Action& action) {
@@ -137,8 +159,8 @@ template <typename T, typename G> struct TileSums {
     }
 };
 
-// What becomes of a thread's sums, of a tile all of whose rows and columns exist, in even rows. rows: the layer's outputs,
-// of gates and ups half of its weight rows.
+// What becomes of a thread's sums, of a tile all of whose rows and columns exist, in even rows. rows: the layer's
+// outputs, of gates and ups half of its weight rows.
 template <typename T, typename G, typename Output>
 __device__ __forceinline__ void write_whole(
     const Sums<G>& total, const Lane<G>& lane, const T* bias, const Output& output, const Place& place, int rows) {
@@ -201,8 +223,8 @@ template <typename T> struct ActivatedOutput {
     }
 };
 
-// The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places. A thread
-// that writes them one by one writes both, one behind the other.
+// The products of LoRA adapters' A as an output of their own: columns n, which is even, and n + 1 of all places. A
+// thread that writes them one by one writes both, one behind the other.
 template <typename T> struct LowOutput {
     RowAdapters<T> adapters;
     mutable float even;
@@ -229,8 +251,8 @@ __device__ __forceinline__ void finish(
 // stages, then totals and barriers. MAPPED: tensor maps tell where weights and activations are, if the GPU has such.
 template <typename T, typename G, bool MAPPED, typename Output>
 __device__ __forceinline__ void multiply(
-    const TensorMap* weight_map, const TensorMap* input_map, const TiledLinear& arguments, const T* weight, int rows,
-    const T* bias, const Output& output) {
+    const TensorMap* weight_map, const TensorMap* input_map, const TiledLinear& arguments, bool waits, const T* weight,
+    int rows, const T* bias, const Output& output) {
     extern __shared__ __align__(128) char shared[];
     static_assert(G::STAGE_BYTES == HOST_STAGE_BYTES, "as the host counts them");
     const Linear& linear = arguments.linear;
@@ -238,14 +260,13 @@ __device__ __forceinline__ void multiply(
     const int own_columns = G::TEAMS > 1 ? min(team_columns, linear.columns) : linear.columns;
     const Operands<T> operands{
         weight_map, input_map, weight, static_cast<const T*>(arguments.input), arguments.stride, linear.batch, rows,
-        linear.columns, team_columns, {arguments.selected, arguments.tokens}};
+        linear.columns, team_columns, waits, {arguments.selected, arguments.tokens}};
     launch_next_kernel();
-    wait_for_previous_kernel();
     const Work work(G::ROWS, G::UNIT, linear.batch, rows, (own_columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS);
     typename CopiesOf<T, G, MAPPED>::type chunks(operands, work, shared, arguments.stages);
     const Lane<G> lane;
-    TileSums<T, G> sums(
-        reinterpret_cast<float4*>(shared + arguments.stages * G::STAGE_BYTES) + threadIdx.x, linear.steps);
+    float4* totals = reinterpret_cast<float4*>(shared + arguments.stages * G::STAGE_BYTES) + threadIdx.x;
+    TileSums<T, G> sums(totals, linear.steps, linear.adapters.low_units);  // which only kernels of few rows have
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         sums.begin();
         Fragments<G> fragments;
@@ -253,10 +274,10 @@ __device__ __forceinline__ void multiply(
 #pragma unroll 1
         for (int chunk = 1; chunk <= work.chunks; ++chunk) {
             chunks.copy();
-            const char* first = chunks.stage();
-            sums.multiply(fragments, lane, [&] { return first + G::STEP_BYTES; });
+            const char *first = chunks.stage(), *second = first + G::STEP_BYTES;
+            sums.multiply(fragments, first, lane, [&] { return second; });
             // Behind the last chunk something is read that nobody multiplies.
-            sums.multiply(fragments, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
+            sums.multiply(fragments, second, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
         }
         const Place place = work.place_of(tile);
         if constexpr (G::TOTALS == JOINED) {
@@ -279,7 +300,7 @@ __device__ __forceinline__ void multiply(
               bool ADAPTED, bool MAPPED>                                                                               \
     __global__ void __launch_bounds__(32 * ROW_WARPS * COLUMN_WARPS * (TOTALS == JOINED ? GROUPS : 1), BLOCKS) NAME(   \
         const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,                     \
-        const __grid_constant__ TiledLinear arguments)
+        const __grid_constant__ TiledLinear arguments, bool waits)
 #define PROMPT_GEOMETRY(PAIRED)                                                                                        \
     using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, COLUMN_WARPS, TOTALS, PAIRED, ADAPTED>;                     \
     const Linear& linear = arguments.linear;                                                                           \
@@ -289,27 +310,27 @@ __device__ __forceinline__ void multiply(
 PROMPT_KERNEL(linear) {
     PROMPT_GEOMETRY(false);
     const FloatOutput output{static_cast<float*>(arguments.output), linear.scale};
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias, output);
 }
 
 // output = activation(input weight^T + bias), rounded
 PROMPT_KERNEL(activated) {
     PROMPT_GEOMETRY(false);
     const ActivatedOutput<T> output{static_cast<T*>(arguments.output)};
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias, output);
 }
 
 // output = activation(gate) up of input weight^T + bias
 PROMPT_KERNEL(gate_up) {
     PROMPT_GEOMETRY(true);
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias, output);
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias, output);
 }
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all.
 PROMPT_KERNEL(linear_residual) {
     PROMPT_GEOMETRY(false);
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, linear.rows, bias,
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias,
                            residual_output<T>(arguments));
 }
 
@@ -318,7 +339,7 @@ PROMPT_KERNEL(low_products) {
     PROMPT_GEOMETRY(false);
     const RowAdapters<T> adapters(linear);
     weight = static_cast<const T*>(linear.adapters.a), bias = nullptr;
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, weight, adapters.all_low_rows(), bias,
+    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, false, weight, adapters.all_low_rows(), bias,
                            LowOutput<T>{adapters, 0.f});
     adapters.clear_next();
 }

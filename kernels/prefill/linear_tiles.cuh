@@ -79,8 +79,11 @@ PROMPT_MULTIPLY(__nv_bfloat16, "bf16")
 #undef PROMPT_MULTIPLY
 
 // What a warp multiplies in a step of 32 columns: of each row a lane has eight columns, of which the first four are
-// multiplied first, as the decode kernels do. While the others are, the next step's come, each to where one is done.
+// multiplied first, as the decode kernels do. Weights come in two parts, if a part has work for long enough: the second
+// while the first is multiplied, and while the second is, the first of the next step.
 template <typename G> struct Fragments {
+    static constexpr bool IN_PARTS = G::ROW_TILES * G::COLUMN_TILES >= 16 || G::TOTALS == JOINED;
+    static constexpr int PARTS = IN_PARTS ? 2 : 1, TILES = G::COLUMN_TILES / PARTS;
     unsigned activations[G::ROW_TILES][2][4];
     uint4 weights[G::COLUMN_TILES], next[G::ROW_TILES][2];
 
@@ -88,22 +91,22 @@ template <typename G> struct Fragments {
     __device__ void read_weights(const char* step, const Lane<G>& lane, int c) {
         weights[c] = at(step + lane.tile_row(c) * ROW_BYTES + threadIdx.x % 32 * 16);
     }
-    __device__ void read_activations(const char* step, const Lane<G>& lane) {
+    __device__ void read_activations(const char* step, const Lane<G>& lane, int r) {
         const char* rows = step + (G::WEIGHT_ROWS + lane.row) * ROW_BYTES + threadIdx.x % 32 * 16;
 #pragma unroll
-        for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) next[r][half] = at(rows + (r * 16 + half * 8) * ROW_BYTES);
+        for (int half = 0; half < 2; ++half) next[r][half] = at(rows + (r * 16 + half * 8) * ROW_BYTES);
     }
+    // What a step begins with.
     __device__ void read(const char* step, const Lane<G>& lane) {
-        read_activations(step, lane);
 #pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c) read_weights(step, lane, c);
+        for (int r = 0; r < G::ROW_TILES; ++r) read_activations(step, lane, r);
+#pragma unroll
+        for (int c = 0; c < TILES; ++c) read_weights(step, lane, c);
     }
     // The next step's activations as the tensor cores take them: four registers side by side, of two loads. What is
-    // combined with zero (blockIdx.z) is a value of its own to the compiler, which would else put the four together
-    // anew for each product, with more moves than products.
-    __device__ void begin() {
+    // combined with a zero that the compiler does not know is a value of its own to it; else it would put the four
+    // together anew for each product, with more moves than products.
+    __device__ void begin(unsigned zero) {
 #pragma unroll
         for (int r = 0; r < G::ROW_TILES; ++r) {
             const uint4 &low = next[r][0], &high = next[r][1];
@@ -111,7 +114,7 @@ template <typename G> struct Fragments {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | blockIdx.z;
+                for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | zero;
         }
     }
     template <typename T> __device__ void multiply(float (&sum)[4], int r, int c, int half, T) const {
@@ -127,12 +130,13 @@ struct __align__(64) TensorMap {
 };
 
 // A matrix product's operands. The maps tell the tensor memory accelerator of weight and input. rows: N, or half of it
-// of gate and up. input: rows `stride` elements apart, of which `source` says where row b lies. team_columns: of a group
-// of slices.
+// of gate and up. input: rows `stride` elements apart, of which `source` says where row b lies. team_columns: of a
+// group of slices. waits: the previous kernel may write weights.
 template <typename T> struct Operands {
     const TensorMap *weight_map, *input_map;
     const T *weight, *input;
     int stride, batch, rows, columns, team_columns;
+    bool waits;
     SelectedRows source;
 };
 
@@ -141,8 +145,8 @@ struct Place {
     int row, column;
 };
 
-// All tiles, in chunks of 64 columns, those of a team. Blocks that run at once have tiles of few rows of activations and
-// few weight rows, which the second-level cache then gives to several: tiles follow each other downwards in a band.
+// All tiles, in chunks of 64 columns, those of a team. Blocks that run at once have tiles of few rows of activations
+// and few weight rows, which the second-level cache then gives to several: tiles go downwards within a band.
 struct Work {
     int tile_rows, tile_columns, high, wide, tiles, chunks;
 
@@ -175,11 +179,16 @@ template <typename T, typename G> struct Copies {
         own_row = threadIdx.x / 32 * 4 + lane / 16 * 2 + lane / 4 % 2, own_column = step * 32 + piece * 8;
         own = shared_address(shared) + step * G::STEP_BYTES + own_row * ROW_BYTES + piece * 16;
         begin_tile();
+        if (operands.waits) wait_for_previous_kernel();
+        Copies early = *this;  // weights come before what the previous kernel computes is there
 #pragma unroll 1
-        for (int i = 0; i < stages - 1; ++i) copy();
+        for (int i = 0; i < stages - 1; ++i) early.template copy<true, false>();
+        wait_for_previous_kernel();
+#pragma unroll 1
+        for (int i = 0; i < stages - 1; ++i) copy<false, true>();
     }
     // Behind the last row and the last column are zeros, for which nothing is read.
-    __device__ void copy() {
+    template <bool WEIGHTS = true, bool INPUT = true> __device__ void copy() {
         if (tile < work.tiles) {
             const int columns = operands.columns - chunk * STAGE_COLUMNS - own_column;
 #pragma unroll
@@ -187,9 +196,10 @@ template <typename T, typename G> struct Copies {
                 const int first = team * operands.team_columns;
                 const unsigned target = own + written_stage * G::STAGE_BYTES + team * G::TEAM_BYTES;
 #pragma unroll
-                for (int s = 0; s < G::SUMS; ++s)
+                for (int s = 0; WEIGHTS && s < G::SUMS; ++s)
                     copy_rows<G::UNIT>(target + s * G::UNIT * ROW_BYTES, weights[s] + first, operands.columns,
                                        first < columns ? weight_rows : 0);
+                if (!INPUT) continue;
                 const unsigned rows = target + G::WEIGHT_ROWS * ROW_BYTES;
                 if (operands.source.selected == nullptr)
                     copy_rows<G::ROWS>(rows, input + first, operands.stride, first < columns ? input_rows : 0);
@@ -204,7 +214,7 @@ template <typename T, typename G> struct Copies {
             }
         }
         if (++written_stage == stages) written_stage = 0;
-        commit_copies();
+        if (INPUT) commit_copies();
     }
     __device__ void begin_tile() {
         if (tile >= work.tiles) return;
@@ -275,12 +285,17 @@ template <typename T, typename G> struct MappedCopies {
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
         __syncthreads();
+        if (operands.waits) wait_for_previous_kernel();
+        MappedCopies early = *this;
 #pragma unroll 1
-        for (int i = 0; i < stages - 1; ++i) copy();
+        for (int i = 0; i < stages - 1; ++i) early.template copy<true, false>();
+        wait_for_previous_kernel();
+#pragma unroll 1
+        for (int i = 0; i < stages - 1; ++i) copy<false, true>();
     }
-    __device__ void copy() {
+    template <bool WEIGHTS = true, bool INPUT = true> __device__ void copy() {
         if (tile < work.tiles) {
-            if (threadIdx.x == 0) copy_stage(work.place_of(tile));
+            if (threadIdx.x == 0) copy_stage<WEIGHTS, INPUT>(work.place_of(tile));
             if (++chunk == work.chunks) chunk = 0, tile += gridDim.x;
         }
         if (++written_stage == stages) written_stage = 0;
@@ -302,20 +317,21 @@ template <typename T, typename G> struct MappedCopies {
     }
 
   private:
-    __device__ void copy_stage(const Place& place) const {
+    template <bool WEIGHTS, bool INPUT> __device__ void copy_stage(const Place& place) const {
         const unsigned barrier = barriers + 8 * written_stage;
-        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(G::STAGE_BYTES)
-                     : "memory");
+        if (WEIGHTS)
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(G::STAGE_BYTES)
+                         : "memory");
 #pragma unroll 1
         for (int i = 0; i < G::TEAMS * STAGE_STEPS; ++i) {
             const int team = i / STAGE_STEPS, step = i % STAGE_STEPS;
             const int column = team * operands.team_columns + chunk * STAGE_COLUMNS + step * 32;
             const unsigned target = shared_address(memory) + written_stage * G::STAGE_BYTES + i * G::STEP_BYTES;
 #pragma unroll
-            for (int s = 0; s < G::SUMS; ++s)
+            for (int s = 0; WEIGHTS && s < G::SUMS; ++s)
                 copy_tile(target + s * G::UNIT * ROW_BYTES, operands.weight_map, column,
                           place.column + s * operands.rows, barrier);
-            copy_tile(target + G::WEIGHT_ROWS * ROW_BYTES, operands.input_map, column, place.row, barrier);
+            if (INPUT) copy_tile(target + G::WEIGHT_ROWS * ROW_BYTES, operands.input_map, column, place.row, barrier);
         }
     }
     static __device__ void copy_tile(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) {

@@ -22,13 +22,18 @@ template <int TILES, int COLUMNS, bool SPANS> struct Sums {
     float maximum[TILES][2], total[TILES][2], sum[SPANS ? TILES : 1][SPANS ? COLUMNS / 8 : 1][4];
 };
 
-// Products of queries and a tile's keys: step `k` of 16 elements.
-template <typename T, typename Its, int TILES>
-__device__ __forceinline__ void add_step(Scores<TILES>& score, unsigned queries, unsigned keys, int lane, int k) {
-    unsigned query[TILES][4];
+// Step `k` of 16 elements of queries, as operands.
+template <typename Its, int TILES>
+__device__ __forceinline__ void load_queries(unsigned (&query)[TILES][4], unsigned queries, int lane, int k) {
 #pragma unroll
     for (int m = 0; m < TILES; ++m)
         load_matrices(query[m], queries + offset_of<Its::SIZE>(16 * m + lane % 16, 2 * k + lane / 16));
+}
+
+// Products of queries and a tile's keys: step `k` of 16 elements.
+template <typename T, typename Its, int TILES>
+__device__ __forceinline__ void add_step(Scores<TILES>& score, const unsigned (&query)[TILES][4], unsigned keys, int lane,
+                                         int k) {
 #pragma unroll
     for (int n = 0; n < BLOCKS; ++n) {
         unsigned key[4];

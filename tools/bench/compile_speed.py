@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--architecture", default="sm_90", choices=sorted(SHARED_MEMORY))
     parser.add_argument("--dtype", default="float16", choices=("float16", "bfloat16"))
     arguments = parser.parse_args()
-    tiled_linear.tensor_map = lambda *ignored: tiled_linear._Map()  # the driver's, which is not there
+    tiled_linear.tensor_map = lambda *ignored: tiled_linear.TensorMap()  # the driver's, which is not there
     print(provenance())
     known: set[ModuleSource] = set()
     plain = EngineLimits(1, 512, 4096)

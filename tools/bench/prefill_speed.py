@@ -21,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +63,8 @@ PARTS = ("attention", "linears", "narrow", "packed", "prompts", "torch")
 #: Tokens that are new, and rows before them.
 STEPS = ((128, 0), (512, 0), (2000, 0), (4000, 0), (8000, 0), (512, 3488), (2000, 2000), (2000, 6000))
 LAYERS_IN_TURN = 4
+#: Tiles of a warp, form and warps of attention.
+FORMS = ((1, 0, 4), (1, 1, 4), (1, 2, 4), (1, 1, 8), (1, 2, 8), (2, 0, 4), (2, 1, 4))
 #: Launches of a kernel of attention in a graph: enough of them that a graph's own launch is little.
 IN_GRAPH = 20
 #: Of packed weights; the rows of steps by kernels, and the KV rows of whole steps.
@@ -151,10 +152,8 @@ def time_attention(bench: Bench, name: str, config: DecoderConfig) -> None:
         given = queries, rows, size**-0.5, context
         span = bench.microseconds(bench.prefill.causal_attention(*given))
         each = {
-            f"tiles_{tiles}{'_early' * early}_us": bench.microseconds(
-                bench.prefill.causal_attention(*given, tiles=tiles, early=early)
-            )
-            for tiles, early in (product((1, 2), (False, True)) if size <= 128 else ((1, False),))
+            "_".join(map(str, form)): bench.microseconds(bench.prefill.causal_attention(*given, None, *form))
+            for form in FORMS[: None if size <= 128 else 1]
         }
         operations = 4 * heads * size * (tokens * start + tokens * (tokens + 1) / 2)
         label = f"{name} attention {tokens} behind {start}"

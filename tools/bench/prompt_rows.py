@@ -79,8 +79,11 @@ class Bench:
         self.kernels.tiling, self.kernels.accelerated = choice
         linear = LinearWeights(self.array(weight))
         if gated:
-            return self.kernels.gate_up(self.array(x), linear, "silu", self.array(output))
-        return self.kernels.linear(self.array(x), linear, self.array(output))
+            launch = self.kernels.gate_up(self.array(x), linear, "silu", self.array(output))
+        else:
+            launch = self.kernels.linear(self.array(x), linear, self.array(output))
+        launch.overlap_previous()
+        return launch
 
     def array(self, tensor: Any) -> DeviceArray:
         """A tensor as kernels take it."""

@@ -171,7 +171,7 @@ def test_an_image_has_the_same_bits_in_a_larger_engine(gpu: Any, name: str, kind
 
 def encoder_backend(directory: EngineDirectory) -> CudaBackend:
     """A backend that runs vision encoders on kernels."""
-    backend = CudaBackend(directory, executor="kernels")
+    backend = CudaBackend(directory)
     backend._any_rows.tiling = TILINGS[-1]
     return backend
 

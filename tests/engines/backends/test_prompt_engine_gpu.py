@@ -18,7 +18,7 @@ MODELS: dict[str, DecoderConfig] = {
     "last_features": replace(LLAMA, feature_layers=(0, 2)),
     "biases": replace(FAMILIES["llama_untied_biases"], feature_layers=(1,)),
     "qwen3": replace(FAMILIES["qwen3"], hidden_size=512, intermediate_size=1536),
-    "olmo2": FAMILIES["olmo2"],
+    "olmo2": SCALED["olmo2"],
     "heads_of_128": ODD["heads_of_128"],
     "heads_of_80": ODD["heads_of_80"],
     "many_heads_a_group": ODD["many_heads_a_group"],
