@@ -124,7 +124,7 @@ def _driver() -> str:
 def _tensorrt() -> str:
     library = find_tensorrt()
     if library is None:
-        return "none: kernels run text models without; vision encoders on a GPU and --executor tensorrt need it"
+        return "none: kernels run models without; --executor tensorrt, and what kernels refuse, need it"
     name = "TensorRT-RTX" if library.flavour == "rtx" else "TensorRT"
     targets = ", ".join(library.buildable_targets) or "none without its GPU"
     return f"{name} {library.version}, builds for {targets}"
