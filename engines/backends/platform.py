@@ -73,8 +73,8 @@ def find_tensorrt() -> TensorRTLibrary | None:
 
 #: What can be done where something asked for TensorRT that runs a model.
 _INSTEAD = (
-    "TensorRT runs steps that no kernels take, and with --executor tensorrt all that it can: --executor auto runs these "
-    "on kernels, --backend numpy needs no GPU."
+    "TensorRT runs steps that no kernels take, and with --executor tensorrt all that it can: --executor auto runs "
+    "these on kernels, --backend numpy needs no GPU."
 )
 
 

@@ -285,9 +285,9 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
         return (present,), ""
     missing = "TensorRT" if find_tensorrt() is None else "GPU"
     return (), (
-        f"No {missing} was found, so no plans are built. A GPU's kernels run models without, and the NumPy backend runs "
-        "all where there is no GPU. What kernels refuse takes plans on first use, on a machine with a GPU and TensorRT; "
-        "for a GPU that is elsewhere: edgellm build --refresh-plans ENGINE_DIR --target sm_86."
+        f"No {missing} was found, so no plans are built. A GPU's kernels run models without, and the NumPy backend "
+        "runs all where there is no GPU. What kernels refuse takes plans on first use, on a machine with a GPU and "
+        "TensorRT; for a GPU that is elsewhere: edgellm build --refresh-plans ENGINE_DIR --target sm_86."
     )
 
 
