@@ -16,12 +16,10 @@ from edgellm.engines.backends.executors import kernel_executor, plan_refusal, sp
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import Executor, ManyRows, StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
-from edgellm.engines.backends.plan_files import gpu_platform, load_or_build_plan
 from edgellm.engines.backends.planned_engines import CODE
-from edgellm.engines.backends.platform import load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
-from edgellm.engines.backends.tensorrt_engine import RuntimeCache, TensorRTEngine
-from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.backends.step_modules import step_modules
+from edgellm.engines.backends.tensorrt_engine import TensorRTEngine, TensorRTPlans
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -63,12 +61,12 @@ class CudaBackend(CudaDevice):
         """`packed` are the `model_layouts` of a directory with packed weights."""
         self._directory, self._packed = directory, packed or {}
         self.compute_dtype = directory.dtype
-        self._library = load_tensorrt()
+        self._plans: TensorRTPlans | None = None  # loaded where a shape needs a plan
         self._opened: ExitStack | None = None
         with ExitStack() as opened:
             super().__init__()
             opened.callback(super().close)
-            self._module = KernelModule(self.gpu, self.stream)
+            self._module = KernelModule(self.gpu, self.stream, directory.kept_kernels(self.gpu))
             opened.callback(self._module.close)
             self._load()
             self._opened = opened.pop_all()
@@ -76,10 +74,8 @@ class CudaBackend(CudaDevice):
     def _load(self) -> None:
         rows = most_logit_rows(self._directory.limits)
         workspace = self.zeros((CudaSampling.workspace_bytes(rows),), "uint8")
-        self.kernels = CudaSampling(self._module, self.compute_dtype, workspace)
-        self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
-        self._platform = gpu_platform(self.gpu, self._library)
-        self._runtime_cache = RuntimeCache(f"{self._platform.folder} {self._directory.description_sha256}")
+        with self._module.side_by_side(waits=False):
+            self.kernels = CudaSampling(self._module, self.compute_dtype, workspace)
         self._engines: list[TensorRTEngine | KernelEngine | SplitEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
         self._many: CudaTiledKernels | None = None
@@ -173,9 +169,17 @@ class CudaBackend(CudaDevice):
         """Those of the engines whose weights are there, now that it is known how these are packed."""
         packed = {name: weight.layout for name, weight in weights.items() if isinstance(weight, PackedMatrix)}
         self._loaded |= dict.fromkeys(weights) | packed
-        for engine in self._engines:
-            if not isinstance(engine, TensorRTEngine):
-                engine.load_kernels(self._loaded)
+        with self._module.side_by_side():
+            self.prepare_steps()
+            for engine in self._engines:
+                if not isinstance(engine, TensorRTEngine):
+                    engine.load_kernels(self._loaded)
+
+    def prepare_steps(self) -> None:
+        """Have compiled what steps may ask for beside engines, as far as it is known which weights are packed."""
+        models = self._directory.models
+        for source in step_modules(models, self.compute_dtype, self._loaded):
+            self._module.prepare(source)
 
     def _first_not_finite(self, tensors: Mapping[str, DeviceArray]) -> dict[str, int]:
         """The index of the first value of each tensor [n] that is infinite or NaN, by name; -1 for none.
@@ -204,7 +208,8 @@ class CudaBackend(CudaDevice):
         """The decode kernels where they take model and shape (they are faster), otherwise plans: of what stands between
         attention, or of the whole where kernels do not take that; EngineError where nothing runs a shape. One that is
         loaded after `check_memory` has scratch of its own where it needs more than there is."""
-        engine = self._kernel_engine(shape) or self._split_engine(shape) or self._plan_engine(shape)
+        with self._module.side_by_side(waits=False):
+            engine = self._kernel_engine(shape) or self._split_engine(shape) or self._plan_engine(shape)
         self._engines.append(engine)
         if self._is_checked:
             small = engine.scratch_bytes > self._scratch.nbytes
@@ -258,20 +263,14 @@ class CudaBackend(CudaDevice):
 
     def _plan_engine(self, shape: EngineShape) -> TensorRTEngine:
         """Load the plan from the engine directory or the cache; build it where there is none."""
-        config, attention = self._directory.model_config(shape.model), self._directory.attention
-        is_packed = shape.model in self._packed
+        config, is_packed = self._directory.model_config(shape.model), shape.model in self._packed
         refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, is_packed)
         if refusal is not None:
             raise EngineError(refusal)
 
-        def build() -> bytes:
-            capability = self._platform.compute_capability
-            stage = f"Plans are built for {capability} with TensorRT {self._library.version}: none were there"
-            logger.warning("%s: %s", stage, shape.name, extra={"stage": (stage, shape.name)})
-            return build_plan(config, shape, self.compute_dtype, attention, capability)
-
-        plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
-        return TensorRTEngine(self._library, self._runtime, plan, shape, self._runtime_cache)
+        if self._plans is None:
+            self._plans = TensorRTPlans(self._directory, self.gpu)
+        return self._plans.engine(shape)
 
     def scratch_bytes(self) -> int:
         """The largest need of a loaded engine: they run one after another."""
@@ -279,7 +278,8 @@ class CudaBackend(CudaDevice):
 
     def check_memory(self, plan: MemoryPlan) -> None:
         """Compare the plan with the free memory of the GPU, then allocate the engines' scratch."""
-        self._runtime_cache.save()  # by now every engine is loaded
+        if self._plans is not None:
+            self._plans.save()  # by now every engine is loaded
         free, total = self.free_memory()
         if plan.total > free:
             raise DeviceMemoryError(
@@ -295,38 +295,15 @@ class CudaBackend(CudaDevice):
     def _attach(self, engine: TensorRTEngine | KernelEngine | SplitEngine, scratch: DeviceArray) -> None:
         engine.attach(self, scratch)
         if not isinstance(engine, TensorRTEngine):
-            engine.load_kernels(self._loaded)
+            with self._module.side_by_side():
+                engine.load_kernels(self._loaded)
 
     def close(self) -> None:
         """Free engines, scratch and kernels, then leave the context."""
         if self._opened is None:
             return
         self._engines.clear()
-        self._runtime = None
+        self._plans = None
         self._scratch = None
         opened, self._opened = self._opened, None
         opened.close()
-
-
-class _Logger:
-    """Passes TensorRT's warnings and errors on to logging."""
-
-    @staticmethod
-    def make(trt: Any) -> Any:
-        severity = trt.ILogger.Severity
-        levels = {
-            severity.INTERNAL_ERROR: logging.ERROR,
-            severity.ERROR: logging.ERROR,
-            severity.WARNING: logging.INFO,
-            severity.INFO: logging.DEBUG,
-            severity.VERBOSE: logging.DEBUG,
-        }
-
-        class Logger(trt.ILogger):
-            def __init__(self) -> None:
-                trt.ILogger.__init__(self)
-
-            def log(self, level: Any, message: str) -> None:
-                logger.log(levels[level], "%s", message)
-
-        return Logger()

@@ -273,10 +273,7 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
     TensorRT cannot build for here.
     """
     if targets:
-        library = load_tensorrt(
-            "Or leave --target out: no plans are made then, and a machine with a GPU and TensorRT makes them on first "
-            "use."
-        )
+        library = load_tensorrt("A machine with a GPU and TensorRT makes plans on first use, too.")
         for target in targets:
             check_target(target, library)
         return tuple(Platform(target, library.flavour, library.version) for target in dict.fromkeys(targets)), ""
@@ -289,6 +286,12 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
         "and TensorRT plans are made on first use; for a GPU that is elsewhere: edgellm build --refresh-plans "
         "ENGINE_DIR --target sm_86."
     )
+
+
+def plannable_targets(capabilities: Sequence[str]) -> list[str]:
+    """Those of compute capabilities that plans can be built for on this machine."""
+    library = find_tensorrt()
+    return [] if library is None else [each for each in capabilities if each in library.buildable_targets]
 
 
 def check_target(target: str, library: TensorRTLibrary) -> None:

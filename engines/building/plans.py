@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from edgellm.engines.backends.plan_files import Platform
 from edgellm.engines.backends.platform import usable_cores
@@ -29,6 +29,9 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.engines.model.vision import VisionConfig
+
+if TYPE_CHECKING:  # a process that builds plans does without
+    from edgellm.engines.building.kernels import BuiltKernels
 
 _MOST_WORKERS = 4
 #: A worker took 370 MB for Llama-3.2-1B's shapes; more is left free, as a device that runs out of memory freezes.
@@ -61,7 +64,7 @@ class BuildReport:
     by side). `targets` are the compute capabilities built for; `head_bytes` are those of packed heads.
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
-    upper bound, as they share libraries. `notes` are what a user should know. `token_seconds` are those that a check
+    upper bound, as they share libraries. `kernels` are those compiled for targets. `notes` are what a user should know. `token_seconds` are those that a check
     spent on a token of the model, which are in none of the others.
     """
 
@@ -82,6 +85,7 @@ class BuildReport:
     notes: list[str] = field(default_factory=list)
     workers_peak_bytes: int = 0
     targets: list[str] = field(default_factory=list)
+    kernels: list[BuiltKernels] = field(default_factory=list)
     token_seconds: float = 0.0
 
 
