@@ -16,7 +16,7 @@ from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption
 from edgellm.commands.table import argument, option, takes_options
 from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
-from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, plannable_targets
+from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.shipped_draft import choose_draft
@@ -141,7 +141,8 @@ def build(given: BuildOptions) -> None:
     checkpoint, engine_dir, draft = given.checkpoint, given.chosen_model(), given.draft
     targets = read_targets(given.target or [])
     cuda = None if given.cuda is None else _read_release("--cuda", given.cuda)
-    if cuda is not None and not targets:
+    planned, kernels = planned_targets(targets), [each for each in targets if each.multiprocessors]
+    if cuda is not None and not kernels:
         raise typer.BadParameter("--cuda chooses the compiler of kernels: name their GPUs with --target")
     if given.refresh is not None:
         others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision)
@@ -152,9 +153,8 @@ def build(given: BuildOptions) -> None:
         with progress_display() as display:
             report = refresh_plans(given.refresh, [each.capability for each in targets], display, given.all_plans)
     elif checkpoint is not None and engine_dir is None and targets and (checkpoint / DESCRIPTION_NAME).is_file():
-        plannable = plannable_targets([each.capability for each in targets])
         with progress_display() as display:
-            report = add_targets(checkpoint, targets, plannable, cuda, display, given.all_plans)
+            report = add_targets(checkpoint, kernels, planned, cuda, display, given.all_plans)
     else:
         if checkpoint is None or engine_dir is None:
             raise typer.BadParameter(
@@ -183,8 +183,8 @@ def build(given: BuildOptions) -> None:
                 **given.arguments_of(
                     build_engine_directory,
                     limits=limits,
-                    targets=plannable_targets([each.capability for each in targets]),
-                    kernels=targets,
+                    targets=planned,
+                    kernels=kernels,
                     cuda=cuda,
                     progress=display,
                     draft=drafted,

@@ -23,6 +23,7 @@ from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
+from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.families.vision_encoders import host_weights
 from edgellm.engines.formats.digests import FileDigest
@@ -32,6 +33,8 @@ from edgellm.engines.model.decoder import as_published, decoder_weights, head_fo
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
+from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.kept import read_manifest
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
 from edgellm.snapshots.preempted_rows import KEPT_ROWS, PREEMPTION_BUDGET
@@ -46,7 +49,7 @@ class InfoOptions(ModelOptions):
 
 @takes_options
 def info(given: InfoOptions) -> None:
-    """Say what an engine directory is: model, limits, memory, plans; --verify hashes every file.
+    """Say what an engine directory is: model, limits, memory, plans, kernels; --verify hashes every file.
 
     Example: edgellm info robot --verify
     """
@@ -93,6 +96,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             for name in sorted({platform.compute_capability for platform in known})
         },
         "plans": platforms,
+        "kernels": [] if differences else kernel_facts(directory),
         "packed": packed,
         "gpu_refusal": refusal,
         "heads": _head_facts(directory),
@@ -125,6 +129,40 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
             for name, adapter in directory.adapters.items()
         }
     return facts
+
+
+def kernel_facts(directory: EngineDirectory) -> list[dict[str, Any]]:
+    """The compiled kernels of a directory, by target and release of the compiler; `usable_here` is null without a
+    GPU."""
+    gpu, found = find_gpu(), []
+    for name in directory.kernels:
+        manifest = read_manifest(directory.path / KERNELS_FOLDER / name)
+        usable = None
+        if gpu is not None:
+            fits = gpu.architecture == manifest.architecture and manifest.release[0] <= gpu.driver_cuda[0]
+            usable = fits and gpu.multiprocessors in manifest.multiprocessors
+        found.append(
+            {
+                "target": manifest.architecture,
+                "multiprocessors": list(manifest.multiprocessors),
+                "cuda": ".".join(map(str, manifest.release)),
+                "modules": len(manifest.modules),
+                "bytes": manifest.size,
+                "created_with": manifest.created_with,
+                "usable_here": usable,
+            }
+        )
+    return found
+
+
+def kernels_in_words(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`kernel_facts`, a line each."""
+    here = {None: "", True: ", usable here", False: ", not for this machine"}
+    return [
+        f"{each['target']}: {each['modules']} compiled for {', '.join(map(str, each['multiprocessors']))} "
+        f"multiprocessors by CUDA {each['cuda']}, {mebibytes(each['bytes']).strip()}{here[each['usable_here']]}"
+        for each in kernels
+    ]
 
 
 def _parameters(specs: Sequence[WeightSpec]) -> int:
@@ -286,6 +324,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{mebibytes(platform['bytes'])}, {platform['state']}",
         )
         yield from (("", problem) for problem in platform["problems"])
+    for number, text in enumerate(kernels_in_words(facts["kernels"])):
+        yield "" if number else "kernels", text
     for model, packed in facts["packed"].items():
         yield "packed", f"{model}, {packed['method']}"
         for words, part in packed["stored"].items():

@@ -11,6 +11,7 @@ from typing import Any
 
 from edgellm.engines.backends.plan_files import Platform, present_platform
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
+from edgellm.engines.building.targets import Target
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
 from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import holds, is_vacant
@@ -288,10 +289,12 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
     )
 
 
-def plannable_targets(capabilities: Sequence[str]) -> list[str]:
-    """Those of compute capabilities that plans can be built for on this machine."""
+def planned_targets(targets: Sequence[Target]) -> list[str]:
+    """The compute capabilities of targets that plans are built for: those that this machine can build plans for, and
+    those that nothing else serves."""
     library = find_tensorrt()
-    return [] if library is None else [each for each in capabilities if each in library.buildable_targets]
+    buildable = () if library is None else library.buildable_targets
+    return [each.capability for each in targets if each.capability in buildable or not each.multiprocessors]
 
 
 def check_target(target: str, library: TensorRTLibrary) -> None:

@@ -24,13 +24,13 @@ from edgellm.kernels.gpu import GPU
 from edgellm.kernels.launch import Kernel
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
-#: What nobody reads is there.
-_ADDRESS = 1 << 20
+#: Where memory begins that nobody has, and where the scratch of all engines is, behind everything else.
+_FIRST, _SCRATCH, _ALIGNMENT = 1 << 20, 1 << 50, 1 << 10
 
 
 class AbsentModule:
-    """What launchers know of a GPU that is not there, as a `KernelModule` says it; it notes the `sources` of the kernels
-    that they ask for."""
+    """What a `KernelModule` tells launchers, of a GPU that is not there; it notes the `sources` of the kernels that
+    they ask for."""
 
     def __init__(self, gpu: GPU) -> None:
         self.architecture, self.multiprocessors = gpu.architecture, gpu.multiprocessors
@@ -95,19 +95,22 @@ class AbsentBackend(CudaBackend):
         self._module: Any = self.module
         self._engines: list[Any] = []
         self._few: dict[int, Any] = {}
-        self._many, self._scratch, self._is_checked = None, DeviceArray(_ADDRESS, (1 << 50,), "uint8"), False
+        self._many, self._scratch, self._is_checked = None, DeviceArray(_SCRATCH, (_SCRATCH,), "uint8"), False
+        self._next = _FIRST
         self._loaded: dict[str, DeviceLayout | None] = {}
         self._opened = None
 
     def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
-        """Memory that nobody has."""
-        return DeviceArray(_ADDRESS, tuple(shape), self._own(dtype))
+        """Memory that nobody has, each array behind the one before."""
+        array = DeviceArray(self._next, tuple(shape), self._own(dtype))
+        self._next += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return array
 
     zeros = empty
 
     def part(self, memory: DeviceArray, offset: int, shape: Sequence[int], dtype: str) -> DeviceArray:
         """An array in it."""
-        return self.empty(shape, dtype)
+        return DeviceArray(memory.pointer + offset, tuple(shape), dtype)
 
     def upload(self, array: DeviceArray, values: Any) -> None:
         """Copies nothing."""

@@ -64,8 +64,8 @@ class BuildReport:
     by side). `targets` are the compute capabilities built for; `head_bytes` are those of packed heads.
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
-    upper bound, as they share libraries. `kernels` are those compiled for targets. `notes` are what a user should know. `token_seconds` are those that a check
-    spent on a token of the model, which are in none of the others.
+    upper bound, as they share libraries. `kernels` are those compiled for targets. `notes` are what a user should know.
+    `token_seconds` are those that a check spent on a token of the model, which are in none of the others.
     """
 
     path: Path

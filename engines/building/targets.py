@@ -7,7 +7,7 @@ such as a part of a GPU.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
@@ -20,8 +20,8 @@ BOARDS = {
     # A30, A100.
     "sm_80": (56, 108),
     # A2 and A16 10, RTX 3050 laptop 16, 3050 of 6 GB 18, 3050 20, A2000 26, 3060 28, 3060 laptop 30, 3060 Ti 38, 3070
-    # laptop 40, 3070 46, 3070 Ti and A4000 48, A4500 56, 3080 Ti laptop 58, A5000 64, 3080 68, 3080 of 12 GB 70, A10 72,
-    # 3080 Ti and A5500 80, 3090 82, 3090 Ti, A40 and A6000 84.
+    # laptop 40, 3070 46, 3070 Ti and A4000 48, A4500 56, 3080 Ti laptop 58, A5000 64, 3080 68, 3080 of 12 GB 70, A10
+    # 72, 3080 Ti and A5500 80, 3090 82, 3090 Ti, A40 and A6000 84.
     "sm_86": (10, 16, 18, 20, 26, 28, 30, 38, 40, 46, 48, 56, 58, 64, 68, 70, 72, 80, 82, 84),
     # Jetson Orin Nano 4 GB; Nano 8 GB and NX; AGX Orin 32 GB; AGX Orin 64 GB.
     "sm_87": (4, 8, 14, 16),
@@ -44,7 +44,8 @@ _TARGET = re.compile(r"(sm_\d{2,3})(?::(\d{1,3}))?")
 
 @dataclass(frozen=True)
 class Target:
-    """A compute capability, and the multiprocessors of the GPUs of it that are built for."""
+    """A compute capability, and the multiprocessors of the GPUs of it that are built for: none where there are no
+    kernels for it, and TensorRT runs everything."""
 
     capability: str
     multiprocessors: tuple[int, ...]
@@ -68,10 +69,10 @@ def read_targets(named: Iterable[str]) -> list[Target]:
             )
         capability, count = match[1], match[2]
         if capability not in SHARED_MEMORY:
-            raise BuildError(
-                f"--target is {name}: there are kernels for {', '.join(SHARED_MEMORY)}. Build on a machine with that "
-                "GPU: edgellm build CHECKPOINT ENGINE_DIR without --target"
-            )
+            if count is not None:
+                raise BuildError(f"--target is {name}: there are kernels for {', '.join(SHARED_MEMORY)}")
+            counts.setdefault(capability, set())
+            continue
         if count is None and capability not in BOARDS:
             raise BuildError(
                 f"--target is {name}: its boards are not listed, so say how many multiprocessors the GPU has, as in "
@@ -81,8 +82,3 @@ def read_targets(named: Iterable[str]) -> list[Target]:
             raise BuildError(f"--target is {name}: expected at least 1 multiprocessor")
         counts.setdefault(capability, set()).update(BOARDS[capability] if count is None else (int(count),))
     return [Target(capability, tuple(sorted(found))) for capability, found in counts.items()]
-
-
-def capabilities(targets: Sequence[Target]) -> list[str]:
-    """The compute capabilities of targets."""
-    return [target.capability for target in targets]

@@ -77,11 +77,10 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
     def refuse(*arguments: Any, **named: Any) -> None:
         raise KernelError("NVRTC refused the kernels")
 
-    monkeypatch.setattr(cuda_backend, "load_tensorrt", lambda: None)
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     kernels = SimpleNamespace(close=lambda: log.append("unloaded"))
-    monkeypatch.setattr(cuda_backend, "KernelModule", lambda capability, stream: kernels)
+    monkeypatch.setattr(cuda_backend, "KernelModule", lambda gpu, stream, kept: kernels)
     monkeypatch.setattr(cuda_backend, "CudaSampling", SimpleNamespace(workspace_bytes=refuse))
     with pytest.raises(KernelError, match="NVRTC refused"):
         cuda_backend.CudaBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
@@ -97,13 +96,12 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
         device.gpu, device.stream = None, FailingStream()
 
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda_backend, "load_tensorrt", lambda: None)
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
     module = SimpleNamespace(load_prepared=lambda source: compiler.cached_module(source, "sm_90"), close=lambda: None)
     monkeypatch.setattr(CudaDevice, "empty", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
     monkeypatch.setattr(CudaDevice, "zeros", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
-    monkeypatch.setattr(cuda_backend, "KernelModule", lambda capability, stream: module)
+    monkeypatch.setattr(cuda_backend, "KernelModule", lambda gpu, stream, kept: module)
     if missing == "NVRTC":
         monkeypatch.setattr(nvrtc, "_libraries", list)
         monkeypatch.setattr(compiler, "find_nvrtc", nvrtc.find_nvrtc.__wrapped__)
