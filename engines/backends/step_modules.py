@@ -52,9 +52,8 @@ def _packed_tables(
 
 def _commits(models: Mapping[str, ModelConfig]) -> Iterator[ModuleSource]:
     """What takes accepted tokens into recurrent states, of one token or of several."""
-    base = models["base"]
-    assert isinstance(base, DecoderConfig)
-    for state in recurrent_states(decoder_states(base)):
+    decoders = [config for config in models.values() if isinstance(config, DecoderConfig)]
+    for state in recurrent_states([state for config in decoders for state in decoder_states(config)]):
         if isinstance(state, ConvColumns):
             yield convolution_kernel("commit_columns", state.width).source
         elif isinstance(state, DeltaMatrix):
