@@ -228,7 +228,7 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     for built in report.kernels:
         count = f"{len(built.manifest.modules)} compiled kernels, CUDA {'.'.join(map(str, built.manifest.release))}"
         size = mebibytes(built.manifest.size)
-        yield f"  {built.target.capability:<7} {count:<34}{size:>13}  {built.seconds:6.1f} s"
+        yield f"  {built.manifest.architecture:<7} {count:<34}{size:>13}  {built.seconds:6.1f} s"
     is_link = report.weights == "link"
     own = sum(plan.size for plan in report.plans) + report.published_bytes + report.head_bytes
     own += sum(built.manifest.size for built in report.kernels)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from edgellm.engines.backends.device_layouts import gpu_layouts
 from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
-from edgellm.engines.building.plans import BuildReport
+from edgellm.engines.building.plans import BuildReport, BuiltKernels
 from edgellm.engines.building.targets import Target
 from edgellm.engines.directories.engine_directory import (
     DESCRIPTION_NAME,
@@ -30,17 +30,9 @@ from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.kept import MANIFEST_NAME, KeptModule, Manifest, folder_name, manifest_of, write_cubin
 from edgellm.kernels.nvrtc import find_nvrtc
 
-#: `progress(done, total)`, modules of all targets; the same of a stage by name.
-Progress, Stages = Callable[[int, int], None], Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class BuiltKernels:
-    """The kernels of one target: what was written, and the seconds that it took."""
-
-    target: Target
-    manifest: Manifest
-    seconds: float
+#: `progress(done, total)`, modules of all targets; and the same of a stage by name.
+Progress = Callable[[int, int], None]
+Stages = Callable[[str, int, int], None]
 
 
 def check_compiler(targets: Sequence[Target], release: tuple[int, int] | None = None) -> tuple[int, int]:
@@ -94,7 +86,7 @@ def add_kernels(
                 f"The kernels for {target.capability} were compiled, but {directory.path} cannot be written: "
                 f"{error.strerror or error}"
             ) from error
-        built.append(BuiltKernels(target, manifest, time.perf_counter() - started))
+        built.append(BuiltKernels(manifest, time.perf_counter() - started))
     return built
 
 

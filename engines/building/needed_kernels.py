@@ -121,7 +121,9 @@ class AbsentBackend(CudaBackend):
     def load_all(self, weights: Iterable[Mapping[str, DeviceLayout | None]]) -> None:
         """Load what every step may need, with the weights of one model after another, packed so (None: dense)."""
         for shape in engine_shapes(self._directory.limits):
-            self.load_engine(shape).attach(self, self._scratch)
+            self.load_engine(shape)
+        for engine in self._engines:
+            engine.attach(self, self._scratch)
         for loaded in weights:
             self._loaded |= loaded
             self.prepare_steps()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from edgellm.engines.backends.plan_files import Platform
 from edgellm.engines.backends.platform import usable_cores
@@ -29,9 +29,7 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.engines.model.vision import VisionConfig
-
-if TYPE_CHECKING:  # a process that builds plans does without
-    from edgellm.engines.building.kernels import BuiltKernels
+from edgellm.kernels.kept import Manifest
 
 _MOST_WORKERS = 4
 #: A worker took 370 MB for Llama-3.2-1B's shapes; more is left free, as a device that runs out of memory freezes.
@@ -55,6 +53,14 @@ class BuiltPlan:
     platform: Platform
     shape: EngineShape
     size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BuiltKernels:
+    """The compiled kernels of one target: what their manifest says, and the seconds that they took."""
+
+    manifest: Manifest
     seconds: float
 
 
