@@ -68,7 +68,7 @@ def add_kernels(
         weights = WeightLayouts(directory.models, directory.checkpoints, directory.dtype)
     except EngineError as error:
         raise BuildError(str(error)) from error
-    needed = [_needed(directory, weights, target) for target in targets]
+    needed = [needed_for(directory, weights, target) for target in targets]
     total, done, built = sum(map(len, needed)), 0, list[BuiltKernels]()
     progress(0, total)
 
@@ -119,7 +119,7 @@ def _phases(shapes: Sequence[EngineShape]) -> str:
     return "; ".join(f"{name} of {' and '.join(map(str, sizes))} tokens" for name, sizes in tokens.items())
 
 
-def _needed(directory: EngineDirectory, weights: WeightLayouts, target: Target) -> list[ModuleSource]:
+def needed_for(directory: EngineDirectory, weights: WeightLayouts, target: Target) -> list[ModuleSource]:
     """The modules for all GPUs of a target, with KV rows of either kind: which one is chosen when it is opened."""
     found: dict[ModuleSource, None] = {}
     for gpu in target.gpus:

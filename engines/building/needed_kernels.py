@@ -171,6 +171,13 @@ class WeightLayouts:
                     self.planned[model] = planned
                     self._load(models, checkpoint, model, dtype)
 
+    @classmethod
+    def dense(cls, models: Mapping[str, ModelConfig]) -> WeightLayouts:
+        """Those of models whose weights are not packed."""
+        found = cls({}, {}, "float16")
+        found.loaded = {name: dict.fromkeys(spec.name for spec in model_weights(models[name])) for name in models}
+        return found
+
     def _load(self, models: Mapping[str, ModelConfig], checkpoint: Checkpoint, model: str, dtype: str) -> None:
         planned = self.planned[model]
         gpu = GPU("none", "sm_90", (0, 0), 0, "sm_90", 1, 1 << 20, False, False)
