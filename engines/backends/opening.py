@@ -16,8 +16,9 @@ BACKENDS = ("auto", "numpy", "tensorrt")
 def open_backend(name: str, directory: EngineDirectory) -> Backend:
     """Open the backend `name`: "numpy", "tensorrt", or "auto", which takes TensorRT where a GPU is present.
 
-    On "auto" a machine with a GPU but without TensorRT or pycuda raises MissingDependencyError rather than silently
-    computing on the CPU. Packed weights that its kernels do not take are refused there with EngineError.
+    On "auto" a machine with a GPU but without pycuda, or without TensorRT where a shape needs it, raises
+    MissingDependencyError rather than silently computing on the CPU. Packed weights that its kernels do not take are
+    refused there with EngineError.
     """
     if name not in BACKENDS:
         raise EngineError(f"unknown backend {name!r}; expected one of {', '.join(BACKENDS)}")
