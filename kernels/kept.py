@@ -191,33 +191,39 @@ class KeptKernels:
 
     def refusal(self, source: ModuleSource) -> str | None:
         """Why a module that is not found is none of those that are kept with the model, and what makes it; None where
-        nothing is kept for the GPU's architecture."""
-        if not self.manifests:
+        nothing is kept there."""
+        if not self._folders:
             return None
-        architecture, gpu = self._gpu.architecture, self._gpu
-        fitting = [manifest for _, manifest in self.manifests if self._takes(manifest.release)]
-        described = f"The kernels that are kept for {architecture} with the model"
-        if not fitting:
-            releases = ", ".join(f"{major}.{minor}" for major, minor in {each.release for _, each in self.manifests})
-            takes = ".".join(map(str, gpu.driver_cuda))
-            return (
-                f"{described} were compiled by CUDA {releases}, and the driver takes CUDA {takes}. Where that compiler "
-                f"is: {self._command} --cuda {takes}"
-            )
+        name, gpu, command = source.name, self._gpu, self._command
+        kept = [manifest for _, manifest in self.manifests]
+        fitting = [manifest for manifest in kept if self._takes(manifest.release)]
         covered = sorted({count for manifest in fitting for count in manifest.multiprocessors})
-        if gpu.multiprocessors not in covered:
-            counts = ", ".join(map(str, covered))
-            return (
-                f"{described} are for {counts} multiprocessors, this GPU has {gpu.multiprocessors}, and needs "
-                f"{source.name}. Where there is a compiler: {self._command}:{gpu.multiprocessors}"
+        if not kept:
+            others = ", ".join(sorted({folder.name.partition("-")[0] for folder in self._folders}))
+            reason = f"Kernels are kept with the model for {others}, this GPU is {gpu.architecture}"
+        elif not fitting:
+            releases = ", ".join(sorted({".".join(map(str, manifest.release)) for manifest in kept}))
+            takes = ".".join(map(str, gpu.driver_cuda))
+            command += f" --cuda {takes}"
+            reason = (
+                f"The kernels that are kept with the model for {gpu.architecture} were compiled by CUDA {releases}, "
+                f"and the driver takes CUDA {takes}"
             )
-        if any(module.module == source.name for manifest in fitting for module in manifest.modules):
-            with_release = ", ".join(sorted({manifest.created_with for manifest in fitting}))
-            return (
-                f"{described} were compiled by EdgeLLM {with_release} from other sources of {source.name} than the "
-                f"installed one has. Where there is a compiler: {self._command}"
+        elif gpu.multiprocessors not in covered:
+            command += f":{gpu.multiprocessors}"
+            reason = (
+                f"The kernels that are kept with the model for {gpu.architecture} are those of "
+                f"{', '.join(map(str, covered))} multiprocessors, this GPU has {gpu.multiprocessors} and needs {name}"
             )
-        return f"{described} lack {source.name}. Where there is a compiler: {self._command}"
+        elif any(module.module == name for manifest in fitting for module in manifest.modules):
+            release = ", ".join(sorted({manifest.created_with for manifest in fitting}))
+            reason = (
+                f"The kernels that are kept with the model for {gpu.architecture} were compiled by EdgeLLM {release} "
+                f"from other sources of {name} than the installed one has"
+            )
+        else:
+            reason = f"The kernels that are kept with the model for {gpu.architecture} lack {name}"
+        return f"{reason}. Where there is a compiler: {command}"
 
 
 def manifest_of(

@@ -45,7 +45,7 @@ from edgellm.engines.building.inputs import (
     with_packed_heads,
     write_made_files,
 )
-from edgellm.engines.building.kernels import check_compiler, compile_kernels
+from edgellm.engines.building.kernels import KERNEL_BYTES, check_compiler, compile_kernels
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, PlanBytes, build_plans, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
 from edgellm.engines.building.targets import Target
@@ -143,7 +143,7 @@ def build_engine_directory(
     report = BuildReport(target, config, dtype, limits, inputs.draft, encoder, weights, size, inputs.head_bytes)
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
     copied = inputs.head_bytes + (size if weights == "copy" else 0)
-    needed = copied + plan_bytes_bound(config, _shapes_of(plans), encoder)
+    needed = copied + plan_bytes_bound(config, _shapes_of(plans), encoder) + len(kernels) * KERNEL_BYTES
     check_space(target.absolute().parent, needed, BuildError, _FOR_SPACE)
     report.notes += [note] if note else []
     if config.image_token_id is None and _has_vision_part(source):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,6 +27,7 @@ from edgellm.kernels.kept import (
     read_manifest,
     write_cubin,
 )
+from edgellm.kernels.launch import Kernel, KernelModule
 
 COMMAND = "edgellm build robot --target sm_87"
 
@@ -169,7 +172,8 @@ def test_without_a_compiler_what_was_kept_serves(tmp_path: Path, without_compile
     [
         (gpu(), source(text="// 2\n"), rf"by EdgeLLM 0.1.0 from other sources of small<1> .*: {COMMAND}\. Here it"),
         (gpu(), source("new"), rf"lack new\. .*: {COMMAND}\. Here it cannot be compiled: The library NVRTC"),
-        (gpu(6), source("new"), rf"for 4, 8 multiprocessors, this GPU has 6, .*: {COMMAND}:6\. Here it"),
+        (gpu(6), source("new"), rf"those of 4, 8 multiprocessors, this GPU has 6 and needs new\. .*: {COMMAND}:6\."),
+        (absent_gpu("sm_86", 8, 99 << 10), source(), rf"for sm_87, this GPU is sm_86\..*: {COMMAND}\. Here it"),
         (gpu(driver=(12, 6)), source(), rf"by CUDA 13.0, and the driver takes CUDA 12.6.*: {COMMAND} --cuda 12.6"),
     ],
 )
@@ -207,8 +211,6 @@ def test_with_a_compiler_what_differs_is_compiled_anew(tmp_path: Path, cache: Pa
 
 def test_modules_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second is begun before the first is done."""
-    import threading
-
     both = threading.Barrier(2, timeout=20)
 
     def compile_one(source: ModuleSource, architecture: str) -> CompiledModule:
@@ -225,3 +227,58 @@ def test_modules_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_manifest_without_modules_is_one(tmp_path: Path) -> None:
     assert read_manifest(write(tmp_path, [])) == Manifest("sm_87", (13, 0), (4, 8), "0.1.0", ())
+
+
+class Driver:
+    """CUDA's driver as `KernelModule` calls it; it notes what it loads."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+    CUfunction_attribute = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT=1, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=2
+    )
+
+    def __init__(self) -> None:
+        self.loaded: list[bytes] = []
+
+    def cuModuleLoadData(self, code: bytes) -> tuple[int, bytes]:
+        self.loaded.append(code)
+        return 0, code
+
+    def cuModuleGetFunction(self, module: bytes, name: bytes) -> tuple[int, bytes]:
+        return 0, module + name
+
+    def cuFuncSetAttribute(self, *arguments: object) -> tuple[int]:
+        return (0,)
+
+
+def test_side_by_side_nothing_waits_and_all_is_loaded_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings.driver")
+    goes_on = threading.Event()
+
+    def compile_one(source: ModuleSource, architecture: str) -> CompiledModule:
+        assert goes_on.wait(20)
+        return CompiledModule(b"new " + source.name.encode(), {}, (13, 0))
+
+    monkeypatch.setattr(compilations, "compiled_now", compile_one)
+    kept = KeptKernels(gpu(), [write(tmp_path, [source("kept")])], COMMAND)
+    module = KernelModule(gpu(), SimpleNamespace(handle=0), kept)
+    module.driver = driver = Driver()
+    new, other, unused = source("new"), source("other"), source("unused")
+    with module.side_by_side(waits=False):
+        module.load(new)
+        with module.side_by_side():  # the outermost alone waits
+            assert module.function(Kernel(source("kept"), "f<1>"), 0) == b"\x7fELFkept_f1"
+            assert module.function(Kernel(new, "f<1>"), 0) is None
+    assert driver.loaded == [b"\x7fELFkept"]
+    with module.side_by_side():
+        module.prepare(unused)
+        assert module.function(Kernel(other, "f<1>"), 0) is None
+        with pytest.raises(KernelError, match="bytes of shared memory"):
+            module.function(Kernel(other, "f<1>"), 1 << 20)
+        goes_on.set()
+    assert sorted(driver.loaded) == [b"new new", b"new other", b"\x7fELFkept"]
+    assert module.function(Kernel(other, "f<1>"), 0) == b"new otherf<1>"
+    assert module.function(Kernel(unused, "f<1>"), 0) == b"new unusedf<1>"
+    assert len(driver.loaded) == 4

@@ -4,12 +4,15 @@ for where there is no compiler."""
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from linked_environment import link_packages, run_there
+from packed_checkpoints import write_packed
+from tiny_families import RECURRENT
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
 from edgellm.engines.building import kernels as building
@@ -260,4 +263,49 @@ def test_without_compiler_headers_and_tensorrt_a_kept_directory_opens(kept_direc
     assert not (tmp_path / "cache" / "kernels").exists()
     other = run_there(there, _OPEN, kept_directory, 84, **cache)
     command = f"edgellm build {kept_directory} --target sm_86:84"
-    assert command in other.stdout and "are for 46 multiprocessors, this GPU has 84" in other.stdout
+    assert command in other.stdout and "are those of 46 multiprocessors, this GPU has 84" in other.stdout
+
+
+def every_engine_is_prepared(path: Path, capability: str = "sm_87") -> set[str]:
+    """The names of the modules that a directory needs, once all its engines have prepared theirs."""
+    directory = EngineDirectory.open(path)
+    weights = WeightLayouts(directory.models, directory.checkpoints, directory.dtype)
+    gpu = absent_gpu(capability, 16, SHARED_MEMORY[capability])
+    backend = Noting(directory.models, directory.limits, directory.dtype, weights.planned, gpu)
+    backend.load_all(weights.loaded.values())
+    assert backend.unprepared() == []
+    return {source.name for source in (*backend.module.sources, *weights.sources)}
+
+
+def test_packed_models_bring_what_loads_their_weights(
+    tiny_checkpoint: Path, tiny_draft: Path, tmp_path: Path, compiled: list
+) -> None:
+    model, _ = write_packed(tiny_checkpoint, tmp_path / "packed", tmp_path / "twin")
+    draft, _ = write_packed(tiny_draft, tmp_path / "packed_draft", tmp_path / "twin_draft")
+    limits = EngineLimits(3, 128, 160, 4, 3, 12)
+    kernels = read_targets(["sm_87:16"])
+    build_engine_directory(model, tmp_path / "engines", limits, [], "float16", draft=draft, kernels=kernels)
+    names = every_engine_is_prepared(tmp_path / "engines")
+    assert names <= {name for name, _ in compiled}
+    assert any(name.startswith("shuffle") for name in names) and any("dequantize" in name for name in names)
+
+
+def test_a_packed_table_has_kernels_of_its_own(tiny_checkpoint: Path, tmp_path: Path, compiled: list) -> None:
+    options: dict[str, Any] = {"head": "int8", "embedding": "head", "kernels": read_targets(["sm_87:16"])}
+    build_engine_directory(tiny_checkpoint, tmp_path / "engines", EngineLimits(1, 16, 128), [], "float16", **options)
+    names = every_engine_is_prepared(tmp_path / "engines")
+    assert any(name.startswith("step_float16_") for name in names)
+    assert any(name.startswith("tree_float16_") for name in names)
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_models_bring_what_commits_their_states(
+    family: str, make_checkpoint: Callable[..., Path], tmp_path: Path, compiled: list
+) -> None:
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **RECURRENT[family])
+    kernels = read_targets(["sm_87:16"])
+    build_engine_directory(checkpoint, tmp_path / "engines", EngineLimits(2, 80, 128), [], "float16", kernels=kernels)
+    names = every_engine_is_prepared(tmp_path / "engines")
+    assert names <= {name for name, _ in compiled}
+    assert any("commit_columns" in name for name in names)
+    assert any("commit_matrices" in name for name in names) == (family == "qwen3_5")
