@@ -76,6 +76,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     computed = directory.dtype if refusal is None else "float32"  # in which NumPy runs what GPUs do not
     known = [] if refusal is not None else _known_platforms(directory, layouts)
     platforms = [_platform_facts(directory, layouts, platform) for platform in known]
+    kernels = [] if differences else kernel_facts(directory)
     planned = planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}
     draft_config = None if draft is None else draft.config
     state = recurrent_bytes(decoder_states(config), 1)  # of one place of a text
@@ -93,10 +94,10 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "executors": {
             name: descriptions.executor_facts(directory.models, limits, directory.dtype, name, layouts)
-            for name in sorted({platform.compute_capability for platform in known})
+            for name in sorted({platform.compute_capability for platform in known} | {own["target"] for own in kernels})
         },
         "plans": platforms,
-        "kernels": [] if differences else kernel_facts(directory),
+        "kernels": kernels,
         "packed": packed,
         "gpu_refusal": refusal,
         "heads": _head_facts(directory),
@@ -163,6 +164,11 @@ def kernels_in_words(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
         f"multiprocessors by CUDA {each['cuda']}, {mebibytes(each['bytes']).strip()}{here[each['usable_here']]}"
         for each in kernels
     ]
+
+
+def _need_no_plans(executors: Mapping[str, Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether kernels run every step on each of some GPUs."""
+    return all(each["name"] == "kernels" for found in executors.values() for each in found)
 
 
 def _parameters(specs: Sequence[WeightSpec]) -> int:
@@ -333,6 +339,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from (("", note) for note in packed["notes"])
     if facts["gpu_refusal"]:
         yield "plans", f"none: {facts['gpu_refusal']}"
+    elif not facts["plans"] and facts["executors"] and _need_no_plans(facts["executors"]):
+        yield "plans", "none are needed: kernels run every step"
     elif not facts["plans"]:
         yield "plans", "none: the NumPy backend runs it; on a GPU with TensorRT they are made on first use"
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)

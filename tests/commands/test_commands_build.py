@@ -86,6 +86,8 @@ def test_an_engine_directory_gets_more_targets(plain_directory: Path, compiled: 
     assert result.exit_code == 0, result.output
     assert {architecture for _, architecture in compiled} == {"sm_87"}
     assert f"sm_87: {len(compiled)} compiled for 4, 8, 14, 16 multiprocessors by CUDA 12.6" in result.output
+    assert "  sm_87       kernels: base decode 1; base prefill 16\n" in result.output
+    assert "none are needed: kernels run every step" in result.output
     assert "kernels: done" in result.output
     assert not (plain_directory / "plans").exists()
     facts = json.loads(CliRunner().invoke(create_app(), ["info", str(plain_directory), "--json", "--verify"]).output)
