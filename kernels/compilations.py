@@ -30,15 +30,17 @@ class Compilations:
         self._architecture, self._kept = architecture, kept
         self._pool: ThreadPoolExecutor | None = None
         self._futures: dict[ModuleSource, Future[CompiledModule]] = {}
-        #: What was kept, between `begin` and `module`.
-        self._found: dict[ModuleSource, CompiledModule] = {}
+        #: What was kept: with the code between `begin` and `wait`.
+        self._found: dict[ModuleSource, CompiledModule | None] = {}
 
     def begin(self, source: ModuleSource) -> bool:
         """Begin to compile a module that was kept nowhere; whether it is compiled now. Raises KernelError for a file
         that is not as described."""
         if source in self._futures:
             return not self._futures[source].done()
-        found = self._found.get(source) or self._kept.find(source)
+        if source in self._found:
+            return False
+        found = self._kept.find(source)
         if found is not None:
             self._found[source] = found
             return False
@@ -68,7 +70,7 @@ class Compilations:
         for source in self._futures:
             self.module(source)
         self.close()
-        self._found.clear()
+        self._found = dict.fromkeys(self._found)
 
     def close(self) -> None:
         """Compile nothing more of what was begun and has not started."""

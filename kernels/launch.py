@@ -151,7 +151,11 @@ class KernelModule:
 
         self._check_shared(kernel, shared_bytes)
         if kernel not in self._prepared_functions:
-            self.load_prepared(kernel.source)
+            collects, self._collects = self._collects, False  # it is launched now
+            try:
+                self.load_prepared(kernel.source)
+            finally:
+                self._collects = collects
             module, lowered_names = self._prepared[kernel.source]
             function = module.get_function(lowered_names.get(kernel.expression, kernel.expression))
             function.set_attribute(cuda.function_attribute.PREFERRED_SHARED_MEMORY_CARVEOUT, 100)  # see `function`

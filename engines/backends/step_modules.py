@@ -29,8 +29,9 @@ def step_modules(
         found += [step_source(dtype, table), tree_source(dtype, table)]
     if "draft" in models:
         found += [TYPICAL, CHAINS]
-    if "vision" in models:
-        found.append(images_source(dtype))
+    base = models.get("base")
+    if "vision" in models or (isinstance(base, DecoderConfig) and base.image_token_id is not None):
+        found.append(images_source(dtype))  # the encoder may be that of another directory
     return list(dict.fromkeys([*found, *_commits(models)]))
 
 

@@ -381,9 +381,9 @@ def _make(
                 digests = weights | made
             finally:
                 stop.set()
+        progress("finish", 0, 1)
         write_description(staged.path, describe(published | digests))
         compiles(staged.path, report, progress)
-        progress("finish", 0, 1)
         report.published_bytes = sum(digest.size for digest in published.values())
         report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
         if check is not None:
