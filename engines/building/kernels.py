@@ -85,8 +85,7 @@ def add_kernels(
             manifest = _write(directory.path, target, release, sources, advance)
         except OSError as error:
             raise BuildError(
-                f"The kernels for {target.capability} were compiled, but {directory.path} cannot be written: "
-                f"{error.strerror or error}"
+                f"The kernels for {target.capability} cannot be kept in {directory.path}: {error.strerror or error}"
             ) from error
         built.append(BuiltKernels(manifest, time.perf_counter() - started))
     return built

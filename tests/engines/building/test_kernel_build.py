@@ -15,6 +15,7 @@ from packed_checkpoints import write_packed
 from tiny_families import RECURRENT
 
 from edgellm.engines.backends.executors import SHARED_MEMORY
+from edgellm.engines.backends.step_modules import step_modules
 from edgellm.engines.building import kernels as building
 from edgellm.engines.building.builder import add_targets, build_engine_directory, describe_in_place
 from edgellm.engines.building.needed_kernels import AbsentBackend, WeightLayouts, engine_shapes, needed_modules
@@ -23,10 +24,14 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import BuildError, EngineDirectoryError
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels import nvrtc
+from edgellm.kernels.acceptance import launcher as acceptance
 from edgellm.kernels.compiler import ModuleSource, module_key
 from edgellm.kernels.errors import MissingDependencyError
 from edgellm.kernels.gpu import absent_gpu
+from edgellm.kernels.images import launcher as images
 from edgellm.kernels.kept import read_manifest
+from edgellm.kernels.sampling import launcher as sampling
+from edgellm.kernels.tree import launcher as tree
 from edgellm.llm import SHIPPED_MODEL
 
 TARGET = "sm_86:46"
@@ -164,6 +169,17 @@ def test_every_engine_prepares_its_kernels(shipped: EngineDirectory, capability:
     assert {shape.phase for shape in shapes} == {"decode", "prefill", "verify", "encode", "accept", "propose"}
     assert {shape.tokens for shape in shapes if shape.phase == "verify" and not shape.lora_slots} >= {4, 8, 32, 64}
     assert any(shape.lora_slots for shape in shapes)
+
+
+def test_every_module_beside_engines_is_named(shipped: EngineDirectory) -> None:
+    """Those of sampling, trees, acceptance and images, which launch when they are asked to."""
+    named = step_modules(shipped.models, "float16", {})
+    for launcher in (sampling, tree, acceptance, images):
+        for name, value in vars(launcher).items():
+            if isinstance(value, ModuleSource):
+                assert value in named, name
+            elif name.endswith("_source") and not name.startswith("_"):
+                assert value("float16") in named, name
 
 
 def test_kernels_differ_by_multiprocessors(shipped: EngineDirectory) -> None:
