@@ -193,7 +193,8 @@ def _kernels(directory: EngineDirectory) -> str:
     try:
         weights = WeightLayouts(directory.models, directory.checkpoints, dtype)
         needed = needed_modules(directory.models, limits, dtype, weights, gpu)
-        lacking = [source for source in needed if directory.kept_kernels(gpu).find(source) is None]
+        found = directory.kept_kernels(gpu)
+        lacking = [source for source in needed if found.find(source) is None]
     except EdgeLLMError as error:
         return f"not known: {error}"
     compiled = f"{len(needed) - len(lacking)} of {len(needed)} for this GPU are compiled"

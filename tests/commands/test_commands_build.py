@@ -10,16 +10,22 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from edgellm.commands import doctor, info
 from edgellm.commands.app import create_app
 from edgellm.commands.console import progress_display
 from edgellm.engines.backends import platform
+from edgellm.engines.backends.executors import SHARED_MEMORY
+from edgellm.engines.building.builder import add_targets
+from edgellm.engines.building.targets import read_targets
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.kernels.gpu import absent_gpu
 
 pytest.importorskip("tensorrt_rtx")
 SMALL = ("--prefill-chunk", "80", "--kv-capacity", "128")
@@ -178,3 +184,18 @@ def test_replaced_directory_needs_force(checkpoint: Path, plain_directory: Path,
     assert (plain_directory / "model.safetensors").is_symlink()
     shutil.rmtree(plain_directory)
     assert (checkpoint / "model.safetensors").exists()
+
+
+def test_doctor_counts_what_is_compiled_for_the_gpu(
+    plain_directory: Path, compiled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_targets(plain_directory, read_targets(["sm_87:8"]))
+    directory, lines = EngineDirectory.open(plain_directory), {}
+    for capability in ("sm_87", "sm_86"):
+        present = replace(absent_gpu(capability, 8, SHARED_MEMORY[capability]), driver_cuda=(13, 0))
+        for command in (doctor, info):
+            monkeypatch.setattr(command, "find_gpu", lambda present=present: present)
+        lines[capability] = doctor._kernels(directory)
+    counted = re.match(r"(\d+) of (\d+) for this GPU are compiled; kept with the model: sm_87: ", lines["sm_87"])
+    assert counted is not None and counted[1] == counted[2] and lines["sm_87"].endswith(", usable here")
+    assert re.match(r"0 of \d+ for this GPU are compiled, the others when the model is opened; ", lines["sm_86"])
