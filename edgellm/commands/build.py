@@ -14,7 +14,7 @@ from edgellm.commands.console import ProgressDisplay, mebibytes, progress_displa
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption
-from edgellm.commands.table import argument, option, takes_options
+from edgellm.commands.table import argument, option, options_of, takes_options
 from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
@@ -153,6 +153,7 @@ def build(given: BuildOptions) -> None:
         with progress_display() as display:
             report = refresh_plans(given.refresh, [each.capability for each in targets], display, given.all_plans)
     elif checkpoint is not None and engine_dir is None and targets and (checkpoint / DESCRIPTION_NAME).is_file():
+        _refuse_other_options(given)
         with progress_display() as display:
             report = add_targets(checkpoint, kernels, planned, cuda, display, given.all_plans)
     else:
@@ -195,6 +196,16 @@ def build(given: BuildOptions) -> None:
             )
     facts = directory_facts(report.path, verify=False)
     typer.echo("\n".join([*fact_lines(facts), *report_lines(report)]))
+
+
+def _refuse_other_options(given: BuildOptions) -> None:
+    """typer.BadParameter for options of a build where an engine directory gets targets."""
+    for name, each in options_of(BuildOptions).items():
+        if each.flags and name not in ("target", "cuda", "all_plans") and getattr(given, name) != each.default:
+            raise typer.BadParameter(
+                f"{each.flags[0]} is given beside ENGINE_DIR and --target, which only add to what was built: leave it "
+                "out, or build anew from CHECKPOINT with --force"
+            )
 
 
 def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: BuildReport) -> None:

@@ -267,7 +267,6 @@ class CudaBackend(CudaDevice):
         refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, is_packed)
         if refusal is not None:
             raise EngineError(refusal)
-
         if self._plans is None:
             self._plans = TensorRTPlans(self._directory, self.gpu)
         return self._plans.engine(shape)

@@ -95,6 +95,9 @@ def test_an_engine_directory_gets_more_targets(plain_directory: Path, compiled: 
     assert "  sm_87       kernels: base decode 1; base prefill 16\n" in result.output
     assert "none are needed: kernels run every step" in result.output
     assert "kernels: done" in result.output
+    for more in (["--kv-capacity", "64"], ["--force"], ["--weights", "link"], ["--no-try"]):
+        refused = CliRunner().invoke(create_app(), ["build", str(plain_directory), "--target", "sm_87", *more])
+        assert refused.exit_code == 2 and f"{more[0].replace('no-', '')}" in refused.output
     assert not (plain_directory / "plans").exists()
     facts = json.loads(CliRunner().invoke(create_app(), ["info", str(plain_directory), "--json", "--verify"]).output)
     (kernels,) = facts["kernels"]
