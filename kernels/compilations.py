@@ -5,6 +5,7 @@ NVRTC lets other threads of Python run, and compiles several modules at once.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -12,6 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from edgellm.kernels.compiler import CompiledModule, ModuleSource, compile_module, compiled_now
 from edgellm.kernels.errors import MissingDependencyError
 from edgellm.kernels.kept import KeptKernels
+
+logger = logging.getLogger("edgellm.kernels")
 
 #: Each takes 17 MiB; a model has some dozens of modules.
 _MOST_WORKERS = 16
@@ -30,12 +33,18 @@ class Compilations:
         self._architecture, self._kept = architecture, kept
         self._pool: ThreadPoolExecutor | None = None
         self._futures: dict[ModuleSource, Future[CompiledModule]] = {}
+        #: What nothing loads yet.
+        self._optional: set[ModuleSource] = set()
         #: What was kept: with the code between `begin` and `wait`.
         self._found: dict[ModuleSource, CompiledModule | None] = {}
 
-    def begin(self, source: ModuleSource) -> bool:
-        """Begin to compile a module that was kept nowhere; whether it is compiled now. Raises KernelError for a file
-        that is not as described."""
+    def begin(self, source: ModuleSource, optional: bool = False) -> bool:
+        """Begin to compile a module that was kept nowhere; whether it is compiled now. `optional`: where there is no
+        compiler, only who asks for the module is told. Raises KernelError for a file that is not as described."""
+        if not optional:
+            self._optional.discard(source)
+        elif source not in self._futures:
+            self._optional.add(source)
         if source in self._futures:
             return not self._futures[source].done()
         if source in self._found:
@@ -66,9 +75,19 @@ class Compilations:
             raise MissingDependencyError(f"{refusal}. Here it cannot be compiled: {error}") from error
 
     def wait(self) -> None:
-        """Wait for all that was begun. Raises what `module` raises."""
-        for source in self._futures:
-            self.module(source)
+        """Wait for all that was begun. Raises what `module` raises, but for what is optional."""
+        lacking = []
+        for source in list(self._futures):
+            try:
+                self.module(source)
+            except MissingDependencyError as error:
+                if source not in self._optional:
+                    raise
+                lacking.append((source.name, error))
+                del self._futures[source]
+        if lacking:
+            names = ", ".join(name for name, _ in lacking)
+            logger.warning("What needs the kernels %s does not run here: %s", names, lacking[0][1])
         self.close()
         self._found = dict.fromkeys(self._found)
 

@@ -81,8 +81,9 @@ class KernelModule:
             self._begun = {}
 
     def prepare(self, source: ModuleSource) -> None:
-        """Have a module compiled if it was kept nowhere; it is loaded when it is first used."""
-        self._compilations.begin(source)
+        """Have a module compiled if it was kept nowhere; it is loaded when it is first used, and only then is it an
+        error that there is no compiler."""
+        self._compilations.begin(source, optional=True)
 
     def _must_wait(self, source: ModuleSource, load: Any) -> bool:
         """Whether a module is being compiled and nobody waits for that now; `load` will load it."""

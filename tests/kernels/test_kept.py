@@ -194,6 +194,23 @@ def test_without_a_compiler_and_kept_kernels_the_compiler_is_named(without_compi
         Compilations("sm_87", KeptKernels(gpu())).module(source())
 
 
+def test_without_a_compiler_what_nobody_asks_for_may_be_missing(
+    tmp_path: Path, without_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiling = Compilations("sm_87", KeptKernels(gpu(), [write(tmp_path, [source()])], COMMAND))
+    assert not compiling.begin(source(), optional=True)
+    compiling.begin(source("new"), optional=True)
+    compiling.begin(source("newer"), optional=True)
+    compiling.wait()
+    assert "What needs the kernels new, newer does not run here: The kernels" in caplog.text
+    with pytest.raises(MissingDependencyError, match="lack new"):
+        compiling.module(source("new"))
+    compiling.begin(source("new"), optional=True)
+    compiling.begin(source("new"))  # which is loaded now
+    with pytest.raises(MissingDependencyError, match="lack new"):
+        compiling.wait()
+
+
 def test_with_a_compiler_what_differs_is_compiled_anew(tmp_path: Path, cache: Path) -> None:
     try:
         nvrtc.find_nvrtc()
