@@ -1,7 +1,7 @@
 """Compiles modules of kernels with NVRTC, which needs neither a GPU nor a host compiler, and keeps the result.
 
-A module is compiled when it is first asked for: what a model does not need is never compiled. The compiler is looked
-for only then: what was kept is found by its source, its options and its architecture.
+A module is compiled when it is first asked for, unless it was kept: with the model (`kept.py`) or in the user's cache
+directory. What was kept is found by its source, its options and its architecture, so that it needs no compiler.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def compile_module(source: ModuleSource, architecture: str, release: tuple[int, 
     # From 13.0 on it can take all cores; the code does not depend on how many.
     all_cores = ("--split-compile=0",) if nvrtc.release >= (13, 0) else ()
     text = "".join(f'#include "{name}"\n' for name in source.files)
-    options = (*_options(source, architecture), *all_cores, *folders)
+    options = (*module_options(source, architecture), *all_cores, *folders)
     try:
         found = nvrtc.compile(f"{source.name}.module", text, _texts(source), options, source.expressions)
     except Refused as refusal:
@@ -71,25 +71,34 @@ def compile_module(source: ModuleSource, architecture: str, release: tuple[int, 
     return CompiledModule(found.code, found.lowered_names, nvrtc.release)
 
 
-def cached_module(source: ModuleSource, architecture: str) -> CompiledModule:
-    """A module for `architecture`, from the user's cache directory or compiled now and kept there.
+def recalled_module(source: ModuleSource, architecture: str) -> CompiledModule | None:
+    """A module for `architecture` that was kept in the user's cache directory; None where it is not there, or does not
+    match its digest."""
+    content = _read_verified(_cached_path(source, architecture))
+    if content is None:
+        return None
+    facts, _, code = content.partition(b"\n")
+    names, release = json.loads(facts)
+    return CompiledModule(code, names, tuple(release))
 
-    A file that does not match its digest is compiled anew; where that cannot be written, every start compiles
-    anew, which takes seconds of processor time. Raises what `compile_module` raises.
+
+def compiled_now(source: ModuleSource, architecture: str) -> CompiledModule:
+    """A module for `architecture`, compiled and kept in the user's cache directory; whoever waits is told.
+
+    Where that cannot be written, every start compiles anew, which takes seconds of processor time. Raises what
+    `compile_module` raises.
     """
-    name = f"{source.name}-{architecture}-{_cache_key(source, architecture)}.cubin"
-    path = user_cache_directory() / "kernels" / name
-    content = _read_verified(path)
-    if content is not None:
-        facts, _, code = content.partition(b"\n")
-        names, release = json.loads(facts)
-        return CompiledModule(code, names, tuple(release))
     stage = f"The CUDA kernels are compiled for {architecture} now, once"
     logger.warning("%s: %s", stage, source.name, extra={"stage": (stage, source.name)})
     module = compile_module(source, architecture)
     content = json.dumps([module.lowered_names, module.release]).encode() + b"\n" + module.code
-    _keep(path, hashlib.sha256(content).digest() + content)
+    _keep(_cached_path(source, architecture), hashlib.sha256(content).digest() + content)
     return module
+
+
+def _cached_path(source: ModuleSource, architecture: str) -> Path:
+    name = f"{source.name}-{architecture}-{module_key(source, architecture)}.cubin"
+    return user_cache_directory() / "kernels" / name
 
 
 def nvrtc_version() -> tuple[int, int]:
@@ -146,7 +155,8 @@ def _compilation_failure(
     return KernelError(f"NVRTC {version} refused the kernels {source.name} for {architecture}:\n{log}")
 
 
-def _options(source: ModuleSource, architecture: str) -> tuple[str, ...]:
+def module_options(source: ModuleSource, architecture: str) -> tuple[str, ...]:
+    """What decides about the code of a module beside its source."""
     macros = (f"--define-macro={name}={value}" for name, value in source.macros)
     return (f"--gpu-architecture={architecture}", *_OPTIONS, *macros)
 
@@ -164,11 +174,11 @@ def _texts(source: ModuleSource) -> dict[str, bytes]:
     return dict(sorted(texts.items()))
 
 
-def _cache_key(source: ModuleSource, architecture: str) -> str:
+def module_key(source: ModuleSource, architecture: str) -> str:
     """SHA-256 over what decides the result, but for the compiler's release, which a device need not have: source and
     options with the architecture."""
     digest = hashlib.sha256()
-    for part in (_options(source, architecture), source, _texts(source)):
+    for part in (module_options(source, architecture), source, _texts(source)):
         digest.update(hashlib.sha256(repr(part).encode()).digest())
     return digest.hexdigest()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 #: CUdevice_attribute of cuda.h.
@@ -81,16 +81,15 @@ def _first_gpu() -> GPU | None:
     name, total = ctypes.create_string_buffer(256), ctypes.c_size_t()
     driver.cuDeviceGetName(name, len(name), device)
     driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
-    major = attribute(_CAPABILITY_MAJOR)
-    capability = f"sm_{major}{attribute(_CAPABILITY_MINOR)}"
-    return GPU(
-        name.value.decode(errors="replace"),
-        capability,
-        (version.value // 1000, version.value % 1000 // 10),
-        total.value,
-        capability,
-        attribute(_MULTIPROCESSORS),
-        attribute(_SHARED_MEMORY_OF_A_BLOCK),
-        can_overlap=major >= _HOPPER,
-        has_clusters=major >= _HOPPER,
-    )
+    capability = f"sm_{attribute(_CAPABILITY_MAJOR)}{attribute(_CAPABILITY_MINOR)}"
+    there = absent_gpu(capability, attribute(_MULTIPROCESSORS), attribute(_SHARED_MEMORY_OF_A_BLOCK))
+    release = version.value // 1000, version.value % 1000 // 10
+    return replace(there, name=name.value.decode(errors="replace"), driver_cuda=release, total_memory=total.value)
+
+
+def absent_gpu(capability: str, multiprocessors: int, shared_limit: int) -> GPU:
+    """A GPU as kernels know it which need not be there: of a compute capability ("sm_87"), with so many multiprocessors
+    and bytes of shared memory a block."""
+    newer = int(capability[3:-1]) >= _HOPPER
+    name = f"a GPU of {capability} with {multiprocessors} multiprocessors"
+    return GPU(name, capability, (0, 0), 0, capability, multiprocessors, shared_limit, newer, newer)

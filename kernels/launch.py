@@ -8,12 +8,15 @@ does not change while that one finishes. Kernels of models are prepared once as 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from edgellm.kernels.compiler import CompiledModule, ModuleSource, cached_module
+from edgellm.kernels.compilations import Compilations
+from edgellm.kernels.compiler import CompiledModule, ModuleSource
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.gpu import GPU, find_gpu
+from edgellm.kernels.kept import KeptKernels
 
 
 class Kernel(NamedTuple):
@@ -26,11 +29,12 @@ class Kernel(NamedTuple):
 class KernelModule:
     """Kernels in the current context, for launches on one stream, and what the GPU allows them: see `GPU`.
 
-    A module of them is loaded, once, when it is first asked for.
+    A module of them is loaded, once, when it is first asked for: as it was kept, or compiled now.
     """
 
-    def __init__(self, gpu: GPU, stream: Any) -> None:
-        """Loads kernels for `gpu`, on a stream of pycuda's. Raises MissingDependencyError without cuda.bindings."""
+    def __init__(self, gpu: GPU, stream: Any, kept: KeptKernels | None = None) -> None:
+        """Loads kernels for `gpu`, on a stream of pycuda's; those that are `kept` need no compiler (None: those in the
+        user's cache). Raises MissingDependencyError without cuda.bindings."""
         try:
             from cuda.bindings import driver
         except ImportError as error:
@@ -41,6 +45,10 @@ class KernelModule:
         self.shared_limit, self.can_overlap, self.has_clusters = gpu.shared_limit, gpu.can_overlap, gpu.has_clusters
         self.driver = driver
         self.stream, self.prepared_stream = driver.CUstream(stream.handle), stream
+        self._compilations = Compilations(gpu.architecture, kept or KeptKernels(gpu))
+        self._collects = False
+        #: What is loaded when it was compiled, each by what loads it.
+        self._begun: dict[tuple[ModuleSource, Any], None] = {}
         self._loaded: dict[ModuleSource, tuple[Any, dict[str, str]]] = {}
         self._functions: dict[Kernel, Any] = {}
         self._shared_bytes: dict[Kernel, int] = {}
@@ -49,11 +57,40 @@ class KernelModule:
 
     def close(self) -> None:
         """Unload the kernels when the stream is done with them: who else is in the context may stay there for long."""
+        self._compilations.close()
         self.driver.cuStreamSynchronize(self.stream)
         for module, _ in self._loaded.values():
             self.driver.cuModuleUnload(module)
-        self._loaded, self._functions = {}, {}
+        self._loaded, self._functions, self._begun = {}, {}, {}
         self._prepared_functions, self._prepared = {}, {}  # pycuda unloads what nobody holds
+
+    @contextmanager
+    def side_by_side(self, waits: bool = True) -> Iterator[None]:
+        """Within, nothing waits for the compiler: modules that were kept nowhere are compiled side by side, and are
+        loaded at the end, or with `waits` False at the end of the next that waits. What is launched within must have
+        been kept: launches of other kernels may be prepared, but not run."""
+        outer, self._collects = self._collects, True
+        try:
+            yield
+        finally:
+            self._collects = outer
+        if waits and not outer:
+            self._compilations.wait()
+            for source, load in self._begun:
+                load(source)
+            self._begun = {}
+
+    def prepare(self, source: ModuleSource) -> None:
+        """Have a module compiled if it was kept nowhere; it is loaded when it is first used, and only then is it an
+        error that there is no compiler."""
+        self._compilations.begin(source, optional=True)
+
+    def _must_wait(self, source: ModuleSource, load: Any) -> bool:
+        """Whether a module is being compiled and nobody waits for that now; `load` will load it."""
+        if not self._collects or not self._compilations.begin(source):
+            return False
+        self._begun[source, load] = None
+        return True
 
     def _checked(self, result: tuple) -> Any:
         status, *values = result
@@ -66,9 +103,9 @@ class KernelModule:
 
         Raises MissingDependencyError or KernelError.
         """
-        if source in self._loaded:
+        if source in self._loaded or self._must_wait(source, self.load):
             return
-        compiled = cached_module(source, self.architecture)
+        compiled = self._compilations.module(source)
         status, module = self.driver.cuModuleLoadData(compiled.code)
         if status != self.driver.CUresult.CUDA_SUCCESS:
             raise refused_by_driver(self.architecture, compiled, status)
@@ -76,21 +113,24 @@ class KernelModule:
 
     def load_prepared(self, source: ModuleSource) -> None:
         """Loads as `load` does, for kernels that pycuda launches."""
-        if source in self._prepared:
+        if source in self._prepared or self._must_wait(source, self.load_prepared):
             return
         import pycuda.driver as cuda
 
-        compiled = cached_module(source, self.architecture)
+        compiled = self._compilations.module(source)
         try:
             self._prepared[source] = cuda.module_from_buffer(compiled.code), compiled.lowered_names
         except cuda.Error as error:
             raise refused_by_driver(self.architecture, compiled, error) from error
 
     def function(self, kernel: Kernel, shared_bytes: int) -> Any:
-        """The kernel, allowed to use `shared_bytes` of shared memory; its module is loaded if it is not yet."""
+        """The kernel, allowed to use `shared_bytes` of shared memory; its module is loaded if it is not yet. None while
+        that is compiled (`side_by_side`)."""
         attributes = self.driver.CUfunction_attribute
         if kernel not in self._functions:
             self.load(kernel.source)
+            if kernel.source not in self._loaded:
+                return self._check_shared(kernel, shared_bytes)
             module, lowered_names = self._loaded[kernel.source]
             name = lowered_names.get(kernel.expression, kernel.expression)
             function = self._checked(self.driver.cuModuleGetFunction(module, name.encode()))
@@ -112,7 +152,11 @@ class KernelModule:
 
         self._check_shared(kernel, shared_bytes)
         if kernel not in self._prepared_functions:
-            self.load_prepared(kernel.source)
+            collects, self._collects = self._collects, False  # it is launched now
+            try:
+                self.load_prepared(kernel.source)
+            finally:
+                self._collects = collects
             module, lowered_names = self._prepared[kernel.source]
             function = module.get_function(lowered_names.get(kernel.expression, kernel.expression))
             function.set_attribute(cuda.function_attribute.PREFERRED_SHARED_MEMORY_CARVEOUT, 100)  # see `function`

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_multimodal
+from absent_compiler import compiled  # noqa: F401 - a fixture
 from built_directories import (  # noqa: F401 - fixtures
     built_directory,
     checkpoint,
@@ -62,11 +63,11 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     The latest kernels of that one are taken along: compiling them takes 30 s of processor time.
     """
-    compiled = sorted((user_cache_directory() / "kernels").glob("*.cubin"), key=lambda path: path.stat().st_mtime)
+    latest = sorted((user_cache_directory() / "kernels").glob("*.cubin"), key=lambda path: path.stat().st_mtime)
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("cache")
         patch.setenv("EDGELLM_CACHE_DIR", str(folder))
-        for path in compiled[-1:]:
+        for path in latest[-1:]:
             (folder / "kernels").mkdir()
             shutil.copy(path, folder / "kernels")
         yield

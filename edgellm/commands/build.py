@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -13,31 +14,48 @@ from edgellm.commands.console import ProgressDisplay, mebibytes, progress_displa
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption
-from edgellm.commands.table import argument, option, takes_options
-from edgellm.engines.building.builder import build_engine_directory, refresh_plans
-from edgellm.engines.building.checks import EMBEDDINGS, choose_limits
+from edgellm.commands.table import argument, option, options_of, takes_options
+from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
+from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.shipped_draft import choose_draft
-from edgellm.engines.directories.engine_directory import DTYPES
+from edgellm.engines.building.targets import read_targets
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES
 from edgellm.engines.model.config import HEADS, MTP
 from edgellm.engines.quantization.config import folder_quantization
-from edgellm.errors import MissingDependencyError
+from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.tool_calls.formats import FORMATS, checkpoint_format
 from edgellm.trial import compute_token, fits_easily, read_built
 
-_plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
+_target_option, _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
     partial(option, rich_help_panel=panel)
-    for panel in ("Plans", "Limits", "Weights", "Draft", "LoRA adapters", "Images")
+    for panel in ("Targets", "Plans", "Limits", "Weights", "Draft", "LoRA adapters", "Images")
 )
+
+
+def _read_release(name: str, value: str) -> tuple[int, int]:
+    """A release of CUDA as (12, 6); RequestError for another text."""
+    match = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", value)
+    if match is None:
+        raise RequestError(f"{name} is {value!r}: expected a release of CUDA such as 12.6")
+    return int(match[1]), int(match[2])
 
 
 class BuildOptions(ModelOption):
     checkpoint: Path | None = argument("Hugging Face directory with config.json, tokenizer.json and safetensors.")
     engine_directory: Path | None = argument("The engine directory to make.", metavar="engine_dir")
     model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
-    target: list[str] | None = _plan_option(
-        "Build plans for this compute capability, as in sm_86; may be repeated [default: this GPU]."
+    target: list[str] | None = _target_option(
+        "Compile the kernels for this compute capability, on any machine, and build the plans that it needs where "
+        "TensorRT can: sm_87 is all its published boards, sm_89:46 a GPU of 46 multiprocessors; may be repeated, or "
+        "several behind commas [default: plans for this GPU; its kernels are compiled when the model is opened]."
+    )
+    cuda: str | None = _target_option(
+        "The release of CUDA whose compiler makes kernels, of those that are installed [default: the newest].",
+        metavar="RELEASE",
+        check=_read_release,
+        expected="a release such as 12.6",
     )
     max_batch: int | None = _limit("Sequences at once, 1 to 8 [default: 1].")
     prefill_chunk: int | None = _limit(
@@ -115,11 +133,17 @@ class BuildOptions(ModelOption):
 
 @takes_options
 def build(given: BuildOptions) -> None:
-    """Make an engine directory of a checkpoint: weights, tokenizer, and plans of what TensorRT runs.
+    """Make an engine directory of a checkpoint: weights, tokenizer, and plans of what TensorRT runs; with --target also
+    the kernels, compiled for GPUs that need not be here. An engine directory alone gets more targets.
 
-    Example: edgellm build Qwen3-0.6B robot --kv-capacity 2048
+    Example: edgellm build Qwen3-0.6B robot --target sm_87
     """
     checkpoint, engine_dir, draft = given.checkpoint, given.chosen_model(), given.draft
+    targets = read_targets(given.target or [])
+    cuda = None if given.cuda is None else _read_release("--cuda", given.cuda)
+    planned, kernels = planned_targets(targets), [each for each in targets if each.multiprocessors]
+    if cuda is not None and not kernels:
+        raise typer.BadParameter("--cuda chooses the compiler of kernels: name their GPUs with --target")
     if given.refresh is not None:
         others = (checkpoint, given.model, draft, given.draft_vocabulary, given.vision)
         if given.no_mtp or given.lora or any(each is not None for each in others):
@@ -127,10 +151,16 @@ def build(given: BuildOptions) -> None:
                 "--refresh-plans ENGINE_DIR takes no CHECKPOINT, --draft, --lora, --vision or other ENGINE_DIR"
             )
         with progress_display() as display:
-            report = refresh_plans(given.refresh, given.target, display, given.all_plans)
+            report = refresh_plans(given.refresh, [each.capability for each in targets], display, given.all_plans)
+    elif checkpoint is not None and engine_dir is None and targets and (checkpoint / DESCRIPTION_NAME).is_file():
+        _refuse_other_options(given)
+        with progress_display() as display:
+            report = add_targets(checkpoint, kernels, planned, cuda, display, given.all_plans)
     else:
         if checkpoint is None or engine_dir is None:
-            raise typer.BadParameter("expected CHECKPOINT and ENGINE_DIR, or --refresh-plans ENGINE_DIR")
+            raise typer.BadParameter(
+                "expected CHECKPOINT and ENGINE_DIR, ENGINE_DIR with --target, or --refresh-plans ENGINE_DIR"
+            )
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
@@ -154,7 +184,9 @@ def build(given: BuildOptions) -> None:
                 **given.arguments_of(
                     build_engine_directory,
                     limits=limits,
-                    targets=given.target,
+                    targets=planned,
+                    kernels=kernels,
+                    cuda=cuda,
                     progress=display,
                     draft=drafted,
                     adapters=adapters,
@@ -164,6 +196,16 @@ def build(given: BuildOptions) -> None:
             )
     facts = directory_facts(report.path, verify=False)
     typer.echo("\n".join([*fact_lines(facts), *report_lines(report)]))
+
+
+def _refuse_other_options(given: BuildOptions) -> None:
+    """typer.BadParameter for options of a build where an engine directory gets targets."""
+    for name, each in options_of(BuildOptions).items():
+        if each.flags and name not in ("target", "cuda", "all_plans") and getattr(given, name) != each.default:
+            raise typer.BadParameter(
+                f"{each.flags[0]} is given beside ENGINE_DIR and --target, which only add to what was built: leave it "
+                "out, or build anew from CHECKPOINT with --force"
+            )
 
 
 def _try(asked: bool | None, display: ProgressDisplay, path: Path, report: BuildReport) -> None:
@@ -194,8 +236,13 @@ def report_lines(report: BuildReport) -> Iterator[str]:
     for plan in report.plans:
         took = f"{plan.seconds:6.1f} s" if plan.seconds else "   kept "
         yield f"  {plan.platform.compute_capability:<7} {plan.shape.name:<34}{mebibytes(plan.size):>13}  {took}"
+    for built in report.kernels:
+        count = f"{len(built.manifest.modules)} compiled kernels, CUDA {'.'.join(map(str, built.manifest.release))}"
+        size = mebibytes(built.manifest.size)
+        yield f"  {built.manifest.architecture:<7} {count:<34}{size:>13}  {built.seconds:6.1f} s"
     is_link = report.weights == "link"
     own = sum(plan.size for plan in report.plans) + report.published_bytes + report.head_bytes
+    own += sum(built.manifest.size for built in report.kernels)
     total = f"  {'total on disk':<42}{mebibytes(own + (0 if is_link else report.weight_bytes)):>13}"
     yield total + (f"    (beside {mebibytes(report.weight_bytes)} of linked weights)" if is_link else "")
     stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in report.seconds.items() if seconds >= 0.05)

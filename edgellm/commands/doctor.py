@@ -14,6 +14,7 @@ import typer
 
 from edgellm.commands.console import mebibytes, status_line
 from edgellm.commands.descriptions import draft_in_words, executor_facts, executors_in_words
+from edgellm.commands.info import kernel_facts, kernels_in_words
 from edgellm.commands.options import ModelOptions
 from edgellm.commands.table import option, takes_options
 from edgellm.drafting.config import DraftingConfig, default_drafting
@@ -67,6 +68,7 @@ def doctor(given: DoctorOptions) -> None:
         "model": {"path": str(directory.path), "family": directory.config.family, "dtype": directory.dtype},
         "kv_cache": _kv_cache(directory),
         "plans": _plans(directory),
+        "kernels": _kernels(directory),
         "draft": _draft(directory),
         "executors": [] if gpu is None else executor_facts(*described, gpu.compute_capability, packed),
         "checks": [],
@@ -76,6 +78,7 @@ def doctor(given: DoctorOptions) -> None:
         *(f"{'executor':<12}{text}" for text in executors_in_words(facts["executors"])),
         f"{'KV cache':<12}{facts['kv_cache']}",
         f"{'plans':<12}{facts['plans']}",
+        f"{'kernels':<12}{facts['kernels']}",
         f"{'draft':<12}{facts['draft']}",
         "\nself-check",
     )
@@ -181,6 +184,26 @@ def _plans(directory: EngineDirectory) -> str:
     return (
         ", ".join(sorted(found)) or "none: kernels need none, those of what TensorRT runs are built on first use"
     ) + here
+
+
+def _kernels(directory: EngineDirectory) -> str:
+    """Which compiled kernels the directory holds, and whether they are all that it can ask for on this GPU."""
+    gpu, kept = find_gpu(), "; ".join(kernels_in_words(kernel_facts(directory)))
+    if gpu is None:
+        return kept or "none are kept with the model"
+    from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
+
+    limits, dtype = directory.limits, directory.dtype
+    try:
+        weights = WeightLayouts(directory.models, directory.checkpoints, dtype)
+        needed = needed_modules(directory.models, limits, dtype, weights, gpu)
+        found = directory.kept_kernels(gpu)
+        lacking = [source for source in needed if found.find(source) is None]
+    except EdgeLLMError as error:
+        return f"not known: {error}"
+    compiled = f"{len(needed) - len(lacking)} of {len(needed)} for this GPU are compiled"
+    rest = ", the others when the model is opened" if lacking else ""
+    return f"{compiled}{rest}; {f'kept with the model: {kept}' if kept else 'none are kept with the model'}"
 
 
 def _kv_cache(directory: EngineDirectory) -> str:

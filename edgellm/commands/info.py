@@ -23,6 +23,7 @@ from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.directories.engine_parts import is_weight_file
+from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.families.vision_encoders import host_weights
 from edgellm.engines.formats.digests import FileDigest
@@ -33,6 +34,7 @@ from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
 from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.kept import read_manifest
 from edgellm.llm import SHIPPED_MODEL
 from edgellm.multimodal.vision_runner import vision_memory
 from edgellm.snapshots.preempted_rows import KEPT_ROWS, PREEMPTION_BUDGET
@@ -47,7 +49,7 @@ class InfoOptions(ModelOptions):
 
 @takes_options
 def info(given: InfoOptions) -> None:
-    """Say what an engine directory is: model, limits, memory, plans; --verify hashes every file.
+    """Say what an engine directory is: model, limits, memory, plans, kernels; --verify hashes every file.
 
     Example: edgellm info robot --verify
     """
@@ -74,6 +76,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     computed = directory.dtype if refusal is None else "float32"  # in which NumPy runs what GPUs do not
     known = [] if refusal is not None else _known_platforms(directory, layouts)
     platforms = [_platform_facts(directory, layouts, platform) for platform in known]
+    kernels = [] if differences else kernel_facts(directory)
     planned = planned_engines(directory.models, limits, computed, layouts) if refusal is None else {}
     draft_config = None if draft is None else draft.config
     state = recurrent_bytes(decoder_states(config), 1)  # of one place of a text
@@ -91,9 +94,10 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
         "weights": {name: directory.files[name].size for name in directory.weight_files},
         "executors": {
             name: descriptions.executor_facts(directory.models, limits, directory.dtype, name, layouts)
-            for name in _capabilities(known, refusal)
+            for name in sorted(_capabilities(known, refusal) | {own["target"] for own in kernels})
         },
         "plans": platforms,
+        "kernels": kernels,
         "packed": packed,
         "gpu_refusal": refusal,
         "heads": _head_facts(directory),
@@ -128,10 +132,49 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     return facts
 
 
-def _capabilities(known: Sequence[plan_files.Platform], gpu_refusal: str | None) -> list[str]:
+def _capabilities(known: Sequence[plan_files.Platform], gpu_refusal: str | None) -> set[str]:
     """The compute capabilities of platforms, and that of this machine's GPU, which takes no TensorRT to run kernels."""
     gpu = find_gpu() if gpu_refusal is None else None
-    return sorted({platform.compute_capability for platform in known} | ({gpu.compute_capability} if gpu else set()))
+    return {platform.compute_capability for platform in known} | ({gpu.compute_capability} if gpu else set())
+
+
+def kernel_facts(directory: EngineDirectory) -> list[dict[str, Any]]:
+    """The compiled kernels of a directory, by target and release of the compiler; `usable_here` is null without a
+    GPU."""
+    gpu, found = find_gpu(), []
+    for name in directory.kernels:
+        manifest = read_manifest(directory.path / KERNELS_FOLDER / name)
+        usable = None
+        if gpu is not None:
+            fits = gpu.architecture == manifest.architecture and manifest.release[0] <= gpu.driver_cuda[0]
+            usable = fits and gpu.multiprocessors in manifest.multiprocessors
+        found.append(
+            {
+                "target": manifest.architecture,
+                "multiprocessors": list(manifest.multiprocessors),
+                "cuda": ".".join(map(str, manifest.release)),
+                "modules": len(manifest.modules),
+                "bytes": manifest.size,
+                "created_with": manifest.created_with,
+                "usable_here": usable,
+            }
+        )
+    return found
+
+
+def kernels_in_words(kernels: Sequence[Mapping[str, Any]]) -> list[str]:
+    """`kernel_facts`, a line each."""
+    here = {None: "", True: ", usable here", False: ", not for this machine"}
+    return [
+        f"{each['target']}: {each['modules']} compiled for {', '.join(map(str, each['multiprocessors']))} "
+        f"multiprocessors by CUDA {each['cuda']}, {mebibytes(each['bytes']).strip()}{here[each['usable_here']]}"
+        for each in kernels
+    ]
+
+
+def _need_no_plans(executors: Mapping[str, Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether kernels run every step on each of some GPUs."""
+    return all(each["name"] == "kernels" for found in executors.values() for each in found)
 
 
 def _parameters(specs: Sequence[WeightSpec]) -> int:
@@ -293,6 +336,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{platform['platform']}: {needed}{needless}, {mebibytes(platform['bytes'])}, {platform['state']}",
         )
         yield from (("", problem) for problem in platform["problems"])
+    for number, text in enumerate(kernels_in_words(facts["kernels"])):
+        yield "" if number else "kernels", text
     for model, packed in facts["packed"].items():
         yield "packed", f"{model}, {packed['method']}"
         for words, part in packed["stored"].items():
@@ -300,6 +345,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield from (("", note) for note in packed["notes"])
     if facts["gpu_refusal"]:
         yield "plans", f"none: {facts['gpu_refusal']}"
+    elif not facts["plans"] and facts["executors"] and _need_no_plans(facts["executors"]):
+        yield "plans", "none are needed: kernels run every step"
     elif not facts["plans"]:
         yield ("plans", "none: kernels and NumPy need none, those of what TensorRT runs are made on first use")
     parts = ", ".join(f"{name} {size / MEBIBYTE:,.1f}" for name, size in facts["memory"].items() if size)

@@ -40,7 +40,8 @@ class RoundCostsError(EngineError):
 class Device:
     """What measured costs are bound to: the engine directory as it is, EdgeLLM's release, the backend, and the machine.
 
-    `platform` is the plan folder's name (as in sm_90-rtx-1.6.1.120) or "numpy"; `processor` the GPU, or the CPU with
+    `platform` is the plan folder's name (as in sm_90-rtx-1.6.1.120), the compute capability where there is no TensorRT,
+    or "numpy"; `processor` the GPU, or the CPU with
     its cores, with the release of NumPy.
     """
 
@@ -55,10 +56,12 @@ class Device:
         """This machine with an engine directory; `backend` is "numpy" or "tensorrt"."""
         # TensorRT is not looked for where it is not used: loading its library takes a tenth of a second.
         plans, gpu = (None, None) if backend == "numpy" else (present_platform(), find_gpu())
-        if plans is None or gpu is None:
+        if gpu is None:
             processor = f"{_cpu_name()}, {usable_cores()} cores, NumPy {np.__version__}"
             return cls(directory.description_sha256, edgellm_version(), backend, _NO_PLANS, processor)
-        return cls(directory.description_sha256, edgellm_version(), backend, plans.folder, gpu.name)
+        platform = gpu.compute_capability + (f"+{gpu.measured_as}" if gpu.measured_as else "")
+        platform = platform if plans is None else plans.folder  # without TensorRT kernels run everything
+        return cls(directory.description_sha256, edgellm_version(), backend, platform, gpu.name)
 
     @property
     def file_name(self) -> str:

@@ -20,12 +20,13 @@ from edgellm.drafting.costs import PLAIN
 from edgellm.drafting.said import NOTHING, Drafted, Said, allowed, chain_of, cut
 from edgellm.drafting.worth import WAITED, Proposed, Rates, Trust, rate_name
 from edgellm.engines.errors import ConstraintError
+from edgellm.engines.model.limits import GIVEN_TREES
 from edgellm.engines.speculation.draft_plan import DraftPlan, given
 from edgellm.engines.speculation.round import GivenTree
 from edgellm.engines.speculation.suffix_index import Proposal
 
 #: Nodes of the trees, the root included: where every shape is captured, and where any is computed at once.
-CAPTURED_TREES, COMPUTED_TREES = (4, 8, 16, 32), (3, 5, 8, 12, 16, 24, 32)
+CAPTURED_TREES, COMPUTED_TREES = GIVEN_TREES, (3, 5, 8, 12, 16, 24, 32)
 #: A first guess of a round's time over a plain step's: of the round, and of each of its tokens.
 CAPTURED_COST, COMPUTED_COST = (1.1, 0.005), (1.4, 0.07)
 #: The most given candidates of joint trees, and a first guess of what each adds to the draft model's rounds.

@@ -18,11 +18,11 @@ from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.padded_weights import Padding
-from edgellm.engines.backends.plan_engines import PlanEngines
 from edgellm.engines.backends.planned_engines import CODE
 from edgellm.engines.backends.prompt_executor import PromptRows
 from edgellm.engines.backends.split_engine import SplitEngine
-from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
+from edgellm.engines.backends.step_modules import step_modules
+from edgellm.engines.backends.tensorrt_engine import TensorRTEngine, TensorRTPlans
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
 from edgellm.engines.directories.engine_directory import EngineDirectory
@@ -69,11 +69,12 @@ class CudaBackend(CudaDevice):
         `opening.EXECUTORS`."""
         self._directory, self._packed, self.executor = directory, packed or {}, executor
         self.compute_dtype = directory.dtype
+        self._plans: TensorRTPlans | None = None  # loaded where a shape needs a plan
         self._opened: ExitStack | None = None
         with ExitStack() as opened:
             super().__init__()
             opened.callback(super().close)
-            self._module = KernelModule(self.gpu, self.stream)
+            self._module = KernelModule(self.gpu, self.stream, directory.kept_kernels(self.gpu))
             opened.callback(self._module.close)
             self._load()
             self._opened = opened.pop_all()
@@ -81,7 +82,8 @@ class CudaBackend(CudaDevice):
     def _load(self) -> None:
         rows = most_logit_rows(self._directory.limits)
         workspace = self.zeros((CudaSampling.workspace_bytes(rows),), "uint8")
-        self.kernels = CudaSampling(self._module, self.compute_dtype, workspace)
+        with self._module.side_by_side(waits=False):
+            self.kernels = CudaSampling(self._module, self.compute_dtype, workspace)
         self._engines: list[LoadedEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
         self._many = CudaTiledKernels(self._module, self.compute_dtype)
@@ -91,11 +93,6 @@ class CudaBackend(CudaDevice):
         #: The weights that were loaded, and how they are packed (None: dense). Where base and draft have one of the
         #: same name it is the draft's, which is loaded last.
         self._loaded: dict[str, DeviceLayout | None] = {}
-
-    @cached_property
-    def _plans(self) -> PlanEngines:
-        """TensorRT, where an engine is its."""
-        return PlanEngines(self._directory, self.gpu)
 
     @cached_property
     def draft_tree(self) -> CudaTree:
@@ -209,9 +206,17 @@ class CudaBackend(CudaDevice):
         """Those of the engines whose weights are there, now that it is known how these are packed."""
         packed = {name: weight.layout for name, weight in weights.items() if isinstance(weight, PackedMatrix)}
         self._loaded |= dict.fromkeys(weights) | packed
-        for engine in self._engines:
-            if not isinstance(engine, TensorRTEngine):
-                engine.load_kernels(self._loaded)
+        with self._module.side_by_side():
+            self.prepare_steps()
+            for engine in self._engines:
+                if not isinstance(engine, TensorRTEngine):
+                    engine.load_kernels(self._loaded)
+
+    def prepare_steps(self) -> None:
+        """Have compiled what steps may ask for beside engines, as far as it is known which weights are packed."""
+        models = self._directory.models
+        for source in step_modules(models, self.compute_dtype, self._loaded):
+            self._module.prepare(source)
 
     def _first_not_finite(self, tensors: Mapping[str, DeviceArray]) -> dict[str, int]:
         """The index of the first value of each tensor [n] that is infinite or NaN, by name; -1 for none.
@@ -246,7 +251,8 @@ class CudaBackend(CudaDevice):
         ways = self._encoder_engine, self._kernel_engine, self._split_engine, self._plan_engine
         if self.executor == "tensorrt":
             ways = self._split_engine, self._preferred_plan, *ways
-        engine = next(found for way in ways if (found := way(shape)) is not None)
+        with self._module.side_by_side(waits=False):
+            engine = next(found for way in ways if (found := way(shape)) is not None)
         self._engines.append(engine)
         if self._is_checked:
             small = engine.scratch_bytes > self._scratch.nbytes
@@ -330,7 +336,9 @@ class CudaBackend(CudaDevice):
         refusal = plan_refusal(config, shape, self.compute_dtype, self._module.shared_limit, is_packed)
         if refusal is not None:
             raise EngineError(refusal)
-        return self._plans.load(shape)
+        if self._plans is None:
+            self._plans = TensorRTPlans(self._directory, self.gpu)
+        return self._plans.engine(shape)
 
     def scratch_bytes(self) -> int:
         """The largest need of a loaded engine: they run one after another."""
@@ -338,8 +346,8 @@ class CudaBackend(CudaDevice):
 
     def check_memory(self, plan: MemoryPlan) -> None:
         """Compare the plan with the free memory of the GPU, then allocate the engines' scratch."""
-        if "_plans" in self.__dict__:  # by now every engine is loaded
-            self._plans.keep()
+        if self._plans is not None:
+            self._plans.save()  # by now every engine is loaded
         free, total = self.free_memory()
         if plan.total > free:
             raise DeviceMemoryError(
@@ -355,14 +363,15 @@ class CudaBackend(CudaDevice):
     def _attach(self, engine: LoadedEngine, scratch: DeviceArray) -> None:
         engine.attach(self, scratch)
         if not isinstance(engine, TensorRTEngine):
-            engine.load_kernels(self._loaded)
+            with self._module.side_by_side():
+                engine.load_kernels(self._loaded)
 
     def close(self) -> None:
         """Free engines, scratch and kernels, then leave the context."""
         if self._opened is None:
             return
         self._engines.clear()
-        self.__dict__.pop("_plans", None)
+        self._plans = None
         self._scratch = None
         opened, self._opened = self._opened, None
         opened.close()

@@ -18,9 +18,9 @@ EXECUTORS = ("auto", "tensorrt")
 def open_backend(name: str, directory: EngineDirectory, executor: str = EXECUTORS[0]) -> Backend:
     """Open the backend `name`: "numpy", "tensorrt" (the GPU), or "auto", which takes the GPU where one is present.
 
-    `executor` is one of `EXECUTORS`. On "auto" a machine with a GPU but without pycuda raises MissingDependencyError
-    rather than silently computing on the CPU. Packed weights that its kernels do not take are refused there with
-    EngineError.
+    `executor` is one of `EXECUTORS`. On "auto" a machine with a GPU but without pycuda, or without TensorRT where a
+    shape needs it, raises MissingDependencyError rather than silently computing on the CPU. Packed weights that its
+    kernels do not take are refused there with EngineError.
     """
     for kind, given, known in (("backend", name, BACKENDS), ("executor", executor, EXECUTORS)):
         if given not in known:

@@ -11,12 +11,16 @@ from typing import Any
 
 from edgellm.engines.backends.base import checked_bindings
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.platform import TensorRTLibrary
+from edgellm.engines.backends.plan_files import gpu_platform, load_or_build_plan
+from edgellm.engines.backends.platform import TensorRTLibrary, load_tensorrt
+from edgellm.engines.backends.tensorrt_operations import build_plan
+from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError, PlanError
 from edgellm.engines.model.limits import EngineShape
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.kernels.gpu import GPU
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -88,6 +92,34 @@ class TensorRTEngine:
             raise EngineError(f"{self.shape.name}: TensorRT could not enqueue the engine")
 
 
+class TensorRTPlans:
+    """TensorRT, on the primary context of a GPU: makes engines of the plans of a directory."""
+
+    def __init__(self, directory: EngineDirectory, gpu: GPU) -> None:
+        """Raises MissingDependencyError without TensorRT."""
+        self._directory, self._library = directory, load_tensorrt()
+        self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
+        self._platform = gpu_platform(gpu, self._library)
+        self._cache = RuntimeCache(f"{self._platform.folder} {directory.description_sha256}")
+
+    def engine(self, shape: EngineShape) -> TensorRTEngine:
+        """Load the plan from the engine directory or the cache; build it where there is none."""
+
+        def build() -> bytes:
+            capability, directory = self._platform.compute_capability, self._directory
+            stage = f"Plans are built for {capability} with TensorRT {self._library.version}: none were there"
+            logger.warning("%s: %s", stage, shape.name, extra={"stage": (stage, shape.name)})
+            config = directory.model_config(shape.model)
+            return build_plan(config, shape, directory.dtype, directory.attention, capability)
+
+        plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
+        return TensorRTEngine(self._library, self._runtime, plan, shape, self._cache)
+
+    def save(self) -> None:
+        """Keep what TensorRT compiled when it loaded plans."""
+        self._cache.save()
+
+
 class RuntimeCache:
     """Keeps what TensorRT-RTX compiles when it loads plans: one cache in the user's cache directory for all engines of
     a model on one platform.
@@ -132,3 +164,27 @@ class RuntimeCache:
             digest, content = stored[:32], stored[32:]
             if hashlib.sha256(content).digest() == digest and self._cache.deserialize(content):
                 self._stored = content
+
+
+class _Logger:
+    """Passes TensorRT's warnings and errors on to logging."""
+
+    @staticmethod
+    def make(trt: Any) -> Any:
+        severity = trt.ILogger.Severity
+        levels = {
+            severity.INTERNAL_ERROR: logging.ERROR,
+            severity.ERROR: logging.ERROR,
+            severity.WARNING: logging.INFO,
+            severity.INFO: logging.DEBUG,
+            severity.VERBOSE: logging.DEBUG,
+        }
+
+        class Logger(trt.ILogger):
+            def __init__(self) -> None:
+                trt.ILogger.__init__(self)
+
+            def log(self, level: Any, message: str) -> None:
+                logger.log(levels[level], "%s", message)
+
+        return Logger()

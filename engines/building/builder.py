@@ -45,8 +45,10 @@ from edgellm.engines.building.inputs import (
     with_packed_heads,
     write_made_files,
 )
+from edgellm.engines.building.kernels import KERNEL_BYTES, check_compiler, compile_kernels
 from edgellm.engines.building.plans import BuildReport, BuiltPlan, PlanBytes, build_plans, peak_memory
 from edgellm.engines.building.shipped_draft import DRAFT_VOCABULARY, choose_draft, lost_mtp
+from edgellm.engines.building.targets import Target
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
 from edgellm.engines.directories.engine_directory import (
     EngineDirectory,
@@ -71,7 +73,7 @@ from edgellm.engines.quantization.config import folder_quantization
 
 _FOR_SPACE = "for the engine directory. Free some space, choose another disk, or take --weights link"
 #: `progress(stage, done, total)`, called from two threads: stages are "check", "weights" (bytes), "plans" (how many),
-#: "head" (rows) and "finish".
+#: "head" (rows), "kernels" (how many) and "finish".
 Progress = Callable[[str, int, int], None]
 
 
@@ -95,6 +97,8 @@ def build_engine_directory(
     tool_format: str | None = None,
     draft_vocabulary: str | Path | None = None,
     check: Callable[[Path, BuildReport], None] | None = None,
+    kernels: Sequence[Target] = (),
+    cuda: tuple[int, int] | None = None,
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
@@ -106,8 +110,10 @@ def build_engine_directory(
     apart; one in the checkpoint itself is left out where `limits` have no vision engines. `head` is one of `HEADS`; a
     draft's own head becomes the same. `embedding` is one of `EMBEDDINGS`: where tokens are looked up of a model whose
     embedding table was its head. `tool_format` names the format of the model's calls.
-    Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. With
-    `force` an existing engine directory is replaced, once the new one is complete. `check` gets the directory before it
+    Each target gets the plans of the shapes that the hand-written kernels do not run there, with `all_plans` all. For
+    `kernels`, targets too, the hand-written kernels are compiled, by the compiler of CUDA's release `cuda` (None: the
+    newest); where they are named, and no `targets`, there are no plans. With `force` an existing engine directory is
+    replaced, once the new one is complete. `check` gets the directory before it
     has its name, and the report; what it raises fails the build, in an error that names the checkpoint's files.
     Raises AdapterError, BuildError, CheckpointError, UnsupportedModelError, MissingDependencyError.
     """
@@ -116,7 +122,8 @@ def build_engine_directory(
     source, target = Path(checkpoint_path), Path(engine_dir)
     check_places(source, target, force)
     check_settings(dtype, attention, weights, head, embedding)
-    platforms, note = choose_platforms(targets)
+    platforms, note = ((), "") if kernels and not targets else choose_platforms(targets)
+    cuda = check_compiler(kernels, cuda) if kernels else None
     vision = None if vision is None else Path(vision)
     vocabulary = None if draft_vocabulary is None else Path(draft_vocabulary)
     inputs, known_limits, dtype = _read(
@@ -127,8 +134,8 @@ def build_engine_directory(
     )
     inputs = with_packed_heads(inputs, head, embeds, dtype)
     packed, refusal = gpu_layouts(inputs.models, inputs.checkpoints, dtype)
-    if refusal is not None and platforms:
-        if targets:
+    if refusal is not None and (platforms or kernels):
+        if targets or kernels:
             raise BuildError(f"{refusal}. Without --target it is built for the NumPy backend alone")
         platforms, note = (), f"No plans are built: {refusal}."
     limits = replace(known_limits, packed=any(".layers." in name for name in packed.get("base", ())))
@@ -136,7 +143,7 @@ def build_engine_directory(
     report = BuildReport(target, config, dtype, limits, inputs.draft, encoder, weights, size, inputs.head_bytes)
     plans = _choose_plans(report, inputs.models, platforms, all_plans, packed)
     copied = inputs.head_bytes + (size if weights == "copy" else 0)
-    needed = copied + plan_bytes_bound(config, _shapes_of(plans), encoder)
+    needed = copied + plan_bytes_bound(config, _shapes_of(plans), encoder) + len(kernels) * KERNEL_BYTES
     check_space(target.absolute().parent, needed, BuildError, _FOR_SPACE)
     report.notes += [note] if note else []
     if config.image_token_id is None and _has_vision_part(source):
@@ -150,7 +157,9 @@ def build_engine_directory(
     progress("check", 1, 1)
     try:
         describe = partial(inputs.description, dtype, attention, limits, tool_format=tool_format)
-        _make(inputs, report, plans, attention, describe, force, progress, check)
+        _make(
+            inputs, report, plans, attention, describe, force, progress, check, partial(compile_kernels, kernels, cuda)
+        )
     except OSError as error:
         raise BuildError(
             f"{target} was not built, and nothing was left behind: {error.strerror or error}"
@@ -308,6 +317,28 @@ def _has_vision_part(source: Path) -> bool:
     return is_multimodal(JSONObject.read(source / "config.json", CheckpointError).values)
 
 
+def add_targets(
+    engine_dir: str | Path,
+    kernels: Sequence[Target],
+    targets: Sequence[str] = (),
+    cuda: tuple[int, int] | None = None,
+    progress: Progress | None = None,
+    all_plans: bool = False,
+) -> BuildReport:
+    """Compile the kernels of an engine directory for more targets, or anew; those named in `targets` get the plans that
+    they lack, too. See `build_engine_directory`, and `refresh_plans`. Raises what these raise."""
+    started, progress = time.perf_counter(), progress or (lambda stage, done, total: None)
+    if targets:
+        report = refresh_plans(engine_dir, targets, progress, all_plans)
+    else:
+        directory = EngineDirectory.open(engine_dir)
+        draft, vision = directory.models.get("draft"), directory.models.get("vision")
+        config, dtype, limits = directory.config, directory.dtype, directory.limits
+        report = BuildReport(directory.path, config, dtype, limits, draft, vision)  # type: ignore[arg-type]
+    compile_kernels(kernels, cuda, Path(engine_dir), report, progress)
+    return _finished(report, started)
+
+
 def _make(
     inputs: BuildInputs,
     report: BuildReport,
@@ -317,6 +348,7 @@ def _make(
     replaces: bool,
     progress: Progress,
     check: Callable[[Path, BuildReport], None] | None,
+    compiles: Callable[[Path, BuildReport, Progress], None],
 ) -> None:
     """Write the directory under another name, let it be checked, then move it to its place. `describe` gives the
     content of `edgellm.json` for the digests of all files."""
@@ -351,6 +383,7 @@ def _make(
                 stop.set()
         progress("finish", 0, 1)
         write_description(staged.path, describe(published | digests))
+        compiles(staged.path, report, progress)
         report.published_bytes = sum(digest.size for digest in published.values())
         report.peak_host_bytes = peak_memory() + report.workers_peak_bytes
         if check is not None:

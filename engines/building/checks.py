@@ -11,6 +11,7 @@ from typing import Any
 
 from edgellm.engines.backends.plan_files import Platform, present_platform
 from edgellm.engines.backends.platform import TensorRTLibrary, find_tensorrt, load_tensorrt
+from edgellm.engines.building.targets import Target
 from edgellm.engines.directories.engine_directory import ATTENTION_SETTINGS, DESCRIPTION_NAME, DTYPES
 from edgellm.engines.errors import BuildError
 from edgellm.engines.formats.staged_directory import holds, is_vacant
@@ -273,10 +274,7 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
     TensorRT cannot build for here.
     """
     if targets:
-        library = load_tensorrt(
-            "Or leave --target out: no plans are made then, and a machine with a GPU and TensorRT makes them on first "
-            "use."
-        )
+        library = load_tensorrt("A machine with a GPU and TensorRT makes plans on first use, too.")
         for target in targets:
             check_target(target, library)
         return tuple(Platform(target, library.flavour, library.version) for target in dict.fromkeys(targets)), ""
@@ -289,6 +287,14 @@ def choose_platforms(targets: Sequence[str] | None) -> tuple[tuple[Platform, ...
         "runs all where there is no GPU. What kernels refuse takes plans on first use, on a machine with a GPU and "
         "TensorRT; for a GPU that is elsewhere: edgellm build --refresh-plans ENGINE_DIR --target sm_86."
     )
+
+
+def planned_targets(targets: Sequence[Target]) -> list[str]:
+    """The compute capabilities of targets that plans are built for: those that this machine can build plans for, and
+    those that nothing else serves."""
+    library = find_tensorrt()
+    buildable = () if library is None else library.buildable_targets
+    return [each.capability for each in targets if each.capability in buildable or not each.multiprocessors]
 
 
 def check_target(target: str, library: TensorRTLibrary) -> None:

@@ -29,6 +29,7 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import available_memory
 from edgellm.engines.model.vision import VisionConfig
+from edgellm.kernels.kept import Manifest
 
 _MOST_WORKERS = 4
 #: A worker took 370 MB for Llama-3.2-1B's shapes; more is left free, as a device that runs out of memory freezes.
@@ -55,14 +56,22 @@ class BuiltPlan:
     seconds: float
 
 
+@dataclass(frozen=True)
+class BuiltKernels:
+    """The compiled kernels of one target: what their manifest says, and the seconds that they took."""
+
+    manifest: Manifest
+    seconds: float
+
+
 @dataclass
 class BuildReport:
     """What was built. Sizes in bytes, of all models and adapters together; `seconds` by stage (weights and plans side
     by side). `targets` are the compute capabilities built for; `head_bytes` are those of packed heads.
 
     `peak_host_bytes` is the largest resident memory of this process so far and of those that built plans, summed: an
-    upper bound, as they share libraries. `notes` are what a user should know. `token_seconds` are those that a check
-    spent on a token of the model, which are in none of the others.
+    upper bound, as they share libraries. `kernels` are those compiled for targets. `notes` are what a user should know.
+    `token_seconds` are those that a check spent on a token of the model, which are in none of the others.
     """
 
     path: Path
@@ -82,6 +91,7 @@ class BuildReport:
     notes: list[str] = field(default_factory=list)
     workers_peak_bytes: int = 0
     targets: list[str] = field(default_factory=list)
+    kernels: list[BuiltKernels] = field(default_factory=list)
     token_seconds: float = 0.0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -25,9 +24,18 @@ from edgellm.engines.directories.engine_parts import (
     is_template_name,
     is_weight_file,
     parse_adapters,
+    parse_digests,
     parse_draft,
     parse_files,
     parse_vision,
+)
+from edgellm.engines.directories.kernel_folders import (
+    KERNELS_FOLDER,
+    KERNELS_KEY,
+    description_data,
+    digest_without_kernels,
+    kernel_differences,
+    parse_kernels,
 )
 from edgellm.engines.errors import CheckpointError, EngineDirectoryError
 from edgellm.engines.families.programs import ModelConfig
@@ -44,6 +52,8 @@ from edgellm.engines.quantization.config import folder_quantization
 from edgellm.engines.quantization.layout import Quantization
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.errors import shown
+from edgellm.kernels.gpu import GPU
+from edgellm.kernels.kept import KeptKernels
 from edgellm.kernels.user_paths import printable
 
 DESCRIPTION_NAME = "edgellm.json"
@@ -84,8 +94,9 @@ class EngineDirectory:
     """What `edgellm.json` says. `dtype` is the compute dtype of the engines, `files` the digests by file name.
 
     `attention` is "auto", "native" or "composed"; `created_with` the version of EdgeLLM that wrote the directory;
-    `description_sha256` the digest of `edgellm.json` itself. With a `draft`, `config.feature_layers` are those that it
-    takes. `adapters` are LoRA adapters by name. With a `vision` encoder the model takes images.
+    `description_sha256` the digest of `edgellm.json` itself, but for its kernels. With a `draft`,
+    `config.feature_layers` are those that it takes. `adapters` are LoRA adapters by name. With a `vision` encoder the
+    model takes images. `kernels` are the digests of the manifests of compiled kernels, by the names of their folders.
     """
 
     path: Path
@@ -101,6 +112,7 @@ class EngineDirectory:
     vision: EngineVision | None = None
     #: The name of the format in which the model calls tools, where the build found or was given one.
     tool_format: str | None = None
+    kernels: Mapping[str, FileDigest] = field(default_factory=dict)
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> EngineDirectory:
@@ -164,6 +176,11 @@ class EngineDirectory:
     def plans_path(self) -> Path:
         """The folder of the plans; it may not exist."""
         return self.path / "plans"
+
+    def kept_kernels(self, gpu: GPU) -> KeptKernels:
+        """The compiled kernels for a GPU that are here, or in the user's cache."""
+        folders = [self.path / KERNELS_FOLDER / name for name in self.kernels]
+        return KeptKernels(gpu, folders, f"edgellm build {self.path} --target {gpu.compute_capability}")
 
     def checkpoint(self) -> Checkpoint:
         """The weights, memory-mapped anew: the caller closes them. Raises CheckpointError."""
@@ -229,7 +246,7 @@ class EngineDirectory:
                 found += _differences(part.path, part.files, f"{folder}/", verify, hash_weights)
             elif (self.path / folder).exists():
                 found.append(f"{printable(folder)}/: not described")
-        return found
+        return [*found, *kernel_differences(self.path, self.kernels, verify)]
 
 
 def _differences(
@@ -310,7 +327,7 @@ def description_bytes(
             values[_VISION_KEY]["files"] = _file_values(vision[1])
     if tool_format is not None:
         values[_TOOL_KEY] = tool_format
-    return (json.dumps(values, indent=2, allow_nan=False) + "\n").encode()
+    return description_data(values)
 
 
 def _file_values(files: Mapping[str, FileDigest]) -> dict[str, Any]:
@@ -336,7 +353,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     version = values.get("format_version", "int")
     if version != FORMAT_VERSION:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
-    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY)
+    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY, KERNELS_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     if limits.kv_cache not in KV_CACHES:
         raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
@@ -372,10 +389,11 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         files=files,
         adapters=adapters,
         created_with=values.get("created_with", "str"),
-        description_sha256=hash_bytes(data),
+        description_sha256=digest_without_kernels(data, values.values),
         draft=draft,
         vision=vision,
         tool_format=values.get(_TOOL_KEY, "str") if _TOOL_KEY in values.values else None,
+        kernels=parse_kernels(values.object(KERNELS_KEY), parse_digests) if KERNELS_KEY in values.values else {},
     )
 
 

@@ -314,6 +314,7 @@ def parse_files(values: JSONObject) -> dict[str, FileDigest]:
 
 
 def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
+    """Digests by name."""
     files = {}
     for name in values.values:
         if not _FILE_NAME.fullmatch(name) and not is_template_name(name):

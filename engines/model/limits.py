@@ -25,6 +25,8 @@ DRAFT_RANGES = {"draft_top_k": (1, 64), "draft_steps": (1, 32), "verify_tree_siz
 KV_CACHES = ("compute", "int8")
 #: Tokens of the largest tree of a base model without a draft: its candidates are given.
 GIVEN_NODES = 32
+#: Tokens of trees of given candidates, where steps are captured.
+GIVEN_TREES = (4, 8, 16, GIVEN_NODES)
 #: How many tokens a window can be cut back by, so that the end of an answer, or a message, can be edited: the rows of
 #: so many tokens beside it take 5 MiB of a model of Gemma-3-1B's shapes.
 WINDOW_SLACK = 256

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import io
+import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from edgellm.commands import doctor, info
 from edgellm.commands.app import create_app
 from edgellm.commands.console import progress_display
+from edgellm.engines.backends import platform
+from edgellm.engines.backends.executors import SHARED_MEMORY
+from edgellm.engines.building.builder import add_targets
+from edgellm.engines.building.targets import read_targets
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.model.limits import EngineLimits
+from edgellm.kernels.gpu import absent_gpu
 
 pytest.importorskip("tensorrt_rtx")
 SMALL = ("--prefill-chunk", "80", "--kv-capacity", "128")
@@ -27,11 +36,12 @@ def edgellm(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
 
 
-def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Path) -> None:
+def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Path, compiled: list) -> None:
     target = tmp_path / "engines"
-    options = ("--target", "sm_86", "--target", "sm_80", "--max-batch", "1", "--all-plans", *SMALL)
-    result = edgellm("build", checkpoint, target, *options)
-    assert result.returncode == 0, result.stderr
+    options = ("--target", "sm_86:46,sm_80:108", "--max-batch", "1", "--all-plans", *SMALL)
+    arguments = ["build", str(checkpoint), str(target), *options]
+    result = CliRunner().invoke(create_app(), arguments)
+    assert result.exit_code == 0, result.output
     assert EngineDirectory.open(target, verify=True).limits == EngineLimits(1, 80, 128)
     rows = [line.split() for line in result.stdout.splitlines() if " base." in line]
     segments = (f"base.prefill-b1-t{tokens}-s{number}" for tokens in (16, 80) for number in range(3))
@@ -40,6 +50,10 @@ def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Pat
     assert all(row[3] == "MiB" and float(row[4]) > 0 for row in rows)
     for name in ("sm_86", "sm_80"):
         assert f"  {name}       kernels: base decode 1; base prefill 16, 80\n" in result.stdout
+    assert EngineDirectory.read(target).kernels.keys() == {"sm_80-cuda13.0", "sm_86-cuda13.0"}
+    for name, count in (("sm_86", 46), ("sm_80", 108)):
+        assert re.search(rf" {name}: \d+ compiled for {count} multiprocessors by CUDA 13\.0, ", result.stdout)
+        assert re.search(rf"  {name}   \d+ compiled kernels, CUDA 13\.0 .* MiB .* s\n", result.stdout)
     for word in ("weights", "total on disk", "time", "peak host memory"):
         assert word in result.stdout
     assert "\r" not in result.stderr
@@ -51,7 +65,11 @@ def test_build_prints_a_table_and_plain_progress(checkpoint: Path, tmp_path: Pat
     [
         (("{checkpoint}", "{target}", "--max-batch", "9"), 1, "--max-batch is 9: expected a whole number from 1 to 8"),
         (("{checkpoint}", "{target}", "--kv-capacity", "4096"), 1, "--kv-capacity is 4096"),
-        (("{checkpoint}", "{target}", "--target", "sm_87"), 1, "JetPack"),
+        (("{checkpoint}", "{target}", "--target", "sm_70"), 1, "on a machine with that GPU"),
+        (("{checkpoint}", "{target}", "--target", "sm_87", "--cuda", "12.6"), 1, "pip install 'nvidia-cuda-nvrtc-cu12"),
+        (("{checkpoint}", "{target}", "--target", "sm_87", "--cuda", "twelve"), 2, "a release of CUDA such as 12.6"),
+        (("{checkpoint}", "{target}", "--cuda", "12.6"), 2, "name their GPUs with --target"),
+        (("{checkpoint}", "--target", "sm_87"), 2, "ENGINE_DIR with --target"),
         (("{checkpoint}", "{target}", "--weights", "move"), 1, "--weights is 'move'"),
         (("{checkpoint}", "{target}", "--max-batch", "two"), 2, "--max-batch"),
         (("{target}", "{target}2"), 1, "does not exist"),
@@ -69,6 +87,41 @@ def test_wrong_use_ends_with_a_message_and_nothing_made(
     assert message in " ".join(result.output.split())
     assert isinstance(result.exception, SystemExit)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_directory_gets_more_targets(plain_directory: Path, compiled: list) -> None:
+    result = CliRunner().invoke(create_app(), ["build", str(plain_directory), "--target", "sm_87", "--cuda", "12.6"])
+    assert result.exit_code == 0, result.output
+    assert {architecture for _, architecture in compiled} == {"sm_87"}
+    assert f"sm_87: {len(compiled)} compiled for 4, 8, 14, 16 multiprocessors by CUDA 12.6" in result.output
+    assert "  sm_87       kernels: base decode 1; base prefill 16\n" in result.output
+    assert "none are needed: kernels run every step" in result.output
+    assert "kernels: done" in result.output
+    for more in (["--kv-capacity", "64"], ["--force"], ["--weights", "link"], ["--no-try"]):
+        refused = CliRunner().invoke(create_app(), ["build", str(plain_directory), "--target", "sm_87", *more])
+        assert refused.exit_code == 2 and f"{more[0].replace('no-', '')}" in refused.output
+    assert not (plain_directory / "plans").exists()
+    facts = json.loads(CliRunner().invoke(create_app(), ["info", str(plain_directory), "--json", "--verify"]).output)
+    (kernels,) = facts["kernels"]
+    assert (kernels["target"], kernels["multiprocessors"], kernels["cuda"]) == ("sm_87", [4, 8, 14, 16], "12.6")
+    assert kernels["modules"] == len(compiled) and kernels["usable_here"] in (None, False)
+    next((plain_directory / "kernels" / "sm_87-cuda12.6").glob("*.cubin")).write_bytes(b"damaged")
+    told = CliRunner().invoke(create_app(), ["info", str(plain_directory), "--verify"])
+    assert told.exit_code == 1 and "it was cut or replaced" in told.output
+
+
+def test_without_tensorrt_a_target_has_kernels(
+    checkpoint: Path, tmp_path: Path, compiled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "_search", lambda: (None, "neither package is installed"))
+    arguments = ["build", str(checkpoint), str(tmp_path / "robot"), "--target", "sm_87", "--no-try", *SMALL]
+    result = CliRunner().invoke(create_app(), arguments)
+    assert result.exit_code == 0, result.output
+    assert "No plans were built for sm_87, where TensorRT runs base prefill of 80 tokens" in result.output
+    refused = CliRunner().invoke(
+        create_app(), ["build", "--refresh-plans", str(tmp_path / "robot"), "--target", "sm_87"]
+    )
+    assert refused.exit_code == 1 and "neither package is installed" in refused.output
 
 
 def test_refresh_plans_adds_a_target(plain_directory: Path) -> None:
@@ -136,3 +189,18 @@ def test_replaced_directory_needs_force(checkpoint: Path, plain_directory: Path,
     assert (plain_directory / "model.safetensors").is_symlink()
     shutil.rmtree(plain_directory)
     assert (checkpoint / "model.safetensors").exists()
+
+
+def test_doctor_counts_what_is_compiled_for_the_gpu(
+    plain_directory: Path, compiled: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_targets(plain_directory, read_targets(["sm_87:8"]))
+    directory, lines = EngineDirectory.open(plain_directory), {}
+    for capability in ("sm_87", "sm_86"):
+        present = replace(absent_gpu(capability, 8, SHARED_MEMORY[capability]), driver_cuda=(13, 0))
+        for command in (doctor, info):
+            monkeypatch.setattr(command, "find_gpu", lambda present=present: present)
+        lines[capability] = doctor._kernels(directory)
+    counted = re.match(r"(\d+) of (\d+) for this GPU are compiled; kept with the model: sm_87: ", lines["sm_87"])
+    assert counted is not None and counted[1] == counted[2] and lines["sm_87"].endswith(", usable here")
+    assert re.match(r"0 of \d+ for this GPU are compiled, the others when the model is opened; ", lines["sm_86"])

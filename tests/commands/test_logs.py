@@ -13,7 +13,7 @@ import pytest
 
 from edgellm.commands.app import run
 from edgellm.commands.console import show_logs
-from edgellm.kernels.compiler import ModuleSource, cached_module
+from edgellm.kernels.compiler import ModuleSource, compiled_now
 
 LOGGER = logging.getLogger("edgellm.test")
 
@@ -97,7 +97,7 @@ def test_a_first_start_is_one_line(
     show_logs(level)
     for name in ("one", "two", "three"):
         kernel = f'extern "C" __global__ void {name}() {{}}'
-        cached_module(ModuleSource(name, (f"{name}.cu",), (), (), ((f"{name}.cu", kernel),)), "sm_90")
+        compiled_now(ModuleSource(name, (f"{name}.cu",), (), (), ((f"{name}.cu", kernel),)), "sm_90")
     LOGGER.warning("done")
     shown, stage = sys.stderr.getvalue(), "The CUDA kernels are compiled for sm_90 now, once"
     if level == "info":

@@ -10,13 +10,14 @@ from edgellm.engines.backends.executors import SHARED_MEMORY, kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.building.needed_kernels import AbsentModule
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
-from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.prefill.launcher import CudaPrefill
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -29,23 +30,11 @@ DEVICE: Any = SimpleNamespace(
 )
 
 
-class Module:
-    """What launchers know of a GPU that is not there; it notes the sources of the kernels that they ask for."""
-
-    multiprocessors, has_clusters, can_overlap, architecture = 16, False, False, TARGET
+class Module(AbsentModule):
+    """What launchers know of a GPU of 16 multiprocessors."""
 
     def __init__(self) -> None:
-        from cuda.bindings import driver
-
-        self.driver, self.stream, self.shared_limit = driver, driver.CUstream(0), SHARED_MEMORY[TARGET]
-        self.sources: dict[ModuleSource, None] = {}
-
-    def load(self, source: ModuleSource) -> None:
-        self.sources[source] = None
-
-    def function(self, kernel: Any, shared_bytes: int) -> None:
-        assert shared_bytes <= self.shared_limit
-        self.sources[kernel.source] = None
+        super().__init__(absent_gpu(TARGET, 16, SHARED_MEMORY[TARGET]))
 
 
 def prepare(

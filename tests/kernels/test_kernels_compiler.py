@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from edgellm.kernels import compiler, nvrtc
-from edgellm.kernels.compiler import ModuleSource, cached_module, compile_module, find_headers
+from edgellm.kernels.compiler import (
+    CompiledModule,
+    ModuleSource,
+    compile_module,
+    compiled_now,
+    find_headers,
+    recalled_module,
+)
 from edgellm.kernels.decode.linear import linear_kernel
 from edgellm.kernels.errors import KernelError, MissingDependencyError
 from tools.deploy.kernel_modules import decode_sources, encoder_sources, every_source, other_sources, recurrent_sources
@@ -48,6 +55,11 @@ def compiled(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(compiler, "compile_module", compile_and_note)
     return found
+
+
+def cached_module(source: ModuleSource, architecture: str) -> CompiledModule:
+    """As it was kept, or compiled now."""
+    return recalled_module(source, architecture) or compiled_now(source, architecture)
 
 
 def kinds(sources: list[ModuleSource]) -> list[ModuleSource]:

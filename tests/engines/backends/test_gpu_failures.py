@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from edgellm.kernels import compiler, nvrtc
 from edgellm.kernels.arrays import DeviceArray
 
 SHAPE = EngineShape("decode", 1, 1, 64, 64)
+DIRECTORY: Any = SimpleNamespace(dtype="float16", limits=EngineLimits(), kept_kernels=lambda gpu: None)
 
 
 class FailingStream:
@@ -79,11 +81,11 @@ def test_a_backend_that_cannot_be_opened_leaves_its_device(monkeypatch):
 
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
-    kernels = SimpleNamespace(close=lambda: log.append("unloaded"))
-    monkeypatch.setattr(cuda_backend, "KernelModule", lambda capability, stream: kernels)
+    kernels = SimpleNamespace(close=lambda: log.append("unloaded"), side_by_side=lambda waits: nullcontext())
+    monkeypatch.setattr(cuda_backend, "KernelModule", lambda gpu, stream, kept: kernels)
     monkeypatch.setattr(cuda_backend, "CudaSampling", SimpleNamespace(workspace_bytes=refuse))
     with pytest.raises(KernelError, match="NVRTC refused"):
-        cuda_backend.CudaBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
+        cuda_backend.CudaBackend(DIRECTORY)
     assert log == ["unloaded", "closed"]
 
 
@@ -98,10 +100,14 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
     monkeypatch.setenv("EDGELLM_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(CudaDevice, "__init__", open_device)
     monkeypatch.setattr(CudaDevice, "close", lambda device: log.append("closed"))
-    module = SimpleNamespace(load_prepared=lambda source: compiler.cached_module(source, "sm_90"), close=lambda: None)
+    module = SimpleNamespace(
+        load_prepared=lambda source: compiler.compiled_now(source, "sm_90"),
+        side_by_side=lambda waits: nullcontext(),
+        close=lambda: None,
+    )
     monkeypatch.setattr(CudaDevice, "empty", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
     monkeypatch.setattr(CudaDevice, "zeros", lambda device, shape, dtype: DeviceArray(16, tuple(shape), dtype))
-    monkeypatch.setattr(cuda_backend, "KernelModule", lambda capability, stream: module)
+    monkeypatch.setattr(cuda_backend, "KernelModule", lambda gpu, stream, kept: module)
     if missing == "NVRTC":
         monkeypatch.setattr(nvrtc, "_libraries", list)
         monkeypatch.setattr(compiler, "find_nvrtc", nvrtc.find_nvrtc.__wrapped__)
@@ -111,7 +117,7 @@ def test_a_gpu_without_a_compiler_names_what_to_install(missing, monkeypatch, tm
         monkeypatch.setattr(compiler, "toolkit_roots", lambda: [])
     wheel = "nvidia-cuda-nvrtc" if missing == "NVRTC" else "nvidia-cuda-runtime"
     with pytest.raises(MissingDependencyError, match=f"pip install .*{wheel}"):
-        cuda_backend.CudaBackend(SimpleNamespace(dtype="float16", limits=EngineLimits()))
+        cuda_backend.CudaBackend(DIRECTORY)
     assert log == ["closed"]
 
 

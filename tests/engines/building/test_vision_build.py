@@ -210,7 +210,7 @@ def test_the_network_follows_configuration_and_rows() -> None:
 
 
 @needs_tensorrt
-def test_the_command_builds_and_tells(tmp_path: Path) -> None:
+def test_the_command_builds_and_tells(tmp_path: Path, compiled: list) -> None:
     checkpoint = golden_checkpoint("qwen2_5_vl", tmp_path / "checkpoint")
     target = tmp_path / "engines"
     arguments = ["--prefill-chunk", "16", "--kv-capacity", "64", "--max-image-patches", "100"]

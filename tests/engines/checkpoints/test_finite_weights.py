@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from edgellm import LLM, AdapterError, EdgeLLMError, SamplingParams
 from edgellm.engines.backends.cuda_backend import CudaBackend
 from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.inputs import read_decoder_config
+from edgellm.engines.building.needed_kernels import AbsentModule
 from edgellm.engines.checkpoints import weights as weights_module
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, load_numpy_weights
@@ -35,6 +37,7 @@ from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineLimits
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import bfloat16_bits
+from edgellm.kernels.gpu import absent_gpu
 from edgellm.kernels.sampling.twin import NumpySampling
 from edgellm.llm import SHIPPED_MODEL
 
@@ -225,6 +228,7 @@ def uploaded_weights(checkpoint: Checkpoint, specs: list[WeightSpec], dtype: str
 
     backend.compute_dtype, backend.kernels = dtype, Kernels()
     backend._loaded, backend._engines = {}, []  # no engine waits for its kernels
+    backend._module, backend._directory = AbsentModule(absent_gpu("sm_90", 1, 1)), SimpleNamespace(models={})
     backend.empty = backend.zeros = lambda shape, kind: zeros(shape, dtype if kind == "compute" else kind)
     backend.part = lambda memory, offset, shape, kind: DeviceArray(memory.pointer + offset, shape, kind, memory)
     backend.upload = lambda array, values: np.copyto(view(array), values)

@@ -127,7 +127,7 @@ def test_adapters_of_high_rank_are_left_to_tensorrt() -> None:
 
 
 def test_a_build_from_the_command_line(
-    tiny_checkpoint: Path, tiny_adapters: dict[str, Path], tiny_config: DecoderConfig, tmp_path: Path
+    tiny_checkpoint: Path, tiny_adapters: dict[str, Path], tiny_config: DecoderConfig, tmp_path: Path, compiled: list
 ) -> None:
     pytest.importorskip("tensorrt_rtx")
     target = tmp_path / "engines"

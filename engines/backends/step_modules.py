@@ -1,0 +1,61 @@
+"""The modules of kernels that steps may ask for beside those of engines: of plain steps, trees, acceptance, images and
+commits of recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from edgellm.engines.families.programs import ModelConfig
+from edgellm.engines.model.config import DRAFT_EMBEDDING, DecoderConfig, DraftConfig
+from edgellm.engines.model.decoder import embedding_name
+from edgellm.engines.model.states import ConvColumns, DeltaMatrix, decoder_states, recurrent_states
+from edgellm.kernels.acceptance.launcher import ADVANCE, CHAINS, TREE_LOGITS, TYPICAL, WALK
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.images.launcher import images_source
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+from edgellm.kernels.recurrent.launcher import convolution_kernel, delta_kernel
+from edgellm.kernels.sampling.launcher import CONSTRAINING, DRAWING, EmbeddingTable, finite_source, step_source
+from edgellm.kernels.tree.launcher import tree_source
+
+
+def step_modules(
+    models: Mapping[str, ModelConfig], dtype: str, loaded: Mapping[str, DeviceLayout | None]
+) -> list[ModuleSource]:
+    """Those of models by `EngineShape.model`, which compute in `dtype`, whatever sampling and drafting are asked for;
+    `loaded` are the weights, with their layouts where they are packed (None: dense)."""
+    found = [step_source(dtype), finite_source(dtype), DRAWING, CONSTRAINING, tree_source(dtype)]
+    found += [WALK, ADVANCE, TREE_LOGITS]  # also without a draft: candidates may be given
+    for table in _packed_tables(models, loaded):
+        found += [step_source(dtype, table), tree_source(dtype, table)]
+    if "draft" in models:
+        found += [TYPICAL, CHAINS]
+    base = models.get("base")
+    if "vision" in models or (isinstance(base, DecoderConfig) and base.image_token_id is not None):
+        found.append(images_source(dtype))  # the encoder may be that of another directory
+    return list(dict.fromkeys([*found, *_commits(models)]))
+
+
+def _packed_tables(
+    models: Mapping[str, ModelConfig], loaded: Mapping[str, DeviceLayout | None]
+) -> Iterator[EmbeddingTable]:
+    """How embeddings are packed, of which tokens are looked up."""
+    for config in models.values():
+        if isinstance(config, DecoderConfig):
+            name = embedding_name(config)
+        elif isinstance(config, DraftConfig):
+            name = DRAFT_EMBEDDING if config.has_embedding else config.base_embedding
+        else:
+            continue
+        layout = loaded.get(name)
+        if layout is not None:
+            yield EmbeddingTable(layout.scales, layout.mode)
+
+
+def _commits(models: Mapping[str, ModelConfig]) -> Iterator[ModuleSource]:
+    """What takes accepted tokens into recurrent states, of one token or of several."""
+    decoders = [config for config in models.values() if isinstance(config, DecoderConfig)]
+    for state in recurrent_states([state for config in decoders for state in decoder_states(config)]):
+        if isinstance(state, ConvColumns):
+            yield convolution_kernel("commit_columns", state.width).source
+        elif isinstance(state, DeltaMatrix):
+            yield from (delta_kernel("commit_matrices", state.sizes[0], one).source for one in ("true", "false"))

@@ -1,0 +1,224 @@
+"""Which modules of kernels an engine directory can ask for on a GPU that need not be there: its engines are loaded as
+on that GPU, and prepare their launches on memory that nobody has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+from edgellm.engines.backends.cuda_backend import CudaBackend
+from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts
+from edgellm.engines.backends.packed_loading import PackedLoader
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.errors import EngineError
+from edgellm.engines.families.programs import ModelConfig, model_weights
+from edgellm.engines.model.limits import GIVEN_TREES, EngineLimits, EngineShape
+from edgellm.engines.runners.following_logits import MOST_TOKENS
+from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import ModuleSource
+from edgellm.kernels.errors import KernelError
+from edgellm.kernels.gpu import GPU
+from edgellm.kernels.launch import Kernel
+from edgellm.kernels.quantization.device_layout import DeviceLayout
+
+#: Where memory begins that nobody has, and where the scratch of all engines is, behind everything else.
+_FIRST, _SCRATCH, _ALIGNMENT = 1 << 20, 1 << 50, 1 << 10
+
+
+class AbsentModule:
+    """What a `KernelModule` tells launchers, of a GPU that is not there; it notes the `sources` of the kernels that
+    they ask for."""
+
+    def __init__(self, gpu: GPU) -> None:
+        self.architecture, self.multiprocessors = gpu.architecture, gpu.multiprocessors
+        self.shared_limit, self.can_overlap, self.has_clusters = gpu.shared_limit, gpu.can_overlap, gpu.has_clusters
+        self.driver, self.stream, self.prepared_stream = _AbsentDriver(), None, None
+        self.sources: dict[ModuleSource, None] = {}
+
+    def side_by_side(self, waits: bool = True) -> AbstractContextManager[None]:
+        """Nothing is compiled."""
+        return nullcontext()
+
+    def load(self, source: ModuleSource) -> None:
+        """Note a module that is loaded as a whole."""
+        self.sources[source] = None
+
+    prepare = load_prepared = load
+
+    def function(self, kernel: Kernel, shared_bytes: int) -> None:
+        """Note the module of a kernel. Raises KernelError where the GPU refuses it."""
+        if shared_bytes > self.shared_limit:
+            raise KernelError(f"{kernel.expression} needs {shared_bytes} bytes of {self.shared_limit} of shared memory")
+        self.sources[kernel.source] = None
+
+    def prepared(self, kernel: Kernel, shared_bytes: int, parameter_bytes: int) -> Any:
+        """The same for a kernel that pycuda launches, which is not launched."""
+        self.function(kernel, shared_bytes)
+        return SimpleNamespace(prepared_async_call=lambda *arguments, **named: None)
+
+
+class _Anything:
+    """Whatever is asked of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _Anything()
+
+    def __call__(self, *arguments: Any) -> Any:
+        return _Anything()
+
+
+class _AbsentDriver(_Anything):
+    """CUDA's driver where there is none: launches do nothing, tensor maps are empty."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def cuLaunchKernelEx(self, *arguments: Any) -> tuple[int]:
+        return (0,)
+
+    def cuTensorMapEncodeTiled(self, *arguments: Any) -> tuple[int, Any]:
+        return 0, SimpleNamespace(opaque=())
+
+
+class AbsentBackend(CudaBackend):
+    """The backend of a GPU that is not there: it chooses engines and kernels as on that GPU, and computes nothing."""
+
+    def __init__(
+        self, models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, packed: PackedLayouts, gpu: GPU
+    ) -> None:
+        """`models` are those of `EngineShape.model`, of which `packed` have packed weights."""
+        self._directory: Any = SimpleNamespace(models=models, limits=limits, dtype=dtype, model_config=models.get)
+        self._packed, self.compute_dtype, self.gpu = packed, dtype, gpu
+        self.module = AbsentModule(gpu)
+        self._module: Any = self.module
+        self._engines: list[Any] = []
+        self._few: dict[int, Any] = {}
+        self._many, self._scratch, self._is_checked = None, DeviceArray(_SCRATCH, (_SCRATCH,), "uint8"), False
+        self._next = _FIRST
+        self._loaded: dict[str, DeviceLayout | None] = {}
+        self._opened = None
+
+    def empty(self, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """Memory that nobody has, each array behind the one before."""
+        array = DeviceArray(self._next, tuple(shape), self._own(dtype))
+        self._next += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return array
+
+    zeros = empty
+
+    def part(self, memory: DeviceArray, offset: int, shape: Sequence[int], dtype: str) -> DeviceArray:
+        """An array in it."""
+        return DeviceArray(memory.pointer + offset, tuple(shape), dtype)
+
+    def upload(self, array: DeviceArray, values: Any) -> None:
+        """Copies nothing."""
+
+    def synchronize(self) -> None:
+        """Waits for nothing."""
+
+    def load_all(self, weights: Iterable[Mapping[str, DeviceLayout | None]]) -> None:
+        """Load what every step may need, with the weights of one model after another, packed so (None: dense)."""
+        for shape in engine_shapes(self._directory.limits):
+            self.load_engine(shape)
+        for engine in self._engines:
+            engine.attach(self, self._scratch)
+        for loaded in weights:
+            self._loaded |= loaded
+            self.prepare_steps()
+            for engine in self._engines:
+                engine.load_kernels(self._loaded)
+
+    def _plan_engine(self, shape: EngineShape) -> Any:
+        """What TensorRT runs asks for no kernels."""
+        return _NoEngine()
+
+
+class _NoEngine:
+    """An engine of TensorRT's."""
+
+    takes_packed, scratch_bytes = False, 0
+
+    def attach(self, device: Any, scratch: Any) -> None:
+        """Uses nothing."""
+
+    def load_kernels(self, loaded: Any) -> None:
+        """Needs none."""
+
+
+class WeightLayouts:
+    """How the weights of models are packed, once their scales were read, and what brings them into the layout: which
+    depends on no GPU but for what it is compiled for."""
+
+    def __init__(
+        self, models: Mapping[str, ModelConfig], checkpoints: Mapping[str, Callable[[], Checkpoint]], dtype: str
+    ) -> None:
+        """Reads the scales of all packed weights. Raises CheckpointError, and EngineError for weights that kernels do
+        not take."""
+        self.planned: dict[str, Mapping[str, DeviceLayout]] = {}
+        #: By model.
+        self.loaded: dict[str, dict[str, DeviceLayout | None]] = {}
+        self.sources: dict[ModuleSource, None] = {}
+        for model, config in models.items():
+            specs = model_weights(config)
+            with checkpoints[model]() as checkpoint:
+                planned = packed_layouts(checkpoint, specs, dtype)
+                if planned and model == "vision":
+                    raise EngineError(f"{checkpoint.path}: packed weights of a vision encoder run on NumPy alone")
+                self.loaded[model] = dict.fromkeys(spec.name for spec in specs)
+                if planned:
+                    self.planned[model] = planned
+                    self._load(models, checkpoint, model, dtype)
+
+    @classmethod
+    def dense(cls, models: Mapping[str, ModelConfig]) -> WeightLayouts:
+        """Those of models whose weights are not packed."""
+        found = cls({}, {}, "float16")
+        found.loaded = {name: dict.fromkeys(spec.name for spec in model_weights(models[name])) for name in models}
+        return found
+
+    def _load(self, models: Mapping[str, ModelConfig], checkpoint: Checkpoint, model: str, dtype: str) -> None:
+        planned = self.planned[model]
+        gpu = GPU("none", "sm_90", (0, 0), 0, "sm_90", 1, 1 << 20, False, False)
+        backend = AbsentBackend(models, EngineLimits(), dtype, {}, gpu)
+        memory = {name: backend.empty(layout.shape, "uint8") for name, layout in planned.items()}
+        loader = PackedLoader(backend, backend.module, dtype)  # type: ignore[arg-type]
+        packed = [spec for spec in model_weights(models[model]) if spec.name in planned]
+        weights = loader.load(checkpoint, packed, memory, lambda count: None)
+        self.loaded[model] |= {name: weight.layout for name, weight in weights.items()}
+        self.sources |= backend.module.sources
+
+
+def needed_modules(
+    models: Mapping[str, ModelConfig], limits: EngineLimits, dtype: str, weights: WeightLayouts, gpu: GPU
+) -> list[ModuleSource]:
+    """The modules that an engine directory's models can ask for on a GPU within its limits, whatever is asked of them:
+    sampling, rules, drafting, given candidates, adapters, logits of texts."""
+    backend = AbsentBackend(models, limits, dtype, weights.planned, gpu)
+    backend.load_all(weights.loaded.values())
+    return [*backend.module.sources, *weights.sources]
+
+
+def engine_shapes(limits: EngineLimits) -> list[EngineShape]:
+    """Every engine that may be loaded, of each kind with the most keys alone: those of the directory, those that verify
+    given candidates, and those that compute a text's logits."""
+    shapes = [*limits.engine_shapes()]
+    keys = limits.tree_key_ranges[-1]
+    given = {*GIVEN_TREES, *limits.verify_sizes}
+    shapes += [limits.base_shape("verify", batch, size, keys, size) for batch in limits.batches for size in given]
+    shapes += [
+        limits.base_shape("verify", 1, size, limits.key_ranges[-1], size)
+        for size in (MOST_TOKENS, limits.prefill_chunks[0])
+    ]
+    adapted = [limits.with_adapters(shape) for shape in shapes if shape.model == "base" and limits.has_lora]
+    return list(_widest([*shapes, *adapted]))
+
+
+def _widest(shapes: Sequence[EngineShape]) -> Iterator[EngineShape]:
+    widest: dict[EngineShape, EngineShape] = {}
+    for shape in shapes:
+        kind = replace(shape, key_range=0)
+        if kind not in widest or shape.key_range > widest[kind].key_range:
+            widest[kind] = shape
+    yield from widest.values()
