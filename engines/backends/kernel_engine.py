@@ -112,7 +112,7 @@ class KernelEngine:
         """Enqueue on the stream; raises EngineError if a tensor was never bound."""
         if not self._launches:
             self._launches = self._prepare()
-            for launch in self._launches if self.executor.overlaps else ():
+            for launch in self._launches:
                 launch.overlap_previous()
         self._enqueue(self._launches, lambda index: None)
 
@@ -121,7 +121,7 @@ class KernelEngine:
         wait."""
         if not self._launches_by_layer:
             self._launches_by_layer = self._prepare()
-            for number, launch in enumerate(self._launches_by_layer if self.executor.overlaps else ()):
+            for number, launch in enumerate(self._launches_by_layer):
                 if number not in self._layer_starts:  # that one must not overtake what its layer waits for
                     launch.overlap_previous()
         self._enqueue(self._launches_by_layer, before_layer)

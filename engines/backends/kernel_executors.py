@@ -83,8 +83,6 @@ class FewRows:
 
     name = "kernels of few rows"
     most_rows = MAX_ROWS
-    #: Whether each launch may start while the one before still runs.
-    overlaps = True
     #: Whether attention is that of prompts.
     many_tokens = False
 

@@ -24,12 +24,25 @@ from edgellm.kernels.prefill.launcher import attention_bytes
 from edgellm.kernels.quantization.device_layout import PackedMatrix
 
 
+class _BehindAll:
+    """A launch that begins when all before it have ended: what it writes, one of them may still read."""
+
+    def __init__(self, launch: Any) -> None:
+        self._launch = launch
+
+    def __call__(self) -> None:
+        self._launch()
+
+    def overlap_previous(self) -> None:
+        """It does not."""
+
+
 class PromptRows(ManyRows):
     """Runs a program's steps on bound arrays by the kernels of prompts."""
 
     name = "kernels of prompts"
     most_rows = 65_535
-    overlaps, many_tokens = False, True
+    many_tokens = True
     #: The steps whose tokens see all before them: there is no mask to read.
     phases = ("prefill", "accept")
 
@@ -103,8 +116,8 @@ class PromptRows(ManyRows):
         rows, columns = packed.shape
         values = self._array(DENSE)[: rows * columns].reshape(rows, columns)
         as_coded = replace(packed, inputs=None)
-        dense = linear._replace(weight=values, arrangement=linear.arranged)
-        return dense, [self._kernels.prefill.dequantize(as_coded, values, beside=False)]
+        dense = linear._replace(weight=values, arrangement=linear.arranged, made=True)
+        return dense, [_BehindAll(self._kernels.prefill.dequantize(as_coded, values, beside=False))]
 
     def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         if selected or linear.adapters is None:

@@ -81,13 +81,14 @@ class LinearWeights(NamedTuple):
     """`weight` [N, K] as published, `bias` [N], both compute; of a gated layer N are the gates, then the ups.
 
     Or a packed weight: a `PackedMatrix`, which takes x arranged as its `inputs` say, or of the twins a `PackedWeight`,
-    which takes it as it is. Of one that was made dense in front, `arrangement` says how x is arranged.
+    which takes it as it is. One that a launch before makes dense is `made`, and `arrangement` says how x is arranged.
     """
 
     weight: OwnArray
     bias: OwnArray | None = None
     adapters: LinearAdapters | None = None
     arrangement: InputPermutation | None = None
+    made: bool = False
 
     @property
     def is_packed(self) -> bool:

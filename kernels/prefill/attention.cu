@@ -151,6 +151,8 @@ __global__ void __launch_bounds__(THREADS, (Shape<SIZE, TILES>::BLOCKS))
     static_assert(Its::BYTES * (Its::ROWS + 2 * Its::STAGES * KEY_TILE) + (INT8 ? 8 * Its::STAGES * KEY_TILE : 0) == HOST_BYTES,
                   "shared memory as the host counts it");
     extern __shared__ __align__(128) char memory[];
+    launch_next_kernel();
+    wait_for_previous_kernel();
     Block<T, Its> block{arguments, division};
     block.find_place(memory);
     const size_t token = static_cast<size_t>(block.sequence) * block.tokens + block.first_token;

@@ -27,6 +27,8 @@ __global__ void __launch_bounds__(256) prepare_heads(const __grid_constant__ Pre
     using Kept = KeptFour<T, INT8>;
     using Element = typename Kept::Element;
     constexpr int QUADS = Own::QUADS;
+    launch_next_kernel();
+    wait_for_previous_kernel();
     const int size = arguments.D, kv_heads = arguments.G, heads = arguments.E / size;
     const int columns = arguments.part.size > 0 ? arguments.part.size : static_cast<int>(arguments.R);
     const int rotary = arguments.rotary == nullptr ? 0 : columns, lane = threadIdx.x % Own::OF_HEAD;

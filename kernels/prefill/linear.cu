@@ -21,9 +21,11 @@ template <typename T, typename G> struct TileSums {
     Sums<G> slice, group, total;  // a total in shared memory is `place`, and in registers only at the end
     float4* place;
     int steps, steps_left, slices_left;
+    unsigned zero;
     bool has_total;
 
-    __device__ TileSums(float4* own, int steps_of_slice) : place(own), steps(steps_of_slice) {}
+    __device__ TileSums(float4* own, int steps_of_slice, unsigned nothing)
+        : place(own), steps(steps_of_slice), zero(nothing) {}
     __device__ void begin() {
         steps_left = 0, slices_left = SLICES_OF_A_GROUP + 1, has_total = false;
         for_each_sum<G>([&](int r, int c, int i) {
@@ -31,18 +33,19 @@ template <typename T, typename G> struct TileSums {
             if (G::TOTALS == REGISTERS) total[r][c][i] = 0.f;
         });
     }
-    // Multiplies a step, and reads the next one, which lies where `next` says.
-    template <typename Next> __device__ void multiply(Fragments<G>& fragments, const Lane<G>& lane, const Next& next) {
-        fragments.begin();
+    // Multiplies the step that lies at `step`, and reads what the next one begins with, which lies where `next` says.
+    template <typename Next>
+    __device__ void multiply(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
+        fragments.begin(zero);
         if (steps_left != 0) {
-            multiply_step<NOTHING>(fragments, lane, next);
+            multiply_step<NOTHING>(fragments, step, lane, next);
         } else {
             steps_left = steps;
             if (--slices_left != 0) {
-                multiply_step<SLICE>(fragments, lane, next);
+                multiply_step<SLICE>(fragments, step, lane, next);
             } else {
                 slices_left = SLICES_OF_A_GROUP;
-                multiply_step<GROUP>(fragments, lane, next);
+                multiply_step<GROUP>(fragments, step, lane, next);
                 has_total = true;
             }
         }
@@ -94,23 +97,42 @@ template <typename T, typename G> struct TileSums {
 
   private:
     template <int BEGINS, typename Next>
-    __device__ void multiply_step(Fragments<G>& fragments, const Lane<G>& lane, const Next& next) {
+    __device__ void multiply_step(Fragments<G>& fragments, const char* step, const Lane<G>& lane, const Next& next) {
+        using F = Fragments<G>;
+        const auto nothing = [](int) {};
+        if constexpr (F::PARTS == 2) {
+            multiply_part<BEGINS>(fragments, 0, 0, [&](int c) { fragments.read_weights(step, lane, F::TILES + c); });
+            multiply_part<BEGINS>(fragments, 0, 1, nothing);
+            const char* after = next();
+            multiply_part<BEGINS>(fragments, 1, 0, [&](int c) {
 #pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c)
+                for (int r = c; r < G::ROW_TILES; r += F::TILES) fragments.read_activations(after, lane, r);
+                fragments.read_weights(after, lane, c);
+            });
+            multiply_part<BEGINS>(fragments, 1, 1, nothing);
+        } else {
+            multiply_part<BEGINS>(fragments, 0, 0, nothing);
+            const char* after = next();
+#pragma unroll
+            for (int r = 0; r < G::ROW_TILES; ++r) fragments.read_activations(after, lane, r);
+            multiply_part<BEGINS>(fragments, 0, 1, [&](int c) { fragments.read_weights(after, lane, c); });
+        }
+    }
+    // Multiplies one half of a step's columns by a part of its weights; `then` follows each column tile of the part.
+    template <int BEGINS, typename Then>
+    __device__ void multiply_part(Fragments<G>& fragments, int part, int half, const Then& then) {
+        constexpr int TILES = Fragments<G>::TILES;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            const int c = part * TILES + i;
 #pragma unroll
             for (int r = 0; r < G::ROW_TILES; ++r) {
                 // Each sum is added where its next product is made, so that additions stand between products.
-                if (BEGINS != NOTHING) end_slice(r, c);
-                if (BEGINS == GROUP) end_group(r, c);
-                fragments.multiply(slice[r][c], r, c, 0, T());
+                if (BEGINS != NOTHING && half == 0) end_slice(r, c);
+                if (BEGINS == GROUP && half == 0) end_group(r, c);
+                fragments.multiply(slice[r][c], r, c, half, T());
             }
-        const char* step = next();
-        fragments.read_activations(step, lane);
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c) {
-#pragma unroll
-            for (int r = 0; r < G::ROW_TILES; ++r) fragments.multiply(slice[r][c], r, c, 1, T());
-            fragments.read_weights(step, lane, c);
+            then(i);
         }
     }
     template <typename Action> __device__ void for_each_place(const Action& action) {
@@ -243,8 +265,8 @@ __device__ __forceinline__ void multiply(
     const Work work(G::ROWS, G::UNIT, linear.batch, rows, (own_columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS);
     typename CopiesOf<T, G, MAPPED>::type chunks(operands, work, shared, arguments.stages);
     const Lane<G> lane;
-    TileSums<T, G> sums(
-        reinterpret_cast<float4*>(shared + arguments.stages * G::STAGE_BYTES) + threadIdx.x, linear.steps);
+    float4* totals = reinterpret_cast<float4*>(shared + arguments.stages * G::STAGE_BYTES) + threadIdx.x;
+    TileSums<T, G> sums(totals, linear.steps, linear.adapters.low_units);  // which only kernels of few rows have
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         sums.begin();
         Fragments<G> fragments;
@@ -252,10 +274,10 @@ __device__ __forceinline__ void multiply(
 #pragma unroll 1
         for (int chunk = 1; chunk <= work.chunks; ++chunk) {
             chunks.copy();
-            const char* first = chunks.stage();
-            sums.multiply(fragments, lane, [&] { return first + G::STEP_BYTES; });
+            const char *first = chunks.stage(), *second = first + G::STEP_BYTES;
+            sums.multiply(fragments, first, lane, [&] { return second; });
             // Behind the last chunk something is read that nobody multiplies.
-            sums.multiply(fragments, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
+            sums.multiply(fragments, second, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
         }
         const Place place = work.place_of(tile);
         if constexpr (G::TOTALS == JOINED) {

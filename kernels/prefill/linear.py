@@ -23,8 +23,9 @@ from edgellm.kernels.launch import Kernel, Launch
 MAX_PROMPT_ROWS, _MOST_STAGES, _ROW_BYTES = 65_536, 4, 2 * STEP
 #: Bytes that a multiprocessor keeps for each block; bytes a clock of its shared memory.
 _KEPT_BYTES, _SHARED = 1024, 128
-#: Clocks of a tile beside its steps, and that a step takes at least.
-_TILE_CLOCKS, _LATENCY = 2500, 250
+#: Clocks of a tile beside its steps, and of each of its outputs; clocks that a step takes at least, and by how much
+#: longer it takes where four warps on a multiprocessor hide less of each other's reads.
+_TILE_CLOCKS, _OUTPUT_CLOCKS, _LATENCY, _FEW_WARPS = 1500, 0.2, 250, 1.4
 #: Where sums of groups are added, and how many groups there are.
 REGISTERS, SHARED, JOINED = range(3)
 _GROUPS = 4
@@ -103,7 +104,9 @@ class PromptTiling(NamedTuple):
         step = max(shared, products) + 0.3 * min(shared, products)
         beside = min(own, self.resident(self.stages(gpu), gpu))
         steps, rounds = -(-columns // (STEP * self.teams)), -(-own // beside)
-        return rounds * (steps * max(step * beside, _LATENCY) + _TILE_CLOCKS)
+        step *= _FEW_WARPS if warps * beside <= 4 else 1
+        ends = _TILE_CLOCKS + _OUTPUT_CLOCKS * self.rows * self.weight_rows
+        return rounds * (steps * max(step * beside, _LATENCY) + ends)
 
 
 #: All tilings, the largest tiles first.
@@ -158,13 +161,13 @@ class CudaPromptLinear(CudaTiledKernels):
     dense weights alone.
 
     Of LoRA adapters `low_products` must be launched before a layer that has them. Each is loaded when a launch first
-    needs it. `tiling`: other than the fastest; `accelerated`: the tensor memory accelerator copies, where a GPU has it;
-    `weights_change`: the launch before may write weights, which are else read before it has finished.
+    needs it. `tiling`: other than the fastest; `accelerated`: the tensor memory accelerator copies, where a GPU has it.
+    Weights that are not `made` are read before the launch before has finished.
     """
 
     most_rows = MAX_PROMPT_ROWS
     tiling: PromptTiling | None = None
-    accelerated, weights_change = True, False
+    accelerated = False
 
     def activated(self, x: DeviceArray, linear: LinearWeights, activation: int, output: DeviceArray) -> Launch:
         """See `NumpyEncoderLinear.activated`."""
@@ -185,7 +188,7 @@ class CudaPromptLinear(CudaTiledKernels):
         if linear.is_packed:
             raise KernelError("prompts take dense weights: dequantize packed ones first")
         name, adapted = name.replace("selected", "linear"), linear.adapters is not None
-        return self._prompt_launch(name, x, linear.weight, arguments, adapted, tiling)
+        return self._prompt_launch(name, x, linear.weight, arguments, adapted, tiling, linear.made)
 
     def _prompt_launch(
         self,
@@ -195,6 +198,7 @@ class CudaPromptLinear(CudaTiledKernels):
         arguments: TiledLinear,
         adapted: bool = False,
         tiling: PromptTiling | None = None,
+        made: bool = False,
     ) -> Launch:
         """The launch of a kernel over all rows of a weight."""
         batch, (every_row, columns) = arguments.linear.batch, weight.shape
@@ -208,6 +212,4 @@ class CudaPromptLinear(CudaTiledKernels):
         activation = arguments.activation if name == "activated" else NO_ACTIVATION
         kernel = prompt_kernel(name, self.dtype, tiling, adapted, mapped, activation)
         grid, shared = tiling.grid(batch, every_row, self.gpu), tiling.shared_bytes(arguments.stages)
-        return Launch(
-            self.module, kernel, grid, tiling.threads, shared, (*maps, arguments, ctypes.c_bool(self.weights_change))
-        )
+        return Launch(self.module, kernel, grid, tiling.threads, shared, (*maps, arguments, ctypes.c_bool(made)))

@@ -79,8 +79,11 @@ PROMPT_MULTIPLY(__nv_bfloat16, "bf16")
 #undef PROMPT_MULTIPLY
 
 // What a warp multiplies in a step of 32 columns: of each row a lane has eight columns, of which the first four are
-// multiplied first, as the decode kernels do. While the others are, the next step's come, each to where one is done.
+// multiplied first, as the decode kernels do. Weights come in two parts, if a part has work for long enough: the second
+// while the first is multiplied, and while the second is, the first of the next step.
 template <typename G> struct Fragments {
+    static constexpr bool IN_PARTS = G::ROW_TILES * G::COLUMN_TILES >= 16 || G::TOTALS == JOINED;
+    static constexpr int PARTS = IN_PARTS ? 2 : 1, TILES = G::COLUMN_TILES / PARTS;
     unsigned activations[G::ROW_TILES][2][4];
     uint4 weights[G::COLUMN_TILES], next[G::ROW_TILES][2];
 
@@ -88,22 +91,22 @@ template <typename G> struct Fragments {
     __device__ void read_weights(const char* step, const Lane<G>& lane, int c) {
         weights[c] = at(step + lane.tile_row(c) * ROW_BYTES + threadIdx.x % 32 * 16);
     }
-    __device__ void read_activations(const char* step, const Lane<G>& lane) {
+    __device__ void read_activations(const char* step, const Lane<G>& lane, int r) {
         const char* rows = step + (G::WEIGHT_ROWS + lane.row) * ROW_BYTES + threadIdx.x % 32 * 16;
 #pragma unroll
-        for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-            for (int half = 0; half < 2; ++half) next[r][half] = at(rows + (r * 16 + half * 8) * ROW_BYTES);
+        for (int half = 0; half < 2; ++half) next[r][half] = at(rows + (r * 16 + half * 8) * ROW_BYTES);
     }
+    // What a step begins with.
     __device__ void read(const char* step, const Lane<G>& lane) {
-        read_activations(step, lane);
 #pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c) read_weights(step, lane, c);
+        for (int r = 0; r < G::ROW_TILES; ++r) read_activations(step, lane, r);
+#pragma unroll
+        for (int c = 0; c < TILES; ++c) read_weights(step, lane, c);
     }
     // The next step's activations as the tensor cores take them: four registers side by side, of two loads. What is
-    // combined with zero (blockIdx.z) is a value of its own to the compiler, which would else put the four together
-    // anew for each product, with more moves than products.
-    __device__ void begin() {
+    // combined with a zero that the compiler does not know is a value of its own to it; else it would put the four
+    // together anew for each product, with more moves than products.
+    __device__ void begin(unsigned zero) {
 #pragma unroll
         for (int r = 0; r < G::ROW_TILES; ++r) {
             const uint4 &low = next[r][0], &high = next[r][1];
@@ -111,7 +114,7 @@ template <typename G> struct Fragments {
 #pragma unroll
             for (int half = 0; half < 2; ++half)
 #pragma unroll
-                for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | blockIdx.z;
+                for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | zero;
         }
     }
     template <typename T> __device__ void multiply(float (&sum)[4], int r, int c, int half, T) const {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from edgellm.kernels.contracts import Contracts
-from edgellm.kernels.decode.numpy_twins import attend, rms_norm, rotary_embedding
+from edgellm.kernels.decode.numpy_twins import NumpyLaunch, attend, rms_norm, rotary_embedding
 from edgellm.kernels.prefill.contract import (
     HeadNorms,
     KeyValueRows,
@@ -40,7 +40,7 @@ class NumpyPrefill:
         """Norm, rotation and KV rows; see the contract."""
         check_scales(rows, row_scales)
         _check("prepare_heads", qkv, norms, rotary, rows, row_scales, part, queries)
-        return lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales, part, queries)
+        return NumpyLaunch(lambda: _prepare_heads(qkv, norms, rotary, rows, row_scales, part, queries))
 
     def causal_attention(
         self,
@@ -53,7 +53,7 @@ class NumpyPrefill:
         """Attention over the rows up to each token's own; see the contract."""
         check_scales(rows, row_scales)
         _check("causal_attention", queries, rows, scale, context, row_scales)
-        return lambda: _causal_attention(queries, rows, scale, context, row_scales)
+        return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales))
 
     def attention_ahead(
         self,
@@ -67,14 +67,14 @@ class NumpyPrefill:
         """Attention over the rows up to one that is given for each token; see the contract."""
         check_scales(rows, row_scales)
         _check("attention_ahead", queries, rows, scale, context, row_scales, last_seen)
-        return lambda: _causal_attention(queries, rows, scale, context, row_scales, last_seen)
+        return NumpyLaunch(lambda: _causal_attention(queries, rows, scale, context, row_scales, last_seen))
 
     def dequantize(self, weight: PackedWeight | PackedMatrix, values: np.ndarray, beside: bool = False) -> Launchable:
         """Dense weights; see the contract."""
         if isinstance(weight, PackedMatrix):  # as the device has it: of codes alone
             weight = from_device_layout(weight.layout, weight.data)
         scales = np.float32(1) if weight.input_scales is None else weight.input_scales
-        return lambda: np.copyto(values, weight.values() * scales)
+        return NumpyLaunch(lambda: np.copyto(values, weight.values() * scales))
 
 
 def _prepare_heads(

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from edgellm.kernels.arrays import DeviceArray
+from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.contract import Kept, LinearAdapters, LinearWeights
 from edgellm.kernels.decode.numpy_twins import NumpyTiledKernels
 from edgellm.kernels.decode.tilings import Capacity
-from edgellm.kernels.errors import KernelError
+from edgellm.kernels.errors import KernelError, MissingDependencyError
 from edgellm.kernels.prefill.linear import (
     JOINED,
     TILINGS,
@@ -21,6 +22,7 @@ from edgellm.kernels.prefill.linear import (
     prompt_tilings,
 )
 from edgellm.kernels.quantization.packed_weight import PackedWeight
+from tools.bench.prompt_rows import resources
 
 GPUS = {
     "H200": Capacity(132, 232_448, True, "sm_90"),
@@ -78,6 +80,18 @@ def test_a_kernel_has_a_name_of_its_own() -> None:
     assert len({kernel.expression for kernel in kernels}) == len(kernels)
 
 
+@pytest.mark.parametrize("architecture", ["sm_87", "sm_90"])
+@pytest.mark.parametrize("name", ["linear", "gate_up"])
+def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
+    try:
+        compiled = compile_module(prompt_kernel(name, "bfloat16", TILINGS[0]).source, architecture)
+    except MissingDependencyError as missing:
+        pytest.skip(str(missing))
+    registers, stack = resources(compiled.code)
+    assert 200 < registers < 256
+    assert stack <= 64
+
+
 @pytest.mark.parametrize("rows", [65, 300])
 def test_the_twin_takes_any_number_of_rows(rows: int) -> None:
     """Beside sums in float64: with a bias, adapters, a scale and a residual that is kept."""
@@ -86,7 +100,7 @@ def test_the_twin_takes_any_number_of_rows(rows: int) -> None:
     def normal(*shape: int) -> np.ndarray:
         return random.standard_normal(shape, np.float32)
 
-    x, weight, bias, residual, scales = normal(rows, 40), normal(24, 40), normal(24), normal(rows, 24), normal(5, 2)
+    x, weight, bias, residual, scales = normal(rows, 40) / 8, normal(24, 40), normal(24), normal(rows, 24), normal(5, 2)
     a, b = normal(2 * 8, 40), normal(2 * 8, 24)
     adapters = LinearAdapters(a, b, scales, (24,), np.zeros(0), np.zeros(0))
     linear, output, kept = LinearWeights(weight, bias, adapters), np.empty((rows, 24), np.float32), np.zeros((rows, 48))
