@@ -1,4 +1,5 @@
-"""Vision encoders on TensorRT against transformers' float32 (their goldens), alone and beside a language model."""
+"""Vision encoders on a GPU: on TensorRT against transformers' float32 (their goldens), and on what runs them by itself,
+kernels, alone and beside a language model."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ CASES += [
 def test_embeddings_are_those_of_transformers(name: str, dtype: str, attention: str, tmp_path: Path) -> None:
     directory = golden_directory(name, tmp_path / "engines", dtype, attention)
     images = golden_images(name)
-    backend = open_backend("tensorrt", directory)
+    backend = open_backend("tensorrt", directory, "tensorrt")
     runner = open_vision(backend, directory)
     differences = []
     for image, found in zip(images, runner.encode(images), strict=True):
