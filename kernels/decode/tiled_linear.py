@@ -48,7 +48,7 @@ _TILE_COLUMNS = ROW_BYTES // 2
 #: Bytes of sixteen rows of activations, a step of columns, in shared memory.
 _FRAGMENT_BYTES = 16 * STEP * 2
 
-TensorMap = ctypes.c_uint64 * 16
+_Map = ctypes.c_uint64 * 16
 
 
 class TiledLinear(ctypes.Structure):
@@ -208,7 +208,7 @@ class CudaTiledKernels:
         rows, adapted = every_row if arguments.linear.rows else 0, adapters is not None
         arguments.stages = tiling.stages(self.gpu, adapted)
         tile_rows = tiling.weight_rows // (1 + (arguments.linear.rows != rows))
-        low_map = TensorMap() if adapters is None else tensor_map(self.module, adapters.a, columns, tile_rows)
+        low_map = _Map() if adapters is None else tensor_map(self.module, adapters.a, columns, tile_rows)
         weight_map = tensor_map(self.module, linear.weight, columns, tile_rows) if rows else low_map
         maps = weight_map, tensor_map(self.module, x, columns, tiling.rows), low_map
         kernel = tiled_kernel(name, self.dtype, tiling, self.gpu, adapted)
@@ -247,18 +247,15 @@ def tiled_shared_bytes(shared_limit: int) -> int:
     return min(tiling.shared_bytes(2, adapted=True) for tiling in tilings(MAX_TILED_ROWS, gpu))
 
 
-def tensor_map(
-    module: KernelModule, array: DeviceArray, columns: int, tile_rows: int, tile_columns: int = _TILE_COLUMNS
-) -> Any:
+def tensor_map(module: KernelModule, array: DeviceArray, columns: int, tile_rows: int) -> Any:
     """What tells the tensor memory accelerator (sm_90 and later) of the first `columns` of a matrix [rows, stride].
 
-    It has 16-bit elements, in tiles [tile_rows, tile_columns], swizzled where rows are of 64; outside the matrix, they
-    hold zeros. The map is a kernel's argument; on a GPU without the accelerator it is empty. Raises KernelError if the
-    driver refuses it.
+    It has 16-bit elements, in tiles [tile_rows, 64]; outside the matrix, they hold zeros. The map is a kernel's
+    argument; on a GPU without the accelerator it is empty. Raises KernelError if the driver refuses it.
     """
     if not module.has_clusters:
-        return TensorMap()
-    driver, stride, swizzles = module.driver, array.shape[-1], module.driver.CUtensorMapSwizzle
+        return _Map()
+    driver, stride = module.driver, array.shape[-1]
     rows = array.size // stride
     status, found = driver.cuTensorMapEncodeTiled(
         driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,  # or any other of as many bits
@@ -266,10 +263,10 @@ def tensor_map(
         array.pointer,
         [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
         [driver.cuuint64_t(2 * stride)],
-        [driver.cuuint32_t(tile_columns), driver.cuuint32_t(tile_rows)],
+        [driver.cuuint32_t(_TILE_COLUMNS), driver.cuuint32_t(tile_rows)],
         [driver.cuuint32_t(1), driver.cuuint32_t(1)],
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if tile_columns == _TILE_COLUMNS else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
@@ -278,4 +275,4 @@ def tensor_map(
             f"CUDA reported {status} for a tensor map of {rows} rows of {columns} elements, {stride} apart, at "
             f"{array.pointer:#x}: expected an address and rows that are multiples of 16 bytes"
         )
-    return TensorMap(*map(int, found.opaque))
+    return _Map(*map(int, found.opaque))

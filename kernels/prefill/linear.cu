@@ -248,36 +248,34 @@ __device__ __forceinline__ void finish(
 }
 
 // Grid: as many blocks as run at once, or where groups are joined one for each tile. Dynamic shared memory: the ring of
-// stages, then totals and barriers. MAPPED: tensor maps tell where weights and activations are, if the GPU has such.
-template <typename T, typename G, bool MAPPED, typename Output>
+// stages, then totals.
+template <typename T, typename G, typename Output>
 __device__ __forceinline__ void multiply(
-    const TensorMap* weight_map, const TensorMap* input_map, const TiledLinear& arguments, bool waits, const T* weight,
-    int rows, const T* bias, const Output& output) {
+    const TiledLinear& arguments, bool waits, const T* weight, int rows, const T* bias, const Output& output) {
     extern __shared__ __align__(128) char shared[];
     static_assert(G::STAGE_BYTES == HOST_STAGE_BYTES, "as the host counts them");
     const Linear& linear = arguments.linear;
     const int team_columns = SLICES_OF_A_GROUP * linear.steps * 32;
     const int own_columns = G::TEAMS > 1 ? min(team_columns, linear.columns) : linear.columns;
-    const Operands<T> operands{
-        weight_map, input_map, weight, static_cast<const T*>(arguments.input), arguments.stride, linear.batch, rows,
-        linear.columns, team_columns, waits, {arguments.selected, arguments.tokens}};
+    const Operands<T> operands{weight, static_cast<const T*>(arguments.input), arguments.stride, linear.batch, rows,
+                               linear.columns, team_columns, waits, {arguments.selected, arguments.tokens}};
     launch_next_kernel();
     const Work work(G::ROWS, G::UNIT, linear.batch, rows, (own_columns + STAGE_COLUMNS - 1) / STAGE_COLUMNS);
-    typename CopiesOf<T, G, MAPPED>::type chunks(operands, work, shared, arguments.stages);
+    Copies<T, G> chunks(operands, work, shared);
     const Lane<G> lane;
-    float4* totals = reinterpret_cast<float4*>(shared + arguments.stages * G::STAGE_BYTES) + threadIdx.x;
+    float4* totals = reinterpret_cast<float4*>(shared + STAGES * G::STAGE_BYTES) + threadIdx.x;
     TileSums<T, G> sums(totals, linear.steps, linear.adapters.low_units);  // which only kernels of few rows have
+    Fragments<G> fragments;
+    fragments.read(chunks.next_stage(), lane);
     for (int tile = blockIdx.x; tile < work.tiles; tile += gridDim.x) {
         sums.begin();
-        Fragments<G> fragments;
-        fragments.read(chunks.next_stage(), lane);
 #pragma unroll 1
-        for (int chunk = 1; chunk <= work.chunks; ++chunk) {
+        for (int chunk = 0; chunk < work.chunks; ++chunk) {
             chunks.copy();
             const char *first = chunks.stage(), *second = first + G::STEP_BYTES;
             sums.multiply(fragments, first, lane, [&] { return second; });
-            // Behind the last chunk something is read that nobody multiplies.
-            sums.multiply(fragments, second, lane, [&] { return chunk < work.chunks ? chunks.next_stage() : first; });
+            // Behind the last chunk of the last tile something is read that nobody multiplies.
+            sums.multiply(fragments, second, lane, [&] { return chunks.next_stage(); });
         }
         const Place place = work.place_of(tile);
         if constexpr (G::TOTALS == JOINED) {
@@ -297,9 +295,8 @@ __device__ __forceinline__ void multiply(
 
 #define PROMPT_KERNEL(NAME)                                                                                            \
     template <typename T, int ROW_TILES, int COLUMN_TILES, int ROW_WARPS, int COLUMN_WARPS, int BLOCKS, int TOTALS,    \
-              bool ADAPTED, bool MAPPED>                                                                               \
+              bool ADAPTED>                                                                                            \
     __global__ void __launch_bounds__(32 * ROW_WARPS * COLUMN_WARPS * (TOTALS == JOINED ? GROUPS : 1), BLOCKS) NAME(   \
-        const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap input_map,                     \
         const __grid_constant__ TiledLinear arguments, bool waits)
 #define PROMPT_GEOMETRY(PAIRED)                                                                                        \
     using G = Geometry<ROW_TILES, COLUMN_TILES, ROW_WARPS, COLUMN_WARPS, TOTALS, PAIRED, ADAPTED>;                     \
@@ -310,28 +307,27 @@ __device__ __forceinline__ void multiply(
 PROMPT_KERNEL(linear) {
     PROMPT_GEOMETRY(false);
     const FloatOutput output{static_cast<float*>(arguments.output), linear.scale};
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias, output);
+    multiply<T, G>(arguments, waits, weight, linear.rows, bias, output);
 }
 
 // output = activation(input weight^T + bias), rounded
 PROMPT_KERNEL(activated) {
     PROMPT_GEOMETRY(false);
     const ActivatedOutput<T> output{static_cast<T*>(arguments.output)};
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias, output);
+    multiply<T, G>(arguments, waits, weight, linear.rows, bias, output);
 }
 
 // output = activation(gate) up of input weight^T + bias
 PROMPT_KERNEL(gate_up) {
     PROMPT_GEOMETRY(true);
     const GatedOutput<T> output{static_cast<T*>(arguments.output), arguments.activation};
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias, output);
+    multiply<T, G>(arguments, waits, weight, linear.rows, bias, output);
 }
 
 // output = residual + scale (input weight^T + bias), of the rows of input and residual that are selected, or of all.
 PROMPT_KERNEL(linear_residual) {
     PROMPT_GEOMETRY(false);
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, waits, weight, linear.rows, bias,
-                           residual_output<T>(arguments));
+    multiply<T, G>(arguments, waits, weight, linear.rows, bias, residual_output<T>(arguments));
 }
 
 // The products of LoRA adapters' A, which the kernels above take; the next launch's are cleared.
@@ -339,8 +335,7 @@ PROMPT_KERNEL(low_products) {
     PROMPT_GEOMETRY(false);
     const RowAdapters<T> adapters(linear);
     weight = static_cast<const T*>(linear.adapters.a), bias = nullptr;
-    multiply<T, G, MAPPED>(&weight_map, &input_map, arguments, false, weight, adapters.all_low_rows(), bias,
-                           LowOutput<T>{adapters, 0.f});
+    multiply<T, G>(arguments, false, weight, adapters.all_low_rows(), bias, LowOutput<T>{adapters, 0.f});
     adapters.clear_next();
 }
 #undef PROMPT_KERNEL

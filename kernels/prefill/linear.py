@@ -13,7 +13,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.compiler import ModuleSource
 from edgellm.kernels.decode.arguments import CUDA_TYPES, MACROS, addresses
 from edgellm.kernels.decode.contract import STEP, LinearWeights
-from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, TensorMap, TiledLinear, tensor_map
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, TiledLinear
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, NO_ACTIVATION
 from edgellm.kernels.errors import KernelError
@@ -29,8 +29,6 @@ _TILE_CLOCKS, _OUTPUT_CLOCKS, _LATENCY, _FEW_WARPS = 1500, 0.2, 250, 1.4
 #: Where sums of groups are added, and how many groups there are.
 REGISTERS, SHARED, JOINED = range(3)
 _GROUPS = 4
-#: Bytes of the stages' barriers.
-_BARRIERS = 8 * _MOST_STAGES
 
 
 class PromptTiling(NamedTuple):
@@ -73,8 +71,8 @@ class PromptTiling(NamedTuple):
         return 2 * (self.rows + self.weight_rows) * _ROW_BYTES * self.teams
 
     def shared_bytes(self, stages: int) -> int:
-        """Bytes of a block's ring, its sums and barriers."""
-        return _BARRIERS + stages * self.stage_bytes + (self.totals == SHARED) * self.rows * self.weight_rows * 4
+        """Bytes of a block's ring, and of its sums."""
+        return stages * self.stage_bytes + (self.totals == SHARED) * self.rows * self.weight_rows * 4
 
     def resident(self, stages: int, gpu: Capacity) -> int:
         """Blocks that a multiprocessor has at once; 0 where shared memory does not take one."""
@@ -134,25 +132,20 @@ def prompt_tiling(batch: int, weight_rows: int, columns: int, gpu: Capacity) -> 
 
 @cache
 def prompt_kernel(
-    name: str,
-    dtype: str,
-    tiling: PromptTiling,
-    adapted: bool = False,
-    mapped: bool = False,
-    activation: int = NO_ACTIVATION,
+    name: str, dtype: str, tiling: PromptTiling, stages: int, adapted: bool = False, activation: int = NO_ACTIVATION
 ) -> Kernel:
-    """A kernel of linear.cu; `adapted`: with LoRA adapters; `mapped`: tensor maps tell where rows are; `activation`: of
-    each element, by its number, of `activated` alone."""
+    """A kernel of linear.cu with a ring of so many stages; `adapted`: with LoRA adapters; `activation`: of each
+    element, by its number, of `activated` alone."""
     macros = (
         *ACTIVATION_MACROS,
         ("HOST_ACTIVATION", activation),
-        ("HOST_MOST_STAGES", _MOST_STAGES),
+        ("HOST_STAGES", stages),
         ("HOST_STAGE_BYTES", tiling.stage_bytes),
         ("HOST_TILED_LINEAR_BYTES", ctypes.sizeof(TiledLinear)),
     )
-    sizes = [int(each) for each in (*tiling, adapted, mapped)]
+    sizes = [int(each) for each in (*tiling, adapted)]
     expression = f"prefill::{name}<{CUDA_TYPES[dtype]}, {', '.join(map(str, sizes))}>"
-    module = "-".join(map(str, ("prefill", name, dtype, *sizes, *[activation] * (name == "activated"))))
+    module = "-".join(map(str, ("prefill", name, dtype, *sizes, stages, *[activation] * (name == "activated"))))
     return Kernel(ModuleSource(module, ("prefill/linear.cu",), (expression,), (*MACROS, *macros)), expression)
 
 
@@ -161,13 +154,12 @@ class CudaPromptLinear(CudaTiledKernels):
     dense weights alone.
 
     Of LoRA adapters `low_products` must be launched before a layer that has them. Each is loaded when a launch first
-    needs it. `tiling`: other than the fastest; `accelerated`: the tensor memory accelerator copies, where a GPU has it.
-    Weights that are not `made` are read before the launch before has finished.
+    needs it. `tiling`: other than the fastest. Weights that are not `made` are read before the launch before has
+    finished.
     """
 
     most_rows = MAX_PROMPT_ROWS
     tiling: PromptTiling | None = None
-    accelerated = False
 
     def activated(self, x: DeviceArray, linear: LinearWeights, activation: int, output: DeviceArray) -> Launch:
         """See `NumpyEncoderLinear.activated`."""
@@ -180,7 +172,7 @@ class CudaPromptLinear(CudaTiledKernels):
         assert linear.adapters is not None
         arguments = self._arguments(x, linear, x, 0, 1.0, selected)
         (arguments.selected,) = addresses(selected)
-        return self._prompt_launch("low_products", x, linear.adapters.a, arguments)
+        return self._prompt_launch("low_products", linear.adapters.a, arguments)
 
     def _launch(
         self, name: str, x: DeviceArray, linear: LinearWeights, arguments: TiledLinear, tiling: Any = None
@@ -188,12 +180,11 @@ class CudaPromptLinear(CudaTiledKernels):
         if linear.is_packed:
             raise KernelError("prompts take dense weights: dequantize packed ones first")
         name, adapted = name.replace("selected", "linear"), linear.adapters is not None
-        return self._prompt_launch(name, x, linear.weight, arguments, adapted, tiling, linear.made)
+        return self._prompt_launch(name, linear.weight, arguments, adapted, tiling, linear.made)
 
     def _prompt_launch(
         self,
         name: str,
-        x: DeviceArray,
         weight: DeviceArray,
         arguments: TiledLinear,
         adapted: bool = False,
@@ -203,13 +194,8 @@ class CudaPromptLinear(CudaTiledKernels):
         """The launch of a kernel over all rows of a weight."""
         batch, (every_row, columns) = arguments.linear.batch, weight.shape
         tiling = tiling or self.tiling or prompt_tiling(batch, every_row, columns, self.gpu)
-        arguments.stages = tiling.stages(self.gpu)
-        mapped = self.accelerated and self.gpu.has_clusters and not arguments.selected
-        maps = [TensorMap(), TensorMap()]
-        if mapped:
-            tiles = (weight, tiling.weight_rows // (1 + (name == "gate_up"))), (x, tiling.rows)
-            maps = [tensor_map(self.module, matrix, columns, rows, STEP) for matrix, rows in tiles]
+        stages = arguments.stages = tiling.stages(self.gpu)
         activation = arguments.activation if name == "activated" else NO_ACTIVATION
-        kernel = prompt_kernel(name, self.dtype, tiling, adapted, mapped, activation)
-        grid, shared = tiling.grid(batch, every_row, self.gpu), tiling.shared_bytes(arguments.stages)
-        return Launch(self.module, kernel, grid, tiling.threads, shared, (*maps, arguments, ctypes.c_bool(made)))
+        kernel = prompt_kernel(name, self.dtype, tiling, stages, adapted, activation)
+        grid, given = tiling.grid(batch, every_row, self.gpu), (arguments, ctypes.c_bool(made))
+        return Launch(self.module, kernel, grid, tiling.threads, tiling.shared_bytes(stages), given)

@@ -10,7 +10,7 @@
 namespace prefill {
 using namespace decode;
 
-constexpr int STAGE_COLUMNS = 64, STAGE_STEPS = 2, ROW_BYTES = 64, MOST_STAGES = HOST_MOST_STAGES;
+constexpr int STAGE_COLUMNS = 64, STAGE_STEPS = 2, ROW_BYTES = 64, STAGES = HOST_STAGES;
 constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
 constexpr int BAND = 1024;  // rows of activations whose tiles are neighbours in time
 
@@ -33,7 +33,7 @@ struct Geometry {
     static constexpr int SUMS = PAIRED ? 2 : 1;      // that an output is made of
     static constexpr int UNIT = WEIGHT_ROWS / SUMS;  // output columns of a tile
     static constexpr int STEP_BYTES = (WEIGHT_ROWS + ROWS) * ROW_BYTES, TEAM_BYTES = STAGE_STEPS * STEP_BYTES;
-    static constexpr int STAGE_BYTES = TEAMS * TEAM_BYTES, TOTAL_BYTES = TOTALS == SHARED ? ROWS * WEIGHT_ROWS * 4 : 0;
+    static constexpr int STAGE_BYTES = TEAMS * TEAM_BYTES;
     static constexpr int AT_ONCE = THREADS / 8;  // rows that all threads copy at once
     static_assert(COLUMN_TILES % SUMS == 0 && UNIT % AT_ONCE == 0 && ROWS % AT_ONCE == 0, "whole pairs and rounds");
 };
@@ -124,16 +124,9 @@ template <typename G> struct Fragments {
     }
 };
 
-// A CUtensorMap.
-struct __align__(64) TensorMap {
-    unsigned long long opaque[16];
-};
-
-// A matrix product's operands. The maps tell the tensor memory accelerator of weight and input. rows: N, or half of it
-// of gate and up. input: rows `stride` elements apart, of which `source` says where row b lies. team_columns: of a
-// group of slices. waits: the previous kernel may write weights.
+// A matrix product's operands. rows: N, or half of it of gate and up. input: rows `stride` elements apart, of which
+// `source` says where row b lies. team_columns: of a group of slices. waits: the previous kernel may write weights.
 template <typename T> struct Operands {
-    const TensorMap *weight_map, *input_map;
     const T *weight, *input;
     int stride, batch, rows, columns, team_columns;
     bool waits;
@@ -166,15 +159,14 @@ template <typename T, typename G> struct Copies {
     const Operands<T>& operands;
     const Work& work;
     const char* memory;
-    int stages, read_stage, written_stage, tile, chunk;
+    int read_stage, written_stage, tile, chunk;
     int own_row, own_column;
     unsigned own;
     const T *weights[G::SUMS], *input;  // of the thread's first rows, where the next chunk begins
     int weight_rows, input_rows;        // that exist from there on
 
-    __device__ Copies(const Operands<T>& given, const Work& all, const char* shared, int count)
-        : operands(given), work(all), memory(shared), stages(count), read_stage(-1), written_stage(0), tile(blockIdx.x),
-          chunk(0) {
+    __device__ Copies(const Operands<T>& given, const Work& all, const char* shared)
+        : operands(given), work(all), memory(shared), read_stage(-1), written_stage(0), tile(blockIdx.x), chunk(0) {
         const int lane = threadIdx.x % 32, step = lane / 8 % 2, piece = lane % 4;
         own_row = threadIdx.x / 32 * 4 + lane / 16 * 2 + lane / 4 % 2, own_column = step * 32 + piece * 8;
         own = shared_address(shared) + step * G::STEP_BYTES + own_row * ROW_BYTES + piece * 16;
@@ -182,10 +174,10 @@ template <typename T, typename G> struct Copies {
         if (operands.waits) wait_for_previous_kernel();
         Copies early = *this;  // weights come before what the previous kernel computes is there
 #pragma unroll 1
-        for (int i = 0; i < stages - 1; ++i) early.template copy<true, false>();
+        for (int i = 0; i < STAGES - 1; ++i) early.template copy<true, false>();
         wait_for_previous_kernel();
 #pragma unroll 1
-        for (int i = 0; i < stages - 1; ++i) copy<false, true>();
+        for (int i = 0; i < STAGES - 1; ++i) copy<false, true>();
     }
     // Behind the last row and the last column are zeros, for which nothing is read.
     template <bool WEIGHTS = true, bool INPUT = true> __device__ void copy() {
@@ -213,7 +205,7 @@ template <typename T, typename G> struct Copies {
                 begin_tile();
             }
         }
-        if (++written_stage == stages) written_stage = 0;
+        if (++written_stage == STAGES) written_stage = 0;
         if (INPUT) commit_copies();
     }
     __device__ void begin_tile() {
@@ -232,8 +224,8 @@ template <typename T, typename G> struct Copies {
     }
     // The stage of the next chunk, once it has come. All threads of the block call it, then `copy`.
     __device__ const char* next_stage() {
-        if (++read_stage == stages) read_stage = 0;
-        wait_for_all_but(stages - 2);
+        if (++read_stage == STAGES) read_stage = 0;
+        wait_for_copies<STAGES - 2>();
         __syncthreads();
         return stage();
     }
@@ -254,97 +246,6 @@ template <typename T, typename G> struct Copies {
             copy_async_16(target + row * ROW_BYTES, source + chunk * STAGE_COLUMNS, row < exist);
         }
     }
-    static __device__ void wait_for_all_but(int groups) {
-        if (groups == 0) wait_for_copies<0>();
-        else if (groups == 1) wait_for_copies<1>();
-        else wait_for_copies<2>();
-    }
-    static_assert(MOST_STAGES == 4, "a case for each");
 };
-
-template <typename T, typename G, bool MAPPED> struct CopiesOf { using type = Copies<T, G>; };
-
-#if __CUDA_ARCH__ >= 900
-
-// The same by the tensor memory accelerator, for which one thread asks: a barrier of each stage counts the bytes that
-// have come. Behind the last column are zeros, behind the last row whatever is there.
-template <typename T, typename G> struct MappedCopies {
-    const Operands<T>& operands;
-    const Work& work;
-    const char* memory;
-    unsigned barriers;
-    int stages, read_stage, written_stage, parity, tile, chunk;
-
-    __device__ MappedCopies(const Operands<T>& given, const Work& all, const char* shared, int count)
-        : operands(given), work(all), memory(shared),
-          barriers(shared_address(shared) + count * G::STAGE_BYTES + G::TOTAL_BYTES), stages(count), read_stage(-1),
-          written_stage(0), parity(0), tile(blockIdx.x), chunk(0) {
-        if (threadIdx.x == 0) {
-            for (int i = 0; i < stages; ++i)
-                asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barriers + 8 * i) : "memory");
-            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        }
-        __syncthreads();
-        if (operands.waits) wait_for_previous_kernel();
-        MappedCopies early = *this;
-#pragma unroll 1
-        for (int i = 0; i < stages - 1; ++i) early.template copy<true, false>();
-        wait_for_previous_kernel();
-#pragma unroll 1
-        for (int i = 0; i < stages - 1; ++i) copy<false, true>();
-    }
-    template <bool WEIGHTS = true, bool INPUT = true> __device__ void copy() {
-        if (tile < work.tiles) {
-            if (threadIdx.x == 0) copy_stage<WEIGHTS, INPUT>(work.place_of(tile));
-            if (++chunk == work.chunks) chunk = 0, tile += gridDim.x;
-        }
-        if (++written_stage == stages) written_stage = 0;
-    }
-    __device__ const char* stage() const {
-        return memory + read_stage * G::STAGE_BYTES + threadIdx.x / G::TEAM * G::TEAM_BYTES;
-    }
-    // See `Copies`. The parity is that of the rounds before.
-    __device__ const char* next_stage() {
-        if (++read_stage == stages) read_stage = 0, parity ^= 1;
-        asm volatile(
-            "{\n.reg .pred ready;\nagain:\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 ready, [%0], %1;\n@!ready bra again;\n}" ::"r"(
-                barriers + 8 * read_stage),
-            "r"(parity)
-            : "memory");
-        __syncthreads();
-        return stage();
-    }
-
-  private:
-    template <bool WEIGHTS, bool INPUT> __device__ void copy_stage(const Place& place) const {
-        const unsigned barrier = barriers + 8 * written_stage;
-        if (WEIGHTS)
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "n"(G::STAGE_BYTES)
-                         : "memory");
-#pragma unroll 1
-        for (int i = 0; i < G::TEAMS * STAGE_STEPS; ++i) {
-            const int team = i / STAGE_STEPS, step = i % STAGE_STEPS;
-            const int column = team * operands.team_columns + chunk * STAGE_COLUMNS + step * 32;
-            const unsigned target = shared_address(memory) + written_stage * G::STAGE_BYTES + i * G::STEP_BYTES;
-#pragma unroll
-            for (int s = 0; WEIGHTS && s < G::SUMS; ++s)
-                copy_tile(target + s * G::UNIT * ROW_BYTES, operands.weight_map, column,
-                          place.column + s * operands.rows, barrier);
-            if (INPUT) copy_tile(target + G::WEIGHT_ROWS * ROW_BYTES, operands.input_map, column, place.row, barrier);
-        }
-    }
-    static __device__ void copy_tile(unsigned target, const TensorMap* map, int column, int row, unsigned barrier) {
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
-            "[%0], [%1, {%2, %3}], [%4];" ::"r"(target),
-            "l"(map), "r"(column), "r"(row), "r"(barrier)
-            : "memory");
-    }
-};
-
-template <typename T, typename G> struct CopiesOf<T, G, true> { using type = MappedCopies<T, G>; };
-
-#endif
 
 }  // namespace prefill

@@ -29,7 +29,7 @@ from edgellm.kernels.compiler import compile_module
 from edgellm.kernels.decode.arguments import CUDA_TYPES
 from edgellm.kernels.decode.contract import LinearWeights
 from edgellm.kernels.gpu import find_gpu
-from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.launch import KernelModule, Launch
 from edgellm.kernels.prefill.linear import (
     REGISTERS,
     SHARED,
@@ -68,15 +68,14 @@ class Bench:
         module = KernelModule(find_gpu(), SimpleNamespace(handle=self.stream.cuda_stream))
         self.kernels = CudaPromptLinear(module, dtype)
 
-    def choices(self) -> list[tuple[PromptTiling, bool]]:
-        """Tilings that fit, each with copies of threads and of the accelerator."""
+    def choices(self) -> list[PromptTiling]:
+        """Tilings that fit."""
         gpu = self.kernels.gpu
-        tilings = [*prompt_tilings(gpu), *(tiling for tiling in MORE if tiling.resident(2, gpu))]
-        return list(product(tilings, (False, True)[: 1 + gpu.has_clusters]))
+        return [*prompt_tilings(gpu), *(tiling for tiling in MORE if tiling.resident(2, gpu))]
 
-    def launch(self, choice: tuple[PromptTiling, bool], x: Any, weight: Any, output: Any, gated: bool) -> Any:
+    def launch(self, tiling: PromptTiling, x: Any, weight: Any, output: Any, gated: bool) -> Launch:
         """What multiplies rows x [M, K] with weight [N, K] into output [M, N], or [M, N / 2] of gates and ups."""
-        self.kernels.tiling, self.kernels.accelerated = choice
+        self.kernels.tiling = tiling
         linear = LinearWeights(self.array(weight))
         if gated:
             launch = self.kernels.gate_up(self.array(x), linear, "silu", self.array(output))
@@ -115,10 +114,10 @@ class Bench:
         return begin.elapsed_time(end) / repeats / len(launches)
 
 
-def named(tiling: PromptTiling, mapped: bool = False) -> str:
-    """Rows times weight rows of a tile, then of a warp, and where totals are; `mapped`: the accelerator copies."""
+def named(tiling: PromptTiling) -> str:
+    """Rows times weight rows of a tile, then of a warp, and where totals are."""
     warp = f"{16 * tiling.row_tiles}x{8 * tiling.column_tiles}"
-    return f"{tiling.rows}x{tiling.weight_rows}/{warp}{'rsj'[tiling.totals]}{'+' * mapped}"
+    return f"{tiling.rows}x{tiling.weight_rows}/{warp}{'rsj'[tiling.totals]}"
 
 
 def errors(bench: Bench) -> dict[str, Any]:
@@ -126,13 +125,13 @@ def errors(bench: Bench) -> dict[str, Any]:
     rows, weight_rows, columns = 300, 640, 1536
     x, weight = bench.matrix(rows, columns), bench.matrix(weight_rows, columns, 0.05)
     expected, first, found = x.double() @ weight.double().T, None, {}
-    for choice in bench.choices():
+    for tiling in bench.choices():
         output = bench.torch.full((rows, weight_rows), float("nan"), device="cuda")
         bench.torch.cuda.synchronize()
-        bench.launch(choice, x, weight, output, False)()
+        bench.launch(tiling, x, weight, output, False)()
         bench.torch.cuda.synchronize()
         first = output if first is None else first
-        found[named(*choice)] = [(output.double() - expected).abs().max().item(), (output != first).sum().item()]
+        found[named(tiling)] = [(output.double() - expected).abs().max().item(), (output != first).sum().item()]
     return found
 
 
@@ -148,9 +147,9 @@ def speeds(bench: Bench, counts: list[int]) -> dict[str, dict[str, Any]]:
         output = bench.matrix(rows, weight_rows // 2) if gated else product_of.float()
         library = [partial(bench.torch.mm, x, weight.T, out=product_of) for weight in weights]
         row: dict[str, Any] = {"cuBLAS": round(operations / bench.milliseconds(library, repeats))}
-        for choice in bench.choices():
-            launches = [bench.launch(choice, x, weight, output, gated) for weight in weights]
-            row[named(*choice)] = round(operations / bench.milliseconds(launches, repeats))
+        for tiling in bench.choices():
+            launches = [bench.launch(tiling, x, weight, output, gated) for weight in weights]
+            row[named(tiling)] = round(operations / bench.milliseconds(launches, repeats))
         row["chosen"] = named(prompt_tiling(rows, weight_rows, columns, bench.kernels.gpu))
         found[f"{rows} x {weight_rows} x {columns}"] = row
         print(rows, weight_rows, columns, json.dumps(row), flush=True)
@@ -176,15 +175,12 @@ def resources(code: bytes) -> tuple[int, int]:
 
 def compile_only(architecture: str, dtype: str) -> None:
     """Print what each kernel takes of a thread's memory."""
-    mapped = int(architecture.partition("_")[2]) >= 90
     for name, tiling in product(("linear", "gate_up", "linear_residual", "low_products"), TILINGS):
         for adapted in (False, True)[: 1 + (name != "low_products")]:
-            compiled = compile_module(prompt_kernel(name, dtype, tiling, adapted, mapped).source, architecture)
+            compiled = compile_module(prompt_kernel(name, dtype, tiling, 3, adapted).source, architecture)
             registers, stack = resources(compiled.code)
             more = " with adapters" if adapted else ""
-            print(
-                f"{named(tiling, mapped):22s} {name}{more}: {registers} registers, {stack} bytes of stack", flush=True
-            )
+            print(f"{named(tiling):22s} {name}{more}: {registers} registers, {stack} bytes of stack", flush=True)
 
 
 def main() -> None:

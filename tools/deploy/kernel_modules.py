@@ -99,8 +99,9 @@ def other_sources(dtype: str) -> list[ModuleSource]:
     shapes = ((64, 1, False, False), (128, 2, True, False), (256, 1, False, True), (256, 1, True, True))
     prefill += [prefill_attention(dtype, *shape, ahead=True).source for shape in shapes]
     names, last = ("linear", "gate_up", "linear_residual", "low_products"), TILINGS[-1]
-    prefill += [prompt_kernel(name, dtype, tiling).source for tiling in TILINGS for name in names]
-    prefill += [prompt_kernel(name, dtype, tiling, True).source for tiling in (TILINGS[0], last) for name in names[:3]]
+    prefill += [prompt_kernel(name, dtype, tiling, 3).source for tiling in TILINGS for name in names]
+    adapted = ((name, tiling) for name in names[:3] for tiling in (TILINGS[0], last))
+    prefill += [prompt_kernel(name, dtype, tiling, 2, adapted=True).source for name, tiling in adapted]
     packed = [source(dtype, EmbeddingTable(1, 4)) for source in (step_source, tree_source)]  # of int8
     every = [source(dtype) for source in (step_source, finite_source, tree_source, images_source)]
     return drawing + prefill + packed + every

@@ -69,22 +69,21 @@ def test_few_rows_get_more_tiles_where_multiprocessors_would_be_idle() -> None:
 
 def test_a_kernel_has_a_name_of_its_own() -> None:
     kernels = [
-        prompt_kernel(name, dtype, tiling, adapted, mapped)
+        prompt_kernel(name, dtype, tiling, stages, adapted)
         for name in ("linear", "gate_up", "linear_residual", "low_products")
         for dtype in ("float16", "bfloat16")
         for tiling in TILINGS
         for adapted in (False, True)
-        for mapped in (False, True)
+        for stages in (2, 3)
     ]
     assert len({kernel.source.name for kernel in kernels}) == len(kernels)
-    assert len({kernel.expression for kernel in kernels}) == len(kernels)
 
 
 @pytest.mark.parametrize("architecture", ["sm_87", "sm_90"])
 @pytest.mark.parametrize("name", ["linear", "gate_up"])
 def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
     try:
-        compiled = compile_module(prompt_kernel(name, "bfloat16", TILINGS[0]).source, architecture)
+        compiled = compile_module(prompt_kernel(name, "bfloat16", TILINGS[0], 3).source, architecture)
     except MissingDependencyError as missing:
         pytest.skip(str(missing))
     registers, stack = resources(compiled.code)
