@@ -60,6 +60,7 @@ class CudaBackend(CudaDevice):
     """
 
     name = "tensorrt"
+    executor = "auto"
     steps_ahead = 1
     fixed_shapes = True
     computes_at_once = False
@@ -84,15 +85,19 @@ class CudaBackend(CudaDevice):
         workspace = self.zeros((CudaSampling.workspace_bytes(rows),), "uint8")
         with self._module.side_by_side(waits=False):
             self.kernels = CudaSampling(self._module, self.compute_dtype, workspace)
+        self._make_launchers()
+        self._scratch, self._is_checked = self.empty((0,), "uint8"), False
+        #: The weights that were loaded, and how they are packed (None: dense). Where base and draft have one of the
+        #: same name it is the draft's, which is loaded last.
+        self._loaded: dict[str, DeviceLayout | None] = {}
+
+    def _make_launchers(self) -> None:
+        """Those that all engines share; each loads a kernel when a launch first needs it."""
         self._engines: list[LoadedEngine] = []
         self._few: dict[int, CudaDecodeKernels] = {}
         self._many = CudaTiledKernels(self._module, self.compute_dtype)
         self._any_rows = CudaPromptLinear(self._module, self.compute_dtype)
         self._prefill = CudaPrefill(self._module)
-        self._scratch, self._is_checked = self.empty((0,), "uint8"), False
-        #: The weights that were loaded, and how they are packed (None: dense). Where base and draft have one of the
-        #: same name it is the draft's, which is loaded last.
-        self._loaded: dict[str, DeviceLayout | None] = {}
 
     @cached_property
     def draft_tree(self) -> CudaTree:

@@ -93,9 +93,8 @@ class AbsentBackend(CudaBackend):
         self._packed, self.compute_dtype, self.gpu = packed, dtype, gpu
         self.module = AbsentModule(gpu)
         self._module: Any = self.module
-        self._engines: list[Any] = []
-        self._few: dict[int, Any] = {}
-        self._many, self._scratch, self._is_checked = None, DeviceArray(_SCRATCH, (_SCRATCH,), "uint8"), False
+        self._make_launchers()
+        self._scratch, self._is_checked = DeviceArray(_SCRATCH, (_SCRATCH,), "uint8"), False
         self._next = _FIRST
         self._loaded: dict[str, DeviceLayout | None] = {}
         self._opened = None

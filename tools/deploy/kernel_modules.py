@@ -82,7 +82,7 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
     of_rows += [("copy_rows", *pair) for pair in pairs]
     kernels += [row_kernel("rows.cu", *names, width) for names in of_rows for width in (1, 4)]
     activations = (*ACTIVATIONS.values(), NO_ACTIVATION)
-    kernels += [prompt_kernel("activated", dtype, TILINGS[-1], activation=number) for number in activations]
+    kernels += [prompt_kernel("activated", dtype, TILINGS[-1], 3, activation=number) for number in activations]
     return [kernel.source for kernel in kernels]
 
 

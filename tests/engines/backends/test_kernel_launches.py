@@ -53,7 +53,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, int,
 
     for module in (attention, linear, tiled_linear, launcher):
         monkeypatch.setattr(module, "Launch", Launch)
-    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear.TensorMap())
+    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     return found
 
 

@@ -27,7 +27,7 @@ pytest.importorskip("cuda.bindings.nvrtc")
 def test_a_directory_is_built_and_its_kernels_compile(
     family: str, make_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear.TensorMap())
+    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **RECURRENT[family])
     limits = EngineLimits(max_batch=2, prefill_chunk=80, kv_capacity=128)
     report = build_engine_directory(checkpoint, tmp_path / "engines", limits, [TARGET], dtype="float16", all_plans=True)

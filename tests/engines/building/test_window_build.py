@@ -34,7 +34,7 @@ def test_a_directory_is_built_and_its_kernels_compile(
 ) -> None:
     pytest.importorskip("tensorrt_rtx")
     pytest.importorskip("cuda.bindings.nvrtc")
-    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear.TensorMap())
+    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **WINDOWED[family])
     limits = EngineLimits(2, prefill_chunk=80, kv_capacity=512, kv_cache=kv_cache, window_rows=192)
     report = build_engine_directory(

@@ -188,7 +188,7 @@ def test_a_directory_is_built_and_its_kernels_compile(
     """Without a plan: kernels run decoder and encoder, and compile for the target."""
     pytest.importorskip("tensorrt_rtx")
     pytest.importorskip("cuda.bindings.nvrtc")
-    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear.TensorMap())
+    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **WHOLE_IMAGES["gemma3"])
     limits = EngineLimits(2, prefill_chunk=80, kv_capacity=512, kv_cache=kv_cache, window_rows=192, image_rows=(64,))
     report = build_engine_directory(checkpoint, tmp_path / "engines", limits, [TARGET], dtype="bfloat16")

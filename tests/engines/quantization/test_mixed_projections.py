@@ -186,7 +186,7 @@ def test_a_directory_is_built_and_its_kernels_compile(
     """Of a model that was quantized here, which leaves the gates dense as published ones do."""
     pytest.importorskip("tensorrt_rtx")
     pytest.importorskip("cuda.bindings.nvrtc")
-    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear.TensorMap())
+    monkeypatch.setattr(tiled_linear, "tensor_map", lambda *arguments: tiled_linear._Map())
     source = make_checkpoint(tmp_path / "source", 1, **RECURRENT["qwen3_5"])
     quantize_checkpoint(source, tmp_path / "int4", QuantizationOptions(4, 32, True, "rtn"))
     limits = EngineLimits(max_batch=1, prefill_chunk=80, kv_capacity=128)
