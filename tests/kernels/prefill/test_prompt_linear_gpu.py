@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +20,11 @@ from edgellm.kernels.decode.linear import CudaDecodeKernels
 from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
 from edgellm.kernels.errors import KernelError
 from edgellm.kernels.launch import KernelModule
-from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear, PromptTiling, prompt_kernel, prompt_tilings
+from edgellm.kernels.prefill.linear import TILINGS, CudaPromptLinear, prompt_kernel, prompt_tilings
 
 pytestmark = pytest.mark.gpu
 
 DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-EVERY_TILING = pytest.mark.parametrize(
-    "tiling", TILINGS, ids=lambda tiling: f"{tiling.rows}x{tiling.weight_rows}x{tiling.teams}"
-)
 #: Outputs and columns: fewer than a tile; widths that fill no step, chunk or slice; slices of 1, 2, 10 and 16 steps.
 SIZES = [(24, 72), (330, 520), (1000, 896), (200, 4864), (136, 8192)]
 
@@ -91,15 +89,12 @@ def in_parts(gpu, launch: Callable[[slice], tuple[Any, DeviceArray]], rows: int,
 
 
 @DTYPES
-@EVERY_TILING
 @pytest.mark.parametrize("rows", [1, 17, 64, 65, 130, 300, 1000])
-def test_rows_have_the_bits_of_decode_kernels(gpu, tiling: PromptTiling, dtype: str, rows: int) -> None:
-    """Rows 1, 17 and 64 at a time, with a bias and a scale, rows as they are or padded; near to float64."""
+def test_rows_have_the_bits_of_decode_kernels(gpu, dtype: str, rows: int) -> None:
+    """Rows 1, 17 and 64 at a time, in every tiling, with a bias and a scale, as they are or padded; near to float64."""
     few, tiled = CudaDecodeKernels(gpu.kernel_module, dtype, 64), CudaTiledKernels(gpu.kernel_module, dtype)
     kernels, given = CudaPromptLinear(gpu.kernel_module, dtype), bits(gpu, dtype)
-    if not tiling.resident(2, kernels.gpu):
-        pytest.skip("a tile takes more shared memory than a block gets")
-    kernels.tiling = tiling
+    tilings = prompt_tilings(kernels.gpu)
     for width, columns in SIZES:
         x = given.values(rows, columns)
         weight, bias = given.values(width, columns, scale=columns**-0.5), given.values(width)
@@ -107,12 +102,12 @@ def test_rows_have_the_bits_of_decode_kernels(gpu, tiling: PromptTiling, dtype: 
         padded = np.zeros((rows, padded_columns(columns)), x.dtype)
         padded[:, :columns] = x
         expected = None
-        for values in (x, padded):
+        for kernels.tiling, values in product(tilings, map(given.device, (x, padded))):
             output = given.unwritten(rows, width)
-            kernels.linear(given.device(values), linear, output, 0.75)()
+            kernels.linear(values, linear, output, 0.75)()
             found = gpu.download(output)
             expected = found if expected is None else expected
-            np.testing.assert_array_equal(found, expected)
+            np.testing.assert_array_equal(found, expected, err_msg=f"{width} x {columns}, {kernels.tiling}")
 
         def part(own: slice, kernels: Any, name: str, x=x, linear=linear, width=width) -> tuple[Any, DeviceArray]:
             values, output = given.device(np.ascontiguousarray(x[own])), given.unwritten(own.stop - own.start, width)
@@ -129,39 +124,35 @@ def test_rows_have_the_bits_of_decode_kernels(gpu, tiling: PromptTiling, dtype: 
 
 
 @DTYPES
-@EVERY_TILING
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_gates_and_ups_have_the_bits_of_decode_kernels(gpu, tiling: PromptTiling, dtype: str, activation: str) -> None:
+def test_gates_and_ups_have_the_bits_of_decode_kernels(gpu, dtype: str, activation: str) -> None:
     tiled, given = CudaTiledKernels(gpu.kernel_module, dtype), bits(gpu, dtype)
     kernels = CudaPromptLinear(gpu.kernel_module, dtype)
-    if not tiling.resident(2, kernels.gpu):
-        pytest.skip("a tile takes more shared memory than a block gets")
-    kernels.tiling = tiling
+    tilings = prompt_tilings(kernels.gpu)
     for rows, (width, columns) in ((65, (48, 72)), (300, (1030, 520)), (140, (2048, 2048))):
         x = given.values(rows, columns)
         weight, bias = given.array(width, columns, scale=columns**-0.5), given.array(width)
         for linear in (LinearWeights(weight, bias), LinearWeights(weight)):
-            output = given.unwritten(rows, width // 2, floats=False)
-            kernels.gate_up(given.device(x), linear, activation, output)()
 
             def part(own: slice, x=x, linear=linear, width=width) -> tuple[Any, DeviceArray]:
                 values = given.device(np.ascontiguousarray(x[own]))
                 output = given.unwritten(own.stop - own.start, width // 2, floats=False)
                 return tiled.gate_up(values, linear, activation, output), output
 
-            np.testing.assert_array_equal(gpu.download(output), in_parts(gpu, part, rows, 64))
+            expected, values = in_parts(gpu, part, rows, 64), given.device(x)
+            for kernels.tiling in tilings:
+                output = given.unwritten(rows, width // 2, floats=False)
+                kernels.gate_up(values, linear, activation, output)()
+                np.testing.assert_array_equal(gpu.download(output), expected, err_msg=str(kernels.tiling))
 
 
 @DTYPES
-@EVERY_TILING
 @pytest.mark.parametrize("floats", [True, False])
-def test_residuals_have_the_bits_of_decode_kernels(gpu, tiling: PromptTiling, dtype: str, floats: bool) -> None:
+def test_residuals_have_the_bits_of_decode_kernels(gpu, dtype: str, floats: bool) -> None:
     """Of float32 and of the compute dtype, kept as the second of three parts; widths that are even, and odd."""
     tiled, given = CudaTiledKernels(gpu.kernel_module, dtype), bits(gpu, dtype)
     kernels = CudaPromptLinear(gpu.kernel_module, dtype)
-    if not tiling.resident(2, kernels.gpu):
-        pytest.skip("a tile takes more shared memory than a block gets")
-    kernels.tiling = tiling
+    tilings = prompt_tilings(kernels.gpu)
     for rows, (width, columns) in ((65, (24, 72)), (300, (333, 520)), (130, (1000, 896))):
         x, residual = given.values(rows, columns), given.values(rows, width)
         if floats:
@@ -178,12 +169,13 @@ def test_residuals_have_the_bits_of_decode_kernels(gpu, tiling: PromptTiling, dt
             launch, _, kept = part(own, tiled)
             return launch, kept
 
-        launch, output, kept = part(slice(0, rows), kernels)
-        launch()
-        np.testing.assert_array_equal(
-            gpu.download(output), in_parts(gpu, lambda own, part=part: part(own, tiled)[:2], rows, 64)
-        )
-        np.testing.assert_array_equal(gpu.download(kept), in_parts(gpu, of_kept, rows, 64))
+        expected = in_parts(gpu, lambda own, part=part: part(own, tiled)[:2], rows, 64)
+        expected_kept = in_parts(gpu, of_kept, rows, 64)
+        for kernels.tiling in tilings:
+            launch, output, kept = part(slice(0, rows), kernels)
+            launch()
+            np.testing.assert_array_equal(gpu.download(output), expected, err_msg=str(kernels.tiling))
+            np.testing.assert_array_equal(gpu.download(kept), expected_kept, err_msg=str(kernels.tiling))
 
 
 @pytest.mark.parametrize(("sequences", "tokens"), [(1, 40), (5, 130), (70, 3)])
@@ -251,32 +243,28 @@ STEPS = [
 
 
 @DTYPES
-@EVERY_TILING
 @pytest.mark.parametrize(("name", "case"), STEPS, ids=str)
-def test_adapters_add_the_bits_that_they_add_in_decode_kernels(
-    gpu, tiling: PromptTiling, dtype: str, name: str, case: tuple
-) -> None:
+def test_adapters_add_the_bits_that_they_add_in_decode_kernels(gpu, dtype: str, name: str, case: tuple) -> None:
     """Of sequences with an adapter, with none, and with shares of several; in turns with the tiled kernels, which find
     the memory cleared that these left, and the other way round."""
     given, places, sequences, tokens = bits(gpu, dtype), 4, 5, 30
     rows = sequences * tokens
     layer, tiled = Adapted(given, *case, places, rows), CudaTiledKernels(gpu.kernel_module, dtype)
     kernels = CudaPromptLinear(gpu.kernel_module, dtype)
-    if not tiling.resident(2, kernels.gpu):
-        pytest.skip("a tile takes more shared memory than a block gets")
-    kernels.tiling = tiling
+    tilings = prompt_tilings(kernels.gpu)
     scales = np.zeros((sequences, places), np.float32)
     scales[0, 2], scales[2, 0], scales[3], scales[4, 3] = 1, 0.5, (0.5, 0, -2, 0.25), 1
     scales, x = to_bits(scales, dtype), given.values(rows, case[1])
-    found = layer.result(kernels, name, x, scales)
-    for sequence in range(sequences):
-        own = slice(sequence * tokens, (sequence + 1) * tokens)
-        one = layer.result(tiled, name, np.ascontiguousarray(x[own]), scales[sequence : sequence + 1])
-        np.testing.assert_array_equal(found[own], one, err_msg=f"sequence {sequence}")
-    np.testing.assert_array_equal(layer.result(kernels, name, x, scales), found)
-    without = layer.result(kernels, name, x, None)
-    np.testing.assert_array_equal(layer.result(kernels, name, x, np.zeros_like(scales)), without)
-    assert np.any(without != found)
+    for kernels.tiling in tilings:
+        found = layer.result(kernels, name, x, scales)
+        for sequence in range(sequences):
+            own = slice(sequence * tokens, (sequence + 1) * tokens)
+            one = layer.result(tiled, name, np.ascontiguousarray(x[own]), scales[sequence : sequence + 1])
+            np.testing.assert_array_equal(found[own], one, err_msg=f"sequence {sequence}, {kernels.tiling}")
+        np.testing.assert_array_equal(layer.result(kernels, name, x, scales), found)
+        without = layer.result(kernels, name, x, None)
+        np.testing.assert_array_equal(layer.result(kernels, name, x, np.zeros_like(scales)), without)
+        assert np.any(without != found)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 65, 300])
