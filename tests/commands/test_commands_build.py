@@ -117,7 +117,7 @@ def test_without_tensorrt_a_target_has_kernels(
     arguments = ["build", str(checkpoint), str(tmp_path / "robot"), "--target", "sm_87", "--no-try", *SMALL]
     result = CliRunner().invoke(create_app(), arguments)
     assert result.exit_code == 0, result.output
-    assert "No plans were built for sm_87, where TensorRT runs base prefill of 80 tokens" in result.output
+    assert "No plans were built" not in result.output and "sm_87" in result.output
     refused = CliRunner().invoke(
         create_app(), ["build", "--refresh-plans", str(tmp_path / "robot"), "--target", "sm_87"]
     )
