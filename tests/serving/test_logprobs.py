@@ -68,7 +68,9 @@ def open_model(request: pytest.FixtureRequest, serving_engines: Path) -> Callabl
     def open_runtime(drafting: DraftingConfig | None) -> SpecDecodeRuntime:
         with pytest.MonkeyPatch.context() as patch:
             if request.param == "captured":
-                patch.setattr("edgellm.runtime.open_backend", lambda _, directory: FixedShapeBackend(directory))
+                patch.setattr(
+                    "edgellm.runtime.open_backend", lambda _, directory, executor: FixedShapeBackend(directory)
+                )
             return SpecDecodeRuntime(serving_engines, drafting=drafting, backend="numpy")
 
     return open_runtime

@@ -199,7 +199,7 @@ def test_forced_tokens_and_rules(runtime: SpecDecodeRuntime, engines: Path) -> N
 @pytest.mark.parametrize("mode", ["plain", "tree"])
 def test_the_ways_of_a_gpu(engines: Path, cold: Cold, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
     """Fixed shapes, padded chunks, captured steps, a step always under way: turns, edits, eviction, giving way."""
-    monkeypatch.setattr("edgellm.runtime.open_backend", lambda _, directory: FixedShapeBackend(directory))
+    monkeypatch.setattr("edgellm.runtime.open_backend", lambda _, directory, executor: FixedShapeBackend(directory))
     with SpecDecodeRuntime(engines, drafting=MODES[mode]) as runtime:
         monkeypatch.undo()
         states = keeping_near(runtime)._states

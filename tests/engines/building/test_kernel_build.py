@@ -331,4 +331,6 @@ def test_what_tensorrt_would_run_on_a_target_is_told(
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES["qwen3"] | {"head_dim": 20})
     report = build_engine_directory(checkpoint, tmp_path / "engines", limits, kernels=read_targets(["sm_87:8"]))
     (note,) = (note for note in report.notes if "plans" in note)
-    assert note.startswith("No plans were built for sm_87, where TensorRT runs base decode of 1 tokens; base prefill of")
+    assert note.startswith(
+        "No plans were built for sm_87, where TensorRT runs base decode of 1 tokens; base prefill of"
+    )

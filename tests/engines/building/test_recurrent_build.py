@@ -50,7 +50,7 @@ def test_a_directory_is_built_and_its_kernels_compile(
 
 
 def test_a_directory_with_encoder_and_head_is_built(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Qwen3.5 as it is published: kernels leave nothing over for plans."""
+    """Qwen3.5 as it is published: of base, head and encoder kernels leave nothing over."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", 1, **FAMILIES["qwen3_5"] | {"tie_word_embeddings": False})
     limits = EngineLimits(1, 80, 128, draft_top_k=4, draft_steps=3, verify_tree_size=12, image_rows=(64, 128))
     report = build_engine_directory(add_head(checkpoint), tmp_path / "engines", limits, [TARGET], dtype="float16")
@@ -60,3 +60,6 @@ def test_a_directory_with_encoder_and_head_is_built(make_checkpoint: Callable[..
     assert directory.draft.config.generation == "mtp" and directory.draft.config.image_embeddings
     assert directory.config.mrope_section == directory.draft.config.decoder.mrope_section == (2, 1, 1)
     assert not report.plans
+    models, found = directory.models, planned_shapes(directory.models, limits, directory.dtype, TARGET, needless=True)
+    assert {shape.name for shape in found if shape.model == "vision"} == {"vision.encode-p64", "vision.encode-p128"}
+    assert planned_shapes(models, limits, directory.dtype, TARGET) == []

@@ -233,6 +233,7 @@ def test_the_command_builds_and_tells(tmp_path: Path, compiled: list) -> None:
     assert EngineDirectory.open(tmp_path / "blind").vision is None
     plan = next((target / "plans").rglob("vision.encode-p160.engine"))
     plan.unlink()
+    assert not any(built.seconds for built in refresh_plans(target, ["sm_86"]).plans)  # kernels take what is lost
     report = refresh_plans(target, ["sm_86"], all_plans=True)
     assert plan.exists()
     assert [built.shape.name for built in report.plans if built.seconds] == ["vision.encode-p160"]
