@@ -4,11 +4,10 @@
     python -m tools.bench.same_bits FOLDER --as orin       # the same as on a device
     python -m tools.bench.same_bits FOLDER --compare       # only compares what is there
 
-Decode, verify, prefill of 16 tokens, and a draft's accept and propose, with random weights of several widths, heads and
-dtypes: logits, hidden states and the KV rows that are written. Then answers of the shipped model, plain and drafted,
-greedy and drawn, whose prompts are prefilled 16 tokens at a time. A step that the device sends to TensorRT is named and
-not compared. Each run writes FOLDER/NAME.json. Exits with 1 where bits differ. Needs TensorRT for the answers, pycuda
-and a GPU.
+Decode, verify, prefill of 16 and 200 tokens, and a draft's accept and propose, with random weights of several widths,
+heads and dtypes: logits, hidden states and the KV rows that are written. Then answers of the shipped model, plain and
+drafted, greedy and drawn. A step that the device sends to TensorRT is named and not compared. Each run writes
+FOLDER/NAME.json. Exits with 1 where bits differ. Needs pycuda and a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,10 @@ from edgellm.engines.model.program import Program
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.bfloat16 import store_rounded
 from edgellm.kernels.decode.linear import CudaDecodeKernels
-from edgellm.kernels.decode.tiled_linear import CudaTiledKernels
+from edgellm.kernels.decode.tiled_linear import CudaTiledKernels, capacity_of
 from edgellm.kernels.launch import KernelModule
+from edgellm.kernels.prefill.launcher import CudaPrefill
+from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.llm import SHIPPED_MODEL
 from tools.bench.as_device import measured_as, parse
 from tools.bench.differences import SAMPLINGS, parameters
@@ -62,7 +64,7 @@ DTYPES = ("float16", "bfloat16")
 LAYERS, VOCABULARY, DRAFT_VOCABULARY = 4, 4099, 1021
 #: Rows of the caches, and those that are there when a step begins.
 KV_ROWS, START = 1088, 530
-LIMITS = EngineLimits(1, 16, 1024, draft_top_k=10, draft_steps=6, verify_tree_size=60)
+LIMITS = EngineLimits(1, 128, 1024, draft_top_k=10, draft_steps=6, verify_tree_size=60)
 DRAFTINGS = {
     "plain": None,
     "chain 5": DraftingConfig(kind="chain", draft_steps=5),
@@ -92,7 +94,8 @@ def shapes() -> list[EngineShape]:
     """The steps of rounds, of plain decoding and of short prompts."""
     found = [EngineShape("decode", batch, 1, KV_ROWS, KV_ROWS) for batch in (1, 4)]
     found += [EngineShape("verify", 1, tokens, KV_ROWS, KV_ROWS, tokens) for tokens in (8, 16, 32, 60, 64)]
-    found += [EngineShape("prefill", 1, 16, KV_ROWS, KV_ROWS, model=model) for model in ("base", "draft")]
+    prefills = product(("base", "draft"), (16, 200))
+    found += [EngineShape("prefill", 1, tokens, KV_ROWS, KV_ROWS, model=model) for model, tokens in prefills]
     found.append(EngineShape("accept", 1, 7, KV_ROWS, KV_ROWS, 1, "draft"))
     return found + [EngineShape("propose", 1, width, KV_ROWS, KV_ROWS, width, "draft") for width in (1, 10)]
 
@@ -101,9 +104,11 @@ def step_digests(device: CudaDevice) -> Iterator[tuple[str, str]]:
     """The name and the digest of every step, or what sends it to TensorRT."""
     module = KernelModule(device.gpu, device.stream)
     for dtype in DTYPES:
-        tiled = CudaTiledKernels(module, dtype)
+        tiled, gpu = CudaTiledKernels(module, dtype), capacity_of(module)
+        prompts = {"any_rows": CudaPromptLinear(module, dtype), "prefill": CudaPrefill(module)}
         for name, (sizes, _) in MODELS.items():
-            steps = Steps(device, StepKernels(CudaDecodeKernels(module, dtype, sizes[-1]), tiled), dtype)
+            few = CudaDecodeKernels(module, dtype, sizes[-1])
+            steps = Steps(device, StepKernels(few, tiled, gpu, **prompts), dtype)
             for shape in shapes():
                 yield f"{name} {dtype} {shape.name}", steps.digest(models(name)[shape.model], shape)
     module.close()
