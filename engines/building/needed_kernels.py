@@ -121,12 +121,13 @@ class AbsentBackend(CudaBackend):
         """Load what every step may need, with the weights of one model after another, packed so (None: dense)."""
         for shape in engine_shapes(self._directory.limits):
             self.load_engine(shape)
-        for engine in self._engines:
+        engines: list[Any] = list(self._engines)  # none of TensorRT's
+        for engine in engines:
             engine.attach(self, self._scratch)
         for loaded in weights:
             self._loaded |= loaded
             self.prepare_steps()
-            for engine in self._engines:
+            for engine in engines:
                 engine.load_kernels(self._loaded)
 
     def _plan_engine(self, shape: EngineShape) -> Any:
