@@ -10,8 +10,8 @@
 namespace prefill {
 
 // Lets tiles pass by TILES of a warp's tiles of 16 queries, from number `first` on, for COLUMNS columns from `column` on. Of
-// the warp's values of bits the one number `turn` counts, where SPANS is not it is 0. `begins`: the block's queries are still
-// on their way.
+// the values of bits that the warp's queries have, number `turn` counts; without SPANS all queries of the block have 0.
+// `begins`: the block's queries are still on their way.
 template <bool SPANS, int TILES, int COLUMNS, typename T, typename Its>
 __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int first, int column, bool begins) {
     const int row = block.warp_row + 16 * first, bits = SPANS ? block.least_bits + turn : 0;
