@@ -113,7 +113,7 @@ def split_refusal(config: ModelConfig, shape: EngineShape, dtype: str, shared_li
         refusal = prefill_refusal(heads, kv_heads, size, int8) or ring_refusal(shape)
         if refusal is not None:
             return refusal
-        needed = attention_bytes(size, 2 if size <= 128 else 1, int8)
+        needed = attention_bytes(size, 2 if size <= 64 else 1, int8)
         if needed > shared_limit:
             return f"attention needs {needed} bytes of shared memory, a block of the GPU has {shared_limit}"
     return None

@@ -10,8 +10,8 @@
 namespace prefill {
 
 // Lets tiles pass by TILES of a warp's tiles of 16 queries, from number `first` on, for COLUMNS columns from `column` on. Of
-// the warp's values of bits the one number `turn` counts, where SPANS is not it is 0. `begins`: the block's queries are still
-// on their way.
+// the values of bits that the warp's queries have, number `turn` counts; without SPANS all queries of the block have 0.
+// `begins`: the block's queries are still on their way.
 template <bool SPANS, int TILES, int COLUMNS, typename T, typename Its>
 __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int first, int column, bool begins) {
     const int row = block.warp_row + 16 * first, bits = SPANS ? block.least_bits + turn : 0;
@@ -31,14 +31,13 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
     const unsigned queries = block.queries + Its::BYTES * row;
     const int lane = threadIdx.x % 32;
     auto sees = [&](int tile) { return works && tile >= block.warp_tile && tile * KEY_TILE < block.warp_end; };
-    unsigned kept[Its::template KEEPS<SPANS> ? Its::STEPS : 1][TILES][4];
     auto compute = [&](Scores<TILES>& score, int tile) {
         const int own = decode::in_register(lane);  // places of matrices are found anew: registers are few
 #pragma unroll
         for (int k = 0; k < Its::STEPS; ++k) {
             unsigned query[TILES][4];
-            if constexpr (!Its::template KEEPS<SPANS>) load_queries<Its>(query, queries, own, k);
-            add_step<T, Its>(score, Its::template KEEPS<SPANS> ? kept[Its::template KEEPS<SPANS> ? k : 0] : query, block.place_of(tile), own, k);
+            load_queries<Its>(query, queries, own, k);
+            add_step<T, Its>(score, query, block.place_of(tile), own, k);
         }
         if constexpr (INT8) scale_scores(score, block, tile);
     };
@@ -118,12 +117,7 @@ __device__ __forceinline__ void pass(const Block<T, Its>& block, int turn, int f
                 block.template load_tile<1>(tile);
             }
             decode::commit_copies();
-            if (tile == block.first_tile) {
-                reorder();
-                if constexpr (Its::template KEEPS<SPANS>)
-#pragma unroll
-                    for (int k = 0; k < Its::STEPS; ++k) load_queries<Its>(kept[k], queries, lane, k);
-            }
+            if (tile == block.first_tile) reorder();
             Scores<TILES> score;
             if (sees(tile)) compute(score, tile);
             if constexpr (Its::STAGES == 1) {

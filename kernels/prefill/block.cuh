@@ -43,11 +43,9 @@ template <int SIZE_, int TILES_> struct Shape {
     static constexpr int SIZE = SIZE_, TILES = TILES_, ROWS = 16 * TILES * WARPS, STAGES = SIZE <= 128 ? 2 : 1;
     static constexpr int STEPS = SIZE / 16, CHUNKS = SIZE / 8, BYTES = 2 * SIZE;
     static constexpr int PASS_TILES = SIZE == 64 ? TILES : 1, PASS_COLUMNS = SIZE < 128 ? SIZE : 128;
-    // Scores of the next tile are computed while weights are made of a tile's.
-    template <bool SPANS> static constexpr bool EARLY = HOST_EARLY == 1 && STAGES > 1 && (TILES == 1 || (SIZE == 64 && !SPANS));
-    // Queries are in registers, as operands, while spans have several tiles.
-    template <bool SPANS> static constexpr bool KEEPS = HOST_EARLY == 2 && STAGES > 1 && SPANS && TILES == 1;
-    static constexpr int BLOCKS = WARPS == 8 ? 1 : SIZE * TILES == 64 ? 3 : 2;  // that registers leave room for
+    // Scores of the next tile are computed while weights are made of a tile's, where registers hold both.
+    template <bool SPANS> static constexpr bool EARLY = (SIZE == 64 && (TILES == 1 || !SPANS)) || (SIZE == 128 && TILES == 1);
+    static constexpr int BLOCKS = SIZE * TILES == 64 ? 3 : 2;  // that registers leave room for
 };
 
 // What a block works on: queries of a head of a sequence, from `first_token` on.
@@ -98,7 +96,8 @@ template <typename T, typename Its> struct Block {
             turns = max(turns, 1 + bits_of(its_row + 16 * Its::TILES - 1) - bits_of(its_row));
         }
         warp_end = min(last_of(warp_row + 16 * Its::TILES - 1) + 1, end), shared_end = last_of(warp_row) + 1;
-        warp_tile = HOST_EARLY == 1 ? first_tile : WINDOW ? max(position + 1 - window, 0) / KEY_TILE : 0;
+        const bool is_early = Its::template EARLY<false> || Its::template EARLY<true>;
+        warp_tile = is_early || !WINDOW ? first_tile : max(position + 1 - window, 0) / KEY_TILE;
     }
 
     // Where keys, and behind them values, of a tile lie.

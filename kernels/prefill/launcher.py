@@ -42,25 +42,25 @@ def _padded(size: int) -> int:
     return next(padded for padded in _STAGES if padded >= size)
 
 
-def _rows(tiles: int, warps: int = _WARPS) -> int:
+def _rows(tiles: int) -> int:
     """Queries of a block."""
-    return 16 * tiles * warps
+    return 16 * tiles * _WARPS
 
 
 def attention_tiles(size: int, tokens: int, heads: int, multiprocessors: int) -> int:
     """Tiles of 16 queries for each warp of `causal_attention`; `heads` are those of all sequences.
 
-    Two share what is read from shared memory, but registers do not hold those of large heads, and few queries must
-    give each multiprocessor a block.
+    Two share what is read from shared memory, but registers hold those of heads of up to 64 elements alone, with sums
+    of a span and of all before it, and few queries must give each multiprocessor a block.
     """
-    return 2 if size <= 128 and -(-tokens // _rows(2)) * heads >= multiprocessors else 1
+    return 2 if size <= 64 and -(-tokens // _rows(2)) * heads >= multiprocessors else 1
 
 
-def attention_bytes(size: int, tiles: int, int8: bool = False, warps: int = _WARPS) -> int:
+def attention_bytes(size: int, tiles: int, int8: bool = False) -> int:
     """Shared memory of a block of `causal_attention`, for heads of `size` elements; `int8`: KV rows are."""
     padded = _padded(size)
     keys = _STAGES[padded] * KEY_TILE
-    return 2 * padded * (_rows(tiles, warps) + 2 * keys) + (8 * keys if int8 else 0)
+    return 2 * padded * (_rows(tiles) + 2 * keys) + (8 * keys if int8 else 0)
 
 
 @lru_cache
@@ -75,33 +75,16 @@ def heads_kernel(dtype: str, size: int, int8: bool = False, source: str | None =
 
 @lru_cache
 def attention_kernel(
-    dtype: str,
-    size: int,
-    tiles: int,
-    int8: bool = False,
-    window: bool = False,
-    ahead: bool = False,
-    early: int = 1,
-    warps: int = _WARPS,
+    dtype: str, size: int, tiles: int, int8: bool = False, window: bool = False, ahead: bool = False
 ) -> Kernel:
     """`causal_attention` for heads of `size` elements; `int8`: KV rows are; `window`: tokens see a part of a ring;
     `ahead`: `attention_ahead`."""
     expression = f"prefill::causal_attention<{CUDA_TYPES[dtype]}, {_padded(size)}, {tiles}>"
-    own = (
-        ("HOST_WARPS", warps),
-        ("HOST_KEY_TILE", KEY_TILE),
-        ("HOST_BYTES", attention_bytes(size, tiles, int8, warps)),
-    )
+    own = (("HOST_WARPS", _WARPS), ("HOST_KEY_TILE", KEY_TILE), ("HOST_BYTES", attention_bytes(size, tiles, int8)))
     sizes = (*own, ("HOST_DIVISION_BYTES", ctypes.sizeof(_Division)))
-    host = (
-        *sizes,
-        ("HOST_INT8", int(int8)),
-        ("HOST_WINDOW", int(window)),
-        ("HOST_AHEAD", int(ahead)),
-        ("HOST_EARLY", int(early)),
-    )
+    host = (*sizes, ("HOST_INT8", int(int8)), ("HOST_WINDOW", int(window)), ("HOST_AHEAD", int(ahead)))
     kinds = "".join(f"_{kind}" for kind, is_so in zip(_KINDS, (int8, window, ahead), strict=True) if is_so)
-    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{kinds}_{early}_{warps}"
+    name = f"prefill_attention_{dtype}_{_padded(size)}_{tiles}{kinds}"
     return Kernel(_source(name, "attention.cu", expression, (*MACROS, *host)), expression)
 
 
@@ -144,12 +127,9 @@ class CudaPrefill:
         context: DeviceArray,
         row_scales: RowScales | None = None,
         tiles: int | None = None,
-        early: int = 1,
-        warps: int = _WARPS,
     ) -> Launch:
-        """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest; `early`:
-        scores of the next tile are computed while weights are made."""
-        return self._attention("causal_attention", (queries, rows, scale, context, row_scales), tiles, early, warps)
+        """Attention over the rows up to each token's own; see the contract. `tiles`: other than the fastest."""
+        return self._attention("causal_attention", (queries, rows, scale, context, row_scales), tiles)
 
     def attention_ahead(
         self,
@@ -164,9 +144,7 @@ class CudaPrefill:
         """Attention over the rows up to one that is given for each token; see the contract. `tiles` as above."""
         return self._attention("attention_ahead", (queries, rows, scale, context, row_scales, last_seen), tiles)
 
-    def _attention(
-        self, name: str, arguments: tuple[Any, ...], tiles: int | None, early: int = 1, warps: int = _WARPS
-    ) -> Launch:
+    def _attention(self, name: str, arguments: tuple[Any, ...], tiles: int | None) -> Launch:
         queries, rows, _, _, row_scales, *_ = arguments
         check_scales(rows, row_scales)
         sizes = self._check(name, *arguments)
@@ -178,11 +156,9 @@ class CudaPrefill:
         int8 = row_scales is not None
         shape = AttentionShape(batch, tokens, heads, sizes["G"], size, sizes["C"], int8, rows.window)
         division = _Division(shape.span_bits, shape.window_bits if rows.window else 0)
-        grid, shared = (heads, batch, -(-tokens // _rows(tiles, warps))), attention_bytes(size, tiles, int8, warps)
-        kernel = attention_kernel(
-            queries.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead", early, warps
-        )
-        return Launch(self._module, kernel, grid, 32 * warps, shared, (packed, division))
+        grid, shared = (heads, batch, -(-tokens // _rows(tiles))), attention_bytes(size, tiles, int8)
+        kernel = attention_kernel(queries.dtype, size, tiles, int8, rows.window > 0, name == "attention_ahead")
+        return Launch(self._module, kernel, grid, 32 * _WARPS, shared, (packed, division))
 
     def dequantize(self, weight: PackedMatrix, values: DeviceArray, beside: bool = False) -> Launch:
         """Dense weights; see the contract."""

@@ -63,8 +63,6 @@ PARTS = ("attention", "linears", "narrow", "packed", "prompts", "torch")
 #: Tokens that are new, and rows before them.
 STEPS = ((128, 0), (512, 0), (2000, 0), (4000, 0), (8000, 0), (512, 3488), (2000, 2000), (2000, 6000))
 LAYERS_IN_TURN = 4
-#: Tiles of a warp, form and warps of attention.
-FORMS = ((1, 0, 4), (1, 1, 4), (1, 2, 4), (1, 1, 8), (1, 2, 8), (2, 0, 4), (2, 1, 4))
 #: Launches of a kernel of attention in a graph: enough of them that a graph's own launch is little.
 IN_GRAPH = 20
 #: Of packed weights; the rows of steps by kernels, and the KV rows of whole steps.
@@ -152,8 +150,8 @@ def time_attention(bench: Bench, name: str, config: DecoderConfig) -> None:
         given = queries, rows, size**-0.5, context
         span = bench.microseconds(bench.prefill.causal_attention(*given))
         each = {
-            "_".join(map(str, form)): bench.microseconds(bench.prefill.causal_attention(*given, None, *form))
-            for form in FORMS[: None if size <= 128 else 1]
+            f"tiles_{tiles}_us": bench.microseconds(bench.prefill.causal_attention(*given, tiles=tiles))
+            for tiles in ((1, 2) if size <= 128 else (1,))
         }
         operations = 4 * heads * size * (tokens * start + tokens * (tokens + 1) / 2)
         label = f"{name} attention {tokens} behind {start}"

@@ -89,14 +89,14 @@ def encoder_sources(dtype: str) -> list[ModuleSource]:
 def other_sources(dtype: str) -> list[ModuleSource]:
     """All other modules that a process of a model in a dtype can ask for."""
     drawing = [DRAWING, WALK, ADVANCE, TREE_LOGITS, TYPICAL, CHAINS]
-    shapes = ((64, 1), (64, 2), (128, 1), (128, 2), (256, 1))
+    shapes = ((64, 1), (64, 2), (128, 1), (256, 1))
     prefill = [heads_kernel(dtype, size).source for size in (64, 128, 256)]
     prefill += [heads_kernel(dtype, 64, source="float32").source, heads_kernel(dtype, 256, True).source]
     prefill += [*(prefill_attention(dtype, *shape).source for shape in shapes)]
-    prefill.append(prefill_attention(dtype, 128, 2, True).source)
+    prefill.append(prefill_attention(dtype, 128, 1, True).source)
     shapes = ((64, 2, False), (128, 1, True), (256, 1, False))
     prefill += [prefill_attention(dtype, *shape, window=True).source for shape in shapes]
-    shapes = ((64, 1, False, False), (128, 2, True, False), (256, 1, False, True), (256, 1, True, True))
+    shapes = ((64, 1, False, False), (128, 1, True, False), (256, 1, False, True), (256, 1, True, True))
     prefill += [prefill_attention(dtype, *shape, ahead=True).source for shape in shapes]
     names, last = ("linear", "gate_up", "linear_residual", "low_products"), TILINGS[-1]
     prefill += [prompt_kernel(name, dtype, tiling, 3).source for tiling in TILINGS for name in names]
