@@ -89,6 +89,9 @@ class Backend(Protocol):
     steps_ahead: int
     #: True where engines exist for certain shapes only, False where any T and L will do
     fixed_shapes: bool
+    #: of how many tokens chunks of prompts are multiples, but short ones: 1 where any will do, None where engines have
+    #: certain sizes alone
+    prompt_step: int | None
     #: True where a call is done when it returns, so that its time can be taken by the clock
     computes_at_once: bool
 

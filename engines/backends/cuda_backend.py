@@ -19,7 +19,7 @@ from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.padded_weights import Padding
 from edgellm.engines.backends.planned_engines import CODE
-from edgellm.engines.backends.prompt_executor import PromptRows
+from edgellm.engines.backends.prompt_executor import PromptRows, load_prompts
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.step_modules import step_modules
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine, TensorRTPlans
@@ -51,6 +51,10 @@ from edgellm.kernels.tree.launcher import CudaTree
 logger = logging.getLogger("edgellm.tensorrt")
 
 LoadedEngine = TensorRTEngine | KernelEngine | SplitEngine | EncoderEngine
+
+
+#: Kernels of prompts take any number of tokens; an engine's launches are prepared for a multiple of so many.
+PROMPT_STEP = 64
 
 
 class CudaBackend(CudaDevice):
@@ -248,6 +252,14 @@ class CudaBackend(CudaDevice):
             or split_refusal(config, shape, self.compute_dtype, limit) is None
         )
 
+    @cached_property
+    def prompt_step(self) -> int | None:
+        """See `Backend.prompt_step`: kernels take any number of tokens where they run all prompts of the models."""
+        models, limits, limit = self._directory.models, self._directory.limits, self._module.shared_limit
+        longest = [each for each in limits.all_engine_shapes() if each.phase == "prefill"]
+        runs = all(kernel_refusal(models[each.model], each, self.compute_dtype, limit) is None for each in longest)
+        return PROMPT_STEP if runs and self.executor == "auto" else None
+
     def load_engine(self, shape: EngineShape) -> Engine:
         """What runs a shape: kernels where they take it, otherwise plans, of what stands between attention or of the
         whole; the other way round where TensorRT is asked for. EngineError where nothing runs it. An engine that is
@@ -286,9 +298,10 @@ class CudaBackend(CudaDevice):
                 name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
                 logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
-        if executor is PromptRows:
-            self._load_attention(program)
-        return KernelEngine(self._step_kernels(config), executor, config, shape, dtype, limit, packed)
+        kernels = self._step_kernels(config)
+        if executor is PromptRows and shape.tokens == self._directory.limits.prefill_chunk:
+            load_prompts(program, kernels, PROMPT_STEP)
+        return KernelEngine(kernels, executor, config, shape, dtype, limit, packed)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
         """A vision encoder on kernels, where they take it."""
@@ -298,21 +311,16 @@ class CudaBackend(CudaDevice):
         kernels = EncoderStepKernels(CudaEncoder(self._module), self._any_rows)
         return EncoderEngine(kernels, config, shape, dtype)
 
-    def _load_attention(self, program: Program) -> None:
-        """Load the kernels of many tokens' attention before a step waits for them."""
-        shape = program.shape
-        kinds = {(step.heads, step.window is not None, step.looks_ahead) for step in program.attentions}
-        for (heads, _, size), window, ahead in kinds:
-            int8 = shape.kv_cache == "int8"
-            self._prefill.load(self.compute_dtype, size, shape.tokens, shape.batch * heads, int8, window, ahead)
-
     def _split_engine(self, shape: EngineShape) -> SplitEngine | None:
         config, dtype = self._directory.model_config(shape.model), self.compute_dtype
         refusal = split_refusal(config, shape, dtype, self._module.shared_limit)
         if refusal is not None:
             return None
         program = model_program(config, shape)
-        self._load_attention(program)
+        for step in program.attentions:  # before one waits for it
+            kind = step.window is not None, step.looks_ahead
+            heads = shape.batch * step.heads[0]
+            self._prefill.load(dtype, step.heads[2], shape.tokens, heads, shape.kv_cache == "int8", *kind)
         parts = segment_shapes(program)
         engines = {part.segment: self._kernel_engine(part) or self._plan_engine(part) for part in parts}
         packed = set(self._packed_of(shape.model, program))

@@ -99,6 +99,7 @@ class NumpyBackend:
     steps_ahead = 0
     executor = "auto"
     fixed_shapes = False
+    prompt_step: int | None = 1
     computes_at_once = True
 
     def __init__(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from edgellm.engines.backends.kernel_executors import ManyRows
+from edgellm.engines.backends.kernel_executors import ManyRows, StepKernels
 from edgellm.engines.backends.kernel_steps import DENSE, packed_layout, ring_refusal, step_refusal, step_rows
 from edgellm.engines.backends.recurrent_steps import UNGATED, gated_heads
 from edgellm.engines.model.program import LAST_SEEN, Add, Attention, LinearResidual, NormLinear, Program, Step
@@ -157,6 +157,30 @@ class PromptRows(ManyRows):
             prefill.prepare_heads(qkv, norms, rotary, rows, row_scales, part, context),
             prefill.attention_ahead(*given, array(LAST_SEEN)) if step.looks_ahead else prefill.causal_attention(*given),
         ]
+
+
+def load_prompts(program: Program, kernels: StepKernels, step: int) -> None:
+    """Compile and load what prompts of each number of tokens need, in steps of so many up to the program's."""
+    shape, dtype = program.shape, kernels.any_rows.dtype
+    kinds = {(each.heads, each.window is not None, each.looks_ahead) for each in program.attentions}
+    layers = {_layer(each, program) for each in program.steps if _is_large(each, program)}
+    for tokens in {*range(step, shape.tokens, step), shape.tokens}:
+        rows = tokens * shape.batch
+        for (heads, _, size), window, ahead in kinds:
+            kernels.prefill.load(dtype, size, tokens, shape.batch * heads, shape.kv_cache == "int8", window, ahead)
+        for name, weight, low_rows in layers if rows > MAX_TILED_ROWS else ():
+            kernels.any_rows.load(name, rows, weight, low_rows > 0)
+            if low_rows:
+                kernels.any_rows.load("low_products", rows, (low_rows, weight[1]))
+
+
+def _layer(step: Step, program: Program) -> tuple[str, tuple[int, int], int]:
+    """The kernels' method for a linear layer, its weight's shape, and the rows of its adapters' A in all places."""
+    assert isinstance(step, NormLinear | LinearResidual)
+    name = "linear_residual" if isinstance(step, LinearResidual) else "gate_up" if step.gated else "linear"
+    adapted, (rows, columns) = program.adapted.get(step.linear.name), step.linear.weight.shape
+    low_rows = 0 if adapted is None else program.shape.lora_slots * len(adapted.modules) * program.shape.lora_rank
+    return name, (rows, columns), low_rows
 
 
 def _is_large(step: Step, program: Program) -> bool:

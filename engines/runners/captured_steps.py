@@ -149,9 +149,11 @@ class LoadedEngines:
         `keep` False does not hold on to an engine that a backend without fixed shapes makes for this call.
         """
         engine, bound = self.loaded.get(shape), self._slots.get(shape)
-        if engine is None:
+        if engine is None and self._backend.fixed_shapes:
+            engine = self.hold(shape)
+        elif engine is None:
             engine = self._backend.load_engine(shape)
-            if keep or self._backend.fixed_shapes:
+            if keep:
                 self.loaded[shape] = engine
         if bound is None:
             engine.bind(constant())
@@ -160,6 +162,12 @@ class LoadedEngines:
             if shape in self.loaded:
                 self._slots[shape] = slots
         return engine
+
+    def hold(self, shape: EngineShape) -> Engine:
+        """The engine of a shape, which is held from now on."""
+        if shape not in self.loaded:
+            self.loaded[shape] = self._backend.load_engine(shape)
+        return self.loaded[shape]
 
     def has(self, shape: EngineShape) -> bool:
         """Whether the engine of a shape is held."""

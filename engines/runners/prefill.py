@@ -28,14 +28,14 @@ Stops = Mapping[int, Callable[[], object]]
 
 def prompt_chunks(
     limits: EngineLimits,
-    fixed_shapes: bool,
+    step: int | None,
     first: int,
     count: int,
     stops: Iterable[int] = (),
     whole: Sequence[tuple[int, int]] = (),
 ) -> Iterator[tuple[int, int]]:
     """Cut the tokens of a prompt from `first` to `count` into (tokens, engine's T); chunks end at the `stops`. The last
-    chunk before each of them, and the very last, may be padded.
+    chunk before each of them, and the very last, may be padded. `step` is the backend's `prompt_step`.
 
     Of each of the `whole` spans (first token, tokens), images whose tokens see all of them, no chunk has a part: one
     that would end in the middle ends before it, and may be padded, too. None is longer than `prefill_chunk`, and no
@@ -44,28 +44,38 @@ def prompt_chunks(
     largest = limits.prefill_chunk
     for start, end in pairwise([first, *sorted(place for place in stops if first < place < count), count]):
         if whole:
-            yield from _around_images(limits, fixed_shapes, start, end, whole)
+            yield from _around_images(limits, step, start, end, whole)
             continue
         sizes, rest = [largest] * ((end - start) // largest), (end - start) % largest
         if rest:
-            sizes += limits.cheapest_chunks(rest) if fixed_shapes else [rest]
+            sizes += [_rounded(limits, step, rest)] if _is_free(step, rest) else limits.cheapest_chunks(rest)
         ends = accumulate(sizes, initial=start)
         yield from ((min(size, end - place), size) for place, size in zip(ends, sizes, strict=False))
 
 
+def _is_free(step: int | None, tokens: int) -> bool:
+    """Whether one chunk takes so many tokens, rounded up. Short ones have engines of their own, which pad less."""
+    return step is not None and (step == 1 or tokens > 2 * step)
+
+
+def _rounded(limits: EngineLimits, step: int | None, tokens: int) -> int:
+    return min(-(-tokens // (step or 1)) * (step or 1), limits.prefill_chunk)
+
+
 def _around_images(
-    limits: EngineLimits, fixed_shapes: bool, place: int, end: int, whole: Sequence[tuple[int, int]]
+    limits: EngineLimits, step: int | None, place: int, end: int, whole: Sequence[tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
     """See `prompt_chunks`: the largest of the chunks that are cheapest for the rest, or what is in front of the image
     that it would cut, or that image."""
     while place < end:
         tokens = min(end - place, limits.prefill_chunk)
-        size = limits.cheapest_chunks(tokens)[0] if fixed_shapes else tokens
+        size = _rounded(limits, step, tokens) if _is_free(step, tokens) else limits.cheapest_chunks(tokens)[0]
         stop = min(place + size, end)
         cut = next((span for span in whole if span[0] < stop < sum(span)), None)
         if cut is not None:
             stop = cut[0] if cut[0] > place else sum(cut)
-            size = limits.chunk_for(stop - place) if fixed_shapes else stop - place
+            tokens = stop - place
+            size = _rounded(limits, step, tokens) if _is_free(step, tokens) else limits.chunk_for(tokens)
         yield stop - place, size
         place = stop
 
@@ -128,7 +138,7 @@ class PrefillingRunner(AdaptedRunner):
         if reused == 0:  # a recurrent state would go on from whatever the slot had before
             self.states.clear_slot(slot)
         whole = () if images is None or not self.config.image_tokens else images.spans
-        for tokens, chunk in prompt_chunks(self.limits, self.backend.fixed_shapes, reused, len(ids), stops, whole):
+        for tokens, chunk in prompt_chunks(self.limits, self.backend.prompt_step, reused, len(ids), stops, whole):
             self._prefill(slot, ids[position : position + tokens], position, chunk, images)
             yield position, tokens, chunk
             position += tokens

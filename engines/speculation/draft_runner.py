@@ -111,6 +111,8 @@ class EagleDraftEngineRunner:
         shape = replace(widest, key_range=self._engines.key_range(widest, position + count))
         one = slice(slot, slot + 1)
         feature_rows = leading(features.reshape(-1), (1, chunk, self.config.feature_size))
+        if self.backend.fixed_shapes:
+            self._engines.hold(shape)
         inputs = self._inputs(shape, self._prefill_start)
 
         def bindings() -> dict[str, Array]:

@@ -167,6 +167,11 @@ class CudaPromptLinear(CudaTiledKernels):
         arguments.activation = activation
         return self._launch("activated", x, linear, arguments)
 
+    def load(self, name: str, rows: int, weight: tuple[int, int], adapted: bool = False) -> None:
+        """Compile and load what the method `name` needs for so many rows times a weight of this shape."""
+        tiling = prompt_tiling(rows, *weight, self.gpu)
+        self.module.load(prompt_kernel(name, self.dtype, tiling, tiling.stages(self.gpu), adapted).source)
+
     def low_products(self, x: DeviceArray, linear: LinearWeights, selected: DeviceArray | None = None) -> Launch:
         """See `NumpyTiledKernels.low_products`; what a layer with adapters takes in any case."""
         assert linear.adapters is not None

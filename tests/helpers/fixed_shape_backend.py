@@ -44,6 +44,7 @@ class FixedShapeBackend(NumpyBackend):
 
     steps_ahead = 1
     fixed_shapes = True
+    prompt_step = None
     computes_at_once = False
 
     def __init__(self, directory: EngineDirectory, kernels_of: str | None = None) -> None:

@@ -33,6 +33,7 @@ class TwinsBackend(NumpyBackend):
     """All engines are of hand-written kernels, on the kernels' twins."""
 
     fixed_shapes = True
+    prompt_step = None
 
     def takes_any_key_range(self, shape: EngineShape) -> bool:
         return True

@@ -28,11 +28,11 @@ def random_spans(rng: np.random.Generator, tokens: int, count: int) -> list[tupl
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize("step", [None, 1, 64])
 @pytest.mark.parametrize(
     ("tokens", "chunk"), [(256, 2048), (256, 512), (256, 256), (256, 400), (16, 16), (16, 48), (81, 128), (9, 2048)]
 )
-def test_no_chunk_has_a_part_of_an_image(tokens: int, chunk: int, fixed: bool, packed: bool) -> None:
+def test_no_chunk_has_a_part_of_an_image(tokens: int, chunk: int, step: int | None, packed: bool) -> None:
     rng = np.random.default_rng(tokens + chunk)
     limits = EngineLimits(1, chunk, 4096, packed=packed)
     for _ in range(60):
@@ -43,9 +43,9 @@ def test_no_chunk_has_a_part_of_an_image(tokens: int, chunk: int, fixed: bool, p
         reusable = [0, count - 1, *(place for span in spans for place in (span[0], sum(span)))]
         first = int(rng.choice([at for at in reusable if at < count and not inside(spans, at)]))
         place = first
-        for taken, size in prompt_chunks(limits, fixed, first, count, (), spans):
+        for taken, size in prompt_chunks(limits, step, first, count, (), spans):
             assert 0 < taken <= size <= chunk and place + size <= limits.kv_rows
-            assert size in limits.prefill_chunks if fixed else size == taken
+            assert size == taken if step == 1 else size in limits.prefill_chunks or (step and size % step == 0)
             place += taken
             assert not inside(spans, place)
         assert place == count
@@ -58,17 +58,29 @@ def inside(spans: list[tuple[int, int]], place: int) -> bool:
 def test_texts_are_cut_as_without_images() -> None:
     limits = EngineLimits(1, 512, 4096)
     for count in (1, 40, 500, 513, 3000):
-        assert list(prompt_chunks(limits, True, 0, count, (), ())) == list(prompt_chunks(limits, True, 0, count))
+        assert list(prompt_chunks(limits, None, 0, count, (), ())) == list(prompt_chunks(limits, None, 0, count))
+
+
+def test_chunks_of_a_step_are_padded_by_less_than_it_but_short_ones() -> None:
+    limits = EngineLimits(1, 512, 4096)
+    for count in (*range(1, 700, 7), 3000, 4096):
+        chunks = list(prompt_chunks(limits, 64, 0, count))
+        assert sum(taken for taken, _ in chunks) == count
+        (*whole, (taken, size)) = chunks
+        short = count % 512 <= 128
+        assert short or (whole == [(512, 512)] * (count // 512) and (size % 64 == 0 and size - taken < 64))
+        if short:
+            assert chunks == list(prompt_chunks(limits, None, 0, count))
 
 
 def test_an_image_costs_one_chunk_and_what_is_around_it_few() -> None:
     limits = EngineLimits(1, 2048, 4096)
     spans = [(20, 256), (280, 256)]
-    assert list(prompt_chunks(limits, True, 0, 570, (), spans)) == [(280, 512), (290, 512)]
-    assert list(prompt_chunks(limits, True, 0, 300, (), spans[:1])) == [(300, 512)]
-    assert list(prompt_chunks(limits, False, 0, 570, (), spans)) == [(570, 570)]
+    assert list(prompt_chunks(limits, None, 0, 570, (), spans)) == [(280, 512), (290, 512)]
+    assert list(prompt_chunks(limits, None, 0, 300, (), spans[:1])) == [(300, 512)]
+    assert list(prompt_chunks(limits, 1, 0, 570, (), spans)) == [(570, 570)]
     short = EngineLimits(1, 256, 4096)
-    assert list(prompt_chunks(short, True, 0, 570, (), spans)) == [
+    assert list(prompt_chunks(short, None, 0, 570, (), spans)) == [
         (20, 128),
         (256, 256),
         (4, 16),

@@ -188,13 +188,13 @@ def test_states_are_of_one_place() -> None:
 def test_chunks_end_where_states_are_wanted(fixed: bool) -> None:
     limits = EngineLimits(1, 128, 512)
     for first, stops in ((0, ()), (0, (3, 130, 200)), (37, (3, 37, 38, 299, 300, 400)), (299, (250,))):
-        chunks, position, ends = list(prompt_chunks(limits, fixed, first, 300, stops)), first, []
+        chunks, position, ends = list(prompt_chunks(limits, None if fixed else 1, first, 300, stops)), first, []
         for tokens, size in chunks:
             assert 0 < tokens <= size <= 128 and (size in limits.prefill_chunks or not fixed)
             position += tokens
             ends.append(position)
         assert position == 300 and {stop for stop in stops if first < stop < 300} <= set(ends)
-    assert [tokens for tokens, _ in prompt_chunks(limits, fixed, 0, 300)] == [128, 128, 44] or fixed
+    assert [tokens for tokens, _ in prompt_chunks(limits, None if fixed else 1, 0, 300)] == [128, 128, 44] or fixed
 
 
 @pytest.mark.slow
