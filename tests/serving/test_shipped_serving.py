@@ -32,7 +32,7 @@ def check(equality: object, folder: Path, prompts: int, tokens: int, ways: Seque
     asked = equality.held_out_conversations(prompts)
     found = equality.compare_all(directory, "numpy", asked, tokens, ways, draftings)
     for served in found:
-        assert served.explained("numpy"), equality.line(served)
+        assert served.explained, equality.line(served)
         assert served.way == "alone" or served.reused > 0.4 * served.prompt_tokens
     return found
 
@@ -53,12 +53,12 @@ def test_a_wrong_token_is_found(
     with LLM(directory, backend="numpy", drafting=None) as plain:
         comparison = Comparison(plain, "greedy", 4)
         asked = comparison.alone(equality.held_out_conversations(2))
-        assert comparison.compare(plain, "turns", "plain", asked).explained("numpy")
+        assert comparison.compare(plain, "turns", "plain", asked).explained
         wrong = replace(asked[1], next_answer=(*asked[1].next_answer[:2], 0, 0))
         served = comparison.compare(plain, "turns", "plain", [asked[0], wrong])
     (found,) = served.differences
     assert (found.prompt, found.token) == (1, 2) and found.gap > found.allowed == 1e-4
-    assert not served.explained("numpy") and served.answers == 4
+    assert not served.explained and served.answers == 4
 
 
 @pytest.mark.slow
