@@ -150,17 +150,8 @@ NOT_FAST = (
 )
 
 
-#: Files whose `slow` cases take seconds, which are marked `ci`: more targets, families and settings of the same.
-SECONDS = (
-    "commands/test_commands_",
-    "engines/backends",
-    "engines/building",
-    "engines/families/test_families_images.py",
-    "engines/lora",
-    "engines/model",
-    "engines/speculation/test_fixed_shapes.py",
-    "kernels/sampling",
-)
+#: Folders whose `slow` cases take seconds, which are marked `ci`.
+SECONDS = ("engines/building",)
 #: Files whose `slow` cases are many such: a fourth of them, the same ones every time, are marked `ci`.
 MANY_OF_SECONDS = (
     "engines/speculation/test_drafted_answers.py",

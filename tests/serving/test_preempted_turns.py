@@ -92,8 +92,7 @@ def disturbed(llm: LLM, pauses: tuple[int, ...], **more: Any) -> tuple[Response,
         return stream.result(), chunks
 
 
-@pytest.mark.parametrize("pauses", [(1, 4), (2, 3, 9)], ids=str)
-@pytest.mark.parametrize("choice", ["required", "none"])
+@pytest.mark.parametrize(("pauses", "choice"), [((1, 4), "required"), ((2, 3, 9), "none")], ids=str)
 def test_an_answer_to_a_picture_with_tools_is_what_it_is_undisturbed(
     llm: LLM, pauses: tuple[int, ...], choice: str
 ) -> None:
