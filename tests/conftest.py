@@ -177,7 +177,6 @@ HALVED = (
     "kernels/acceptance/test_acceptance_lossless.py",
     "kernels/decode/test_decode_attention.py",
     "serving/test_constrained_answers.py",
-    "serving/test_preempted_turns.py",
     "serving/test_recurrent_conversations.py",
     "serving/test_recurrent_images.py",
     "serving/test_window_conversations.py",

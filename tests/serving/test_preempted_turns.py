@@ -54,7 +54,13 @@ DRAWN = SamplingParams(temperature=0.9, seed=5, max_tokens=60, repetition_penalt
 
 
 @pytest.fixture(
-    scope="module", params=[(drafts, budget) for drafts in (False, True) for budget in (0, 1 << 28)], ids=str
+    scope="module",
+    params=[
+        (False, 0),
+        (True, 1 << 28),
+        *(pytest.param(pair, marks=pytest.mark.slow) for pair in ((True, 0), (False, 1 << 28))),
+    ],
+    ids=str,
 )
 def llm(request: pytest.FixtureRequest, slowed: Callable[[LLM], None]) -> Iterator[LLM]:
     """The shipped model, which computes one answer at a time, slowly enough for others to come meanwhile."""
