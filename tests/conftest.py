@@ -150,8 +150,8 @@ NOT_FAST = (
 )
 
 
-#: Folders whose `slow` cases take seconds, which are marked `ci`.
-SECONDS = ("engines/building",)
+#: Files whose `slow` cases take seconds, which are marked `ci`.
+SECONDS = ("engines/building/test_builder_workers.py", "engines/building/test_kernel_build.py")
 #: Files whose `slow` cases are many such: a fourth of them, the same ones every time, are marked `ci`.
 MANY_OF_SECONDS = (
     "engines/speculation/test_drafted_answers.py",
@@ -169,6 +169,7 @@ HALVED = (
     "engines/backends/test_tensorrt_operations.py",
     "engines/building/test_window_build.py",
     "engines/quantization/test_scaling.py",
+    "engines/speculation/test_constrained_equality.py",
     "engines/speculation/test_drafted_answers.py",
     "engines/speculation/test_eagle_equality.py",
     "engines/speculation/test_image_rounds.py",
@@ -177,6 +178,8 @@ HALVED = (
     "kernels/acceptance/test_acceptance_lossless.py",
     "kernels/decode/test_decode_attention.py",
     "serving/test_constrained_answers.py",
+    "serving/test_preempted_answers.py",
+    "serving/test_preempted_rows.py",
     "serving/test_recurrent_conversations.py",
     "serving/test_recurrent_images.py",
     "serving/test_window_conversations.py",

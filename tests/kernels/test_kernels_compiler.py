@@ -76,7 +76,7 @@ def each_once() -> list[tuple[str, list[ModuleSource]]]:
         kinds(sources("bfloat16")) for sources in (decode_sources, encoder_sources, recurrent_sources)
     )
     return [
-        ("sm_87", [*kinds(other_sources("float16")), *kinds(decode_sources("float16"))[::3]]),
+        ("sm_87", kinds(other_sources("float16"))),
         ("sm_90", [*decode, *recurrent[::2]]),
         ("sm_120", [*encoder, *recurrent[1::2]]),
     ]
