@@ -2,6 +2,7 @@
 // them.
 #pragma once
 #include "shared/clusters.cuh"
+#include "shared/tile_sums.cuh"
 #include "decode/adapters.cuh"
 #include "decode/tiled_ring.cuh"
 
@@ -9,17 +10,6 @@ namespace decode {
 namespace tiled {
 
 constexpr int GROUPS = SLICES / SLICES_OF_A_GROUP;
-
-template <typename G> using Sums = float[G::ROW_TILES][G::COLUMN_TILES][4];
-
-template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
-#pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) action(r, c, i);
-}
 
 // Adds to a sum what another one holds, which then begins anew.
 template <typename G> __device__ __forceinline__ void add_to(Sums<G>& sum, Sums<G>& other) {

@@ -1,25 +1,12 @@
 // Elements of rows: of float, or of a model's dtype, one by one or four at a time.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "encoder/arguments.cuh"
+#include "shared/elements.cuh"
 #include "shared/programmatic_launch.cuh"
 
 namespace encoder {
 
 constexpr unsigned THREADS = HOST_THREADS;  // of a block that has a row
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-
-template <class T> __device__ __forceinline__ T rounded(float value);
-template <> __device__ __forceinline__ float rounded<float>(float value) { return value; }
-template <> __device__ __forceinline__ __half rounded<__half>(float value) { return __float2half_rn(value); }
-template <> __device__ __forceinline__ __nv_bfloat16 rounded<__nv_bfloat16>(float value) {
-    return __float2bfloat16_rn(value);
-}
 
 // WIDTH elements, 1 or 4, as they are in memory.
 template <class T, int WIDTH> struct alignas(WIDTH * sizeof(T)) Elements {

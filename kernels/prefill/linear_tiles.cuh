@@ -6,6 +6,7 @@
 // the next lane's.
 #pragma once
 #include "decode/outputs.cuh"
+#include "shared/tile_sums.cuh"
 
 namespace prefill {
 using namespace decode;
@@ -37,17 +38,6 @@ struct Geometry {
     static constexpr int AT_ONCE = THREADS / 8;  // rows that all threads copy at once
     static_assert(COLUMN_TILES % SUMS == 0 && UNIT % AT_ONCE == 0 && ROWS % AT_ONCE == 0, "whole pairs and rounds");
 };
-
-template <typename G> using Sums = float[G::ROW_TILES][G::COLUMN_TILES][4];
-
-template <typename G, typename Action> __device__ __forceinline__ void for_each_sum(const Action& action) {
-#pragma unroll
-    for (int r = 0; r < G::ROW_TILES; ++r)
-#pragma unroll
-        for (int c = 0; c < G::COLUMN_TILES; ++c)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) action(r, c, i);
-}
 
 // Where a thread's sums stand in the tile.
 template <typename G> struct Lane {

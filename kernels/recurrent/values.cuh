@@ -1,27 +1,14 @@
 // What the recurrent kernels share: values of several dtypes, and sums in one order, that of `ordered_sum` in twin.py.
 // Modules are compiled without fused multiply-add, so that a product and its sum are one operation only where fmaf says so.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "recurrent/arguments.cuh"
+#include "shared/elements.cuh"
 #include "shared/portable_math.cuh"
 #include "shared/programmatic_launch.cuh"
 
 namespace recurrent {
 
 constexpr unsigned LANES = 16, WIDTH = 64;  // of a sum, and the elements that they add side by side, four each
-
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-
-template <class T> __device__ __forceinline__ T rounded(float value);
-template <> __device__ __forceinline__ float rounded<float>(float value) { return value; }
-template <> __device__ __forceinline__ __half rounded<__half>(float value) { return __float2half_rn(value); }
-template <> __device__ __forceinline__ __nv_bfloat16 rounded<__nv_bfloat16>(float value) {
-    return __float2bfloat16_rn(value);
-}
 
 // An element of what an earlier kernel wrote: from the second-level cache, as that may have run beside this one.
 template <class T> __device__ __forceinline__ float loaded(const char* values, size_t place) {
