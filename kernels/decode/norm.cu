@@ -117,8 +117,20 @@ __global__ void __launch_bounds__(THREADS) scale_rows(const T* input, float fact
     target[1] = make_float4(values[4], values[5], values[6], values[7]);
 }
 
-// output [rows, width] float = residual + the normed input, not rounded; a weight of null: the input as it is. selected: which of the `tokens` rows that the residual
-// has of a sequence each row gets (null: it has as many rows as the input). Grid (1, rows); what a thread writes it has read.
+// What all threads of a block hold, added in the order of its warps.
+__device__ __forceinline__ float sum_of_warps(float value, float (&sums)[WARPS]) {
+    value = warp_sum(value);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
+    __syncthreads();
+    float total = 0.f;
+#pragma unroll
+    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
+    return total;
+}
+
+// output [rows, width] float = residual + the normed input, not rounded; a weight of null: the input as it is. selected:
+// which of the `tokens` rows that the residual has of a sequence each row gets (null: it has as many rows as the input).
+// Grid (1, rows); what a thread writes it has read.
 struct NormResidual {
     NormedInput input;
     const void* residual;
@@ -148,12 +160,7 @@ __global__ void __launch_bounds__(THREADS) norm_residual(const __grid_constant__
 #pragma unroll
         for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
     }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-    __syncthreads();
-    float total = 0.f;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
+    const float total = sum_of_warps(squares, sums);
     const float factor = norms ? rsqrtf(total / static_cast<float>(arguments.width) + input.epsilon) : 1.f;
     float* output = arguments.output + row * arguments.width;
     for (int column = threadIdx.x * 8; column < arguments.width; column += THREADS * 8) {
@@ -194,12 +201,7 @@ __global__ void __launch_bounds__(THREADS) norm_parts(const __grid_constant__ No
 #pragma unroll
         for (int j = 0; j < 8; ++j) squares = fmaf(eight[j], eight[j], squares);
     }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = squares;
-    __syncthreads();
-    float total = 0.f;
-#pragma unroll
-    for (int warp = 0; warp < WARPS; ++warp) total += sums[warp];
+    const float total = sum_of_warps(squares, sums);
     const float factor = rsqrtf(total / static_cast<float>(width) + part.epsilon);
     for (int column = threadIdx.x * 8; column < width; column += THREADS * 8) {
         float eight[8], weight[8];
