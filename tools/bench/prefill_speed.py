@@ -43,6 +43,7 @@ from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, bui
 from edgellm.engines.families.programs import model_program
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.limits import EngineShape
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segment_shapes
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode.linear import CudaDecodeKernels
@@ -200,14 +201,20 @@ def time_linears(bench: Bench, name: str, config: DecoderConfig, chunk: int, wid
     bench.report(label, ms=span, tflops=operations / span / 1e9, host_us=host, scratch_mb=megabytes)
 
 
-def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]) -> None:
-    """Dequantizing a layer, then whole steps over dense weights and over packed ones."""
-    program = model_program(config, EngineShape("prefill", 1, chunks[0], KV_ROWS, KV_ROWS))
+def random_weights(bench: Bench, program: Program) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """A program's weights, dense ones and with packed layers, and the names of these; those of norms are ones."""
     weights = {key: bench.random(spec.shape) for key, spec in program.weights.items()}
     for array in (array for array in weights.values() if len(array.shape) == 1):
         bench.device.upload(array, np.ones(array.shape, np.float16))
     layers = {key: spec.shape for key, spec in program.weights.items() if ".layers." in key and len(spec.shape) == 2}
     packed = weights | {key: bench.packed(*shape) for key, shape in layers.items()}
+    return weights, packed, list(layers)
+
+
+def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]) -> None:
+    """Dequantizing a layer, then whole steps over dense weights and over packed ones."""
+    program = model_program(config, EngineShape("prefill", 1, chunks[0], KV_ROWS, KV_ROWS))
+    weights, packed, layers = random_weights(bench, program)
     time_dequantizing(bench, name, [packed[key] for key in layers])
     for rows in KERNEL_ROWS:
         engines: list[Any] = [kernel_engine(bench, config, EngineShape("prefill", 1, rows, KV_ROWS, KV_ROWS))] * 2
@@ -229,11 +236,7 @@ def time_packed(bench: Bench, name: str, config: DecoderConfig, chunks: list[int
 def time_prompts(bench: Bench, name: str, config: DecoderConfig, chunks: list[int]) -> None:
     """Whole steps by kernels, dense and packed, and dense ones by TensorRT between attention, where it is there."""
     program = model_program(config, EngineShape("prefill", 1, chunks[0], KV_ROWS, KV_ROWS))
-    weights = {key: bench.random(spec.shape) for key, spec in program.weights.items()}
-    for array in (array for array in weights.values() if len(array.shape) == 1):
-        bench.device.upload(array, np.ones(array.shape, np.float16))
-    layers = {key: spec.shape for key, spec in program.weights.items() if ".layers." in key and len(spec.shape) == 2}
-    packed = weights | {key: bench.packed(*shape) for key, shape in layers.items()}
+    weights, packed, layers = random_weights(bench, program)
     layouts = {key: packed[key].layout for key in layers}
     for chunk in chunks:
         shape = EngineShape("prefill", 1, chunk, KV_ROWS, KV_ROWS)
