@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from decode_models import FAMILIES, LLAMA, RECURRENT, SCALED
 
+from edgellm.engines.backends.numpy_operations import NumpyOperations
 from edgellm.engines.model.config import DecoderConfig
+from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.program import Program
 
 DEEP = replace(LLAMA, num_layers=8)
@@ -49,3 +52,19 @@ def random_arrays(program: Program, start: int) -> dict[str, np.ndarray]:
 def bound_to(arrays: Mapping[str, np.ndarray], program: Program) -> dict[str, np.ndarray]:
     """With the caches as outputs."""
     return {**arrays, **{f"present_{name}": arrays[name] for name in program.changed}}
+
+
+def assert_gives_what_the_program_does(engine: Any, program: Program, start: int, tolerance: float) -> None:
+    """An attached engine and the whole program on the same arrays, twice."""
+    expected = random_arrays(program, start)
+    found, before = ({name: array.copy() for name, array in expected.items()} for _ in range(2))
+    ProgramGraph(NumpyOperations(expected, expected), program).run()
+    engine.bind(bound_to(found, program))
+    for _ in range(2):
+        for name in program.outputs:
+            found[name].fill(np.nan)
+        for name in program.states:
+            found[name][...] = before[name]
+        engine.enqueue()
+        for name in (*program.outputs, *program.states):
+            np.testing.assert_allclose(found[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)

@@ -11,7 +11,7 @@ import pytest
 from decode_models import EAGLE3, HEADS, LLAMA
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
-from prompt_arrays import PROMPT_MODELS, bound_to, random_arrays
+from prompt_arrays import PROMPT_MODELS, assert_gives_what_the_program_does, bound_to, random_arrays
 
 from edgellm.engines.backends.executors import kernel_executor, planned_shapes
 from edgellm.engines.backends.kernel_executors import ManyRows
@@ -28,22 +28,10 @@ ADAPTED = {"lora_slots": 2, "lora_rank": 8}
 
 
 def compare(config: ModelConfig, shape: EngineShape, start: int = 13, tolerance: float = 5e-5) -> None:
-    """The engine of the kernels' twins and the whole program on the same arrays, twice."""
-    program = model_program(config, shape)
-    expected = random_arrays(program, start)
-    found, before = ({name: array.copy() for name, array in expected.items()} for _ in range(2))
-    ProgramGraph(NumpyOperations(expected, expected), program).run()
+    """The engine of the kernels' twins and the whole program."""
     engine = numpy_kernel_engine(config, shape, PromptRows)
     engine.attach(NumpyKernelDevice(), np.full(engine.scratch_bytes, 0xFF, np.uint8))  # NaN: nothing unwritten is read
-    engine.bind(bound_to(found, program))
-    for _ in range(2):
-        for name in program.outputs:
-            found[name].fill(np.nan)
-        for name in program.states:
-            found[name][...] = before[name]
-        engine.enqueue()
-        for name in (*program.outputs, *program.states):
-            np.testing.assert_allclose(found[name], expected[name], rtol=tolerance, atol=tolerance, err_msg=name)
+    assert_gives_what_the_program_does(engine, model_program(config, shape), start, tolerance)
 
 
 @pytest.mark.parametrize("tokens", [8, 72])

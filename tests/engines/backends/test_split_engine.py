@@ -14,7 +14,7 @@ from decode_models import EAGLE3, FAMILIES, HEADS, LLAMA, RECURRENT
 from numpy_kernel_device import NumpyKernelDevice, numpy_kernel_engine
 from packed_weights import random_packed
 from prompt_arrays import PROMPT_MODELS as MODELS
-from prompt_arrays import bound_to, random_arrays
+from prompt_arrays import assert_gives_what_the_program_does, bound_to, random_arrays
 
 from edgellm.engines.backends.executors import kernel_executor, plan_refusal, planned_shapes, refusal_on, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
@@ -102,22 +102,11 @@ def test_scratch_of_segments_begins_where_tensorrt_takes_it(tokens: int) -> None
 
 
 def compare(config: ModelConfig, shape: EngineShape, start: int = 13) -> None:
-    """The split engine and the whole program on the same arrays, twice."""
+    """The split engine and the whole program."""
     program = model_program(config, shape)
-    expected = random_arrays(program, start)
-    found, before = ({name: array.copy() for name, array in expected.items()} for _ in range(2))
-    ProgramGraph(NumpyOperations(expected, expected), program).run()
     for engine, _ in (numpy_split_engine(program), numpy_split_engine(program, config=config)):
         attach(engine)
-        engine.bind(bound_to(found, program))
-        for _ in range(2):
-            for name in program.outputs:
-                found[name].fill(np.nan)
-            for name in program.states:
-                found[name][...] = before[name]
-            engine.enqueue()
-            for name in (*program.outputs, *program.states):
-                np.testing.assert_allclose(found[name], expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
+        assert_gives_what_the_program_does(engine, program, start, 2e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
