@@ -17,13 +17,10 @@ from edgellm.commands.options import ModelOption
 from edgellm.commands.table import argument, option, options_of, takes_options
 from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
-from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.plans import BuildReport
-from edgellm.engines.building.shipped_draft import choose_draft
 from edgellm.engines.building.targets import read_targets
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES
 from edgellm.engines.model.config import HEADS, MTP
-from edgellm.engines.quantization.config import folder_quantization
 from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.tool_calls.formats import FORMATS, checkpoint_format
 from edgellm.trial import compute_token, fits_easily, read_built
@@ -164,32 +161,19 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
-        config, adapters = read_decoder_config(checkpoint), named_directories(given.lora or [])
-        drafted = None if given.no_mtp and draft is None else choose_draft(checkpoint, config, draft)
-        limits = choose_limits(
-            **given.arguments_of(
-                choose_limits,
-                config=config,
-                has_draft=drafted is not None,
-                adapter_ranks=[adapter.rank for adapter in read_adapters(adapters, config).values()],
-                vision=None if given.max_image_patches == 0 else read_vision_config(checkpoint, given.vision, config),
-                is_packed=folder_quantization(checkpoint) is not None,
-                is_mtp=drafted == MTP,
-            )
-        )
+        asked = given.arguments_of(choose_limits) | ({"has_draft": False} if given.no_mtp else {})
         with progress_display() as display:
             report = build_engine_directory(
                 checkpoint,
                 engine_dir,
                 **given.arguments_of(
                     build_engine_directory,
-                    limits=limits,
+                    limits=asked,
                     targets=planned,
                     kernels=kernels,
                     cuda=cuda,
                     progress=display,
-                    draft=drafted,
-                    adapters=adapters,
+                    adapters=named_directories(given.lora or []),
                     tool_format=checkpoint_format(checkpoint, given.tool_format),
                     check=partial(_try, given.try_token, display),
                 ),

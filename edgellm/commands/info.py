@@ -21,7 +21,7 @@ from edgellm.engines.backends.executors import planned_shapes
 from edgellm.engines.backends.planned_engines import planned_engines
 from edgellm.engines.checkpoints.weight_files import HEAD_FILE
 from edgellm.engines.checkpoints.weights import described_parts
-from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource
 from edgellm.engines.directories.engine_parts import is_weight_file
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.engines.families.programs import ModelConfig, model_weights
@@ -85,6 +85,7 @@ def directory_facts(path: Path, verify: bool) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "path": str(directory.path),
         "created_with": directory.created_with,
+        "source": None if directory.source is None else plain_values(directory.source),
         "config": asdict(config),
         "parameters": _parameters(decoder_weights(as_published(config))),
         "dtype": directory.dtype,
@@ -291,6 +292,8 @@ def _rows(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
         f"{limits['max_batch']}, prefill chunk {limits['prefill_chunk']}, attention {facts['attention']}"
         + (f", KV cache of {limits['kv_cache']}" if "kv_cache" in limits else ""),
     )
+    if facts["source"] is not None:
+        yield "source", str(ModelSource(**facts["source"]))
     if facts["tool_format"] is not None:
         yield "tools", f"calls in the format {facts['tool_format']}"
     if "draft" in facts:

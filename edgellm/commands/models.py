@@ -164,11 +164,11 @@ def backend_name(settings: Settings) -> str:
 
 
 def model_name(llm: LLM) -> str:
-    """The engine directory's name, as people know the model."""
+    """How people know the model."""
     from edgellm.llm import SHIPPED_MODEL
 
-    path = llm.directory.path.resolve()
-    return SHIPPED_NAME if path == SHIPPED_MODEL.resolve() else path.name
+    is_shipped = llm.directory.path.resolve() == SHIPPED_MODEL.resolve()
+    return SHIPPED_NAME if is_shipped else llm.directory.name
 
 
 def system_prompt(llm: LLM, settings: Settings, with_images: bool = False) -> str | None:

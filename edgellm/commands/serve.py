@@ -137,7 +137,7 @@ async def _serve(settings: Settings, given: ServeOptions, keys: Sequence[str]) -
 
     directory = models.described_directory(settings)
     model = ServedModel(
-        given.model_name or directory.path.resolve().name,
+        given.model_name or directory.name,
         params=models.sampling_params(settings),
         system=settings.system,
         most_images=given.max_images,

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from edgellm.engines.backends.device_layouts import PackedLayouts, gpu_layouts, packed_memory
 from edgellm.engines.backends.executors import planned_shapes
@@ -52,6 +53,7 @@ from edgellm.engines.building.targets import Target
 from edgellm.engines.checkpoints.weight_files import VOCABULARY_FILE
 from edgellm.engines.directories.engine_directory import (
     EngineDirectory,
+    ModelSource,
     adapter_names,
     described_file_names,
     write_description,
@@ -80,7 +82,7 @@ Progress = Callable[[str, int, int], None]
 def build_engine_directory(
     checkpoint_path: str | Path,
     engine_dir: str | Path,
-    limits: EngineLimits | None = None,
+    limits: EngineLimits | Mapping[str, Any] | None = None,
     targets: Sequence[str] | None = None,
     dtype: str | None = None,
     attention: str = "auto",
@@ -99,10 +101,13 @@ def build_engine_directory(
     check: Callable[[Path, BuildReport], None] | None = None,
     kernels: Sequence[Target] = (),
     cuda: tuple[int, int] | None = None,
+    origin: ModelSource | None = None,
 ) -> BuildReport:
     """Build an engine directory; whatever goes wrong, Ctrl-C included, nothing is left behind.
 
-    `limits` default to what fits the model, `targets` to this machine's GPU, `dtype` to the checkpoint's own (float16
+    `limits` default to what fits the model; a mapping has those of `choose_limits` that are asked for by name, with
+    "has_draft" False to leave out the head that ships in the checkpoint. `origin` is recorded: where the checkpoint
+    comes from. `targets` to this machine's GPU, `dtype` to the checkpoint's own (float16
     where that is float32); `weights` is "copy" or "link". `draft` is the checkpoint of an EAGLE head, or "mtp" for the
     head that ships in the checkpoint itself, which is taken unasked, too, unless `limits` have no draft; it proposes
     the ids in the file `draft_vocabulary` (None: those that are said most). `adapters` are the directories of LoRA
@@ -156,7 +161,7 @@ def build_engine_directory(
     report.seconds["check"] = time.perf_counter() - started
     progress("check", 1, 1)
     try:
-        describe = partial(inputs.description, dtype, attention, limits, tool_format=tool_format)
+        describe = partial(inputs.description, dtype, attention, limits, tool_format=tool_format, source=origin)
         _make(
             inputs, report, plans, attention, describe, force, progress, check, partial(compile_kernels, kernels, cuda)
         )
@@ -274,32 +279,39 @@ def _read(
     draft: str | Path | None,
     adapters: Mapping[str, str | Path],
     vision: Path | None,
-    limits: EngineLimits | None,
+    limits: EngineLimits | Mapping[str, Any] | None,
     dtype: str | None,
     beyond_trained_context: bool,
     vocabulary: Path | None = None,
 ) -> tuple[BuildInputs, EngineLimits, str]:
     """What is built of a checkpoint and the parts that it gets, limits and dtype; the latter are chosen where they are
-    None. All were found to suit each other. A vision encoder in the checkpoint itself is left out where the limits have
-    no room for one."""
+    None, or asked for by name. All were found to suit each other. A vision encoder in the checkpoint itself is left out
+    where the limits have no room for one."""
     config = read_decoder_config(source)
     loras = read_adapters(adapters, config)
     ranks = [adapter.rank for adapter in loras.values()]
     encoder = None
     if vision is not None and _has_vision_part(source):
         raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
-    if vision is not None or limits is None or limits.image_rows:
+    known = limits if isinstance(limits, EngineLimits) else None
+    asked = {} if known is not None or limits is None else dict(limits)
+    takes_images = asked.get("max_image_patches") != 0 if known is None else bool(known.image_rows)
+    if vision is not None or takes_images:
         encoder = read_vision_config(source, vision, config)
-    drafted = choose_draft(source, config, draft, limits)
-    if limits is None:
-        limits = choose_limits(
-            config,
-            has_draft=drafted is not None,
-            adapter_ranks=ranks,
-            vision=encoder,
-            is_packed=folder_quantization(source) is not None,
-            is_mtp=drafted == MTP,
-        )
+    leaves_out = draft is None and asked.get("has_draft") is False
+    drafted = None if leaves_out else choose_draft(source, config, draft, known)
+    limits = known or choose_limits(
+        config,
+        **asked
+        | {
+            "has_draft": drafted is not None,
+            "adapter_ranks": ranks,
+            "vision": encoder,
+            "is_packed": folder_quantization(source) is not None,
+            "is_mtp": drafted == MTP,
+            "beyond_trained_context": beyond_trained_context,
+        },
+    )
     limits = with_window_rows(config, limits)
     check_limits(config, limits, beyond_trained_context, drafted is not None, ranks)
     check_image_rows(encoder, vision is not None, limits)

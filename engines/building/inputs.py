@@ -20,6 +20,7 @@ from edgellm.engines.checkpoints.weight_files import HEAD_FILE, VOCABULARY_FILE
 from edgellm.engines.directories.engine_directory import (
     PREPROCESSOR_FILES,
     WEIGHT_INDEX,
+    ModelSource,
     description_bytes,
     published_file_names,
 )
@@ -105,19 +106,26 @@ class BuildInputs:
         return {model: partial(Checkpoint.open, path) for model, path in self.sources.items()}
 
     def description(
-        self, dtype: str, attention: str, limits: EngineLimits, files: Mapping[str, FileDigest], tool_format: str | None
+        self,
+        dtype: str,
+        attention: str,
+        limits: EngineLimits,
+        files: Mapping[str, FileDigest],
+        tool_format: str | None,
+        source: ModelSource | None = None,
     ) -> bytes:
         """The content of `edgellm.json`; `files` are the digests of all files by name."""
 
         def below(prefix: str) -> dict[str, FileDigest]:
             return {name[len(prefix) :]: file for name, file in files.items() if name.startswith(prefix)}
 
-        parts = (_DRAFT_PREFIX, _VISION_PREFIX, _LORA_PREFIX)
-        own = {name: file for name, file in files.items() if not name.startswith(parts)}
+        prefixes = (_DRAFT_PREFIX, _VISION_PREFIX, _LORA_PREFIX)
+        own = {name: file for name, file in files.items() if not name.startswith(prefixes)}
         draft = None if self.draft is None else (self.draft, below(_DRAFT_PREFIX))
         vision = None if self.vision is None else (self.vision, below(_VISION_PREFIX) or None)
         adapters = {name: (rank, below(f"{_LORA_PREFIX}{name}/")) for name, rank in self.adapter_ranks.items()}
-        return description_bytes(self.config, dtype, attention, limits, own, draft, adapters, vision, tool_format)
+        parts = draft, adapters, vision, tool_format, source
+        return description_bytes(self.config, dtype, attention, limits, own, *parts)
 
 
 def read_decoder_config(checkpoint: str | Path) -> DecoderConfig:

@@ -42,7 +42,7 @@ from edgellm.engines.families.programs import ModelConfig
 from edgellm.engines.formats.digests import FileDigest, current_digest, hash_bytes, recall_digest
 from edgellm.engines.formats.small_files import CONFIG_BYTES, read_file
 from edgellm.engines.formats.staged_directory import holds, is_vacant
-from edgellm.engines.formats.strict_formats import JSONObject, plain_values
+from edgellm.engines.formats.strict_formats import ADDED_LATER, JSONObject, plain_values
 from edgellm.engines.model.config import HEADS, DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import head_format
 from edgellm.engines.model.limits import KV_CACHES, EngineLimits
@@ -86,7 +86,22 @@ _PARTS = {
     "vision": ("vision encoder", "--vision VISION_DIR, or from a multimodal CHECKPOINT"),
 }
 _KEYS = ("format_version", "created_with", "config", "dtype", "attention", "limits", "files")
-_DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY = "draft", "lora", "vision", "tool_format"
+_DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY, _SOURCE_KEY = "draft", "lora", "vision", "tool_format", "source"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Where a checkpoint comes from: the hub's `repository` ORG/NAME, the `revision` that was asked for, the `commit`
+    (40 hexadecimal digits) that it was then and, of a GGUF file, its name there."""
+
+    repository: str
+    revision: str
+    commit: str
+    file: str = field(default="", metadata=ADDED_LATER)
+
+    def __str__(self) -> str:
+        name = f"{self.repository}:{self.file}" if self.file else self.repository
+        return f"{name}, revision {self.revision}, commit {self.commit}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +112,7 @@ class EngineDirectory:
     `description_sha256` the digest of `edgellm.json` itself, but for its kernels. With a `draft`,
     `config.feature_layers` are those that it takes. `adapters` are LoRA adapters by name. With a `vision` encoder the
     model takes images. `kernels` are the digests of the manifests of compiled kernels, by the names of their folders.
+    `source` is where the checkpoint comes from, of one that has a name on the hub.
     """
 
     path: Path
@@ -113,6 +129,7 @@ class EngineDirectory:
     #: The name of the format in which the model calls tools, where the build found or was given one.
     tool_format: str | None = None
     kernels: Mapping[str, FileDigest] = field(default_factory=dict)
+    source: ModelSource | None = None
 
     @classmethod
     def open(cls, path: str | Path, verify: bool = False) -> EngineDirectory:
@@ -161,6 +178,11 @@ class EngineDirectory:
         # What was measured with one is not the other's.
         digest = hash_bytes(f"{self.description_sha256} {kind}".encode())
         return replace(self, limits=replace(self.limits, kv_cache=kind), description_sha256=digest)
+
+    @property
+    def name(self) -> str:
+        """How people know the model: its name on the hub, else that of the directory."""
+        return self.path.resolve().name if self.source is None else self.source.repository
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -305,6 +327,7 @@ def description_bytes(
     adapters: Mapping[str, tuple[int, Mapping[str, FileDigest]]] | None = None,
     vision: tuple[VisionConfig, Mapping[str, FileDigest] | None] | None = None,
     tool_format: str | None = None,
+    source: ModelSource | None = None,
 ) -> bytes:
     """The content of `edgellm.json`; `draft` is the configuration and the files of the draft head, `adapters` the rank
     and the files of each LoRA adapter, `vision` the vision encoder's configuration and its own files, if it has any."""
@@ -327,6 +350,8 @@ def description_bytes(
             values[_VISION_KEY]["files"] = _file_values(vision[1])
     if tool_format is not None:
         values[_TOOL_KEY] = tool_format
+    if source is not None:
+        values[_SOURCE_KEY] = plain_values(source)
     return description_data(values)
 
 
@@ -353,7 +378,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
     version = values.get("format_version", "int")
     if version != FORMAT_VERSION:
         raise values.error(f"'format_version' is {version}, this EdgeLLM ({edgellm_version()}) reads {FORMAT_VERSION}")
-    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY, KERNELS_KEY)
+    values.refuse_other_keys(*_KEYS, _DRAFT_KEY, _LORA_KEY, _VISION_KEY, _TOOL_KEY, _SOURCE_KEY, KERNELS_KEY)
     draft, limits = None, values.object("limits").dataclass(EngineLimits)
     if limits.kv_cache not in KV_CACHES:
         raise values.error(f"'kv_cache' is {limits.kv_cache!r}, expected one of {', '.join(KV_CACHES)}")
@@ -393,6 +418,7 @@ def _parse(path: Path, data: bytes) -> EngineDirectory:
         draft=draft,
         vision=vision,
         tool_format=values.get(_TOOL_KEY, "str") if _TOOL_KEY in values.values else None,
+        source=values.object(_SOURCE_KEY).dataclass(ModelSource) if _SOURCE_KEY in values.values else None,
         kernels=parse_kernels(values.object(KERNELS_KEY), parse_digests) if KERNELS_KEY in values.values else {},
     )
 
