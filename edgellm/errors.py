@@ -83,6 +83,10 @@ class SnapshotError(EdgeLLMError):
         return type(self), (str(self), self.reason)
 
 
+class HubError(EdgeLLMError):
+    """A model that is named ORG/NAME cannot be found on the hub, chosen there, downloaded, or is not what was said."""
+
+
 class TemplateError(EdgeLLMError):
     """A chat template is missing, malformed, reaches for what it may not have, or exceeds its limits."""
 

@@ -62,6 +62,9 @@ class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
         backend: str = "auto",
         executor: str = "auto",
         kv_cache: str | None = None,
+        revision: str | None = None,
+        update: bool = False,
+        build: Mapping[str, Any] | None = None,
         drafting: DraftingConfig | Literal["auto"] | None = "auto",
         adapters: Mapping[str, str | Path] | None = MappingProxyType({}),
         snapshots: Sequence[str | Path] = (),
@@ -81,6 +84,9 @@ class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
             backend=backend,
             executor=executor,
             kv_cache=kv_cache,
+            revision=revision,
+            update=update,
+            build=build,
             snapshots=snapshots,
             snapshot_budget=snapshot_budget,
             preemption_budget=preemption_budget,
@@ -279,7 +285,8 @@ class ServedModel(Generic[Growing, Answer, Conversing, Cached, Report, Done]):
 
 
 class LLM(ServedModel[Generation, Response, Session, CachedPrompt, DraftingReport | None, None]):
-    """A language model, opened from an engine directory (by default the one that ships with the package).
+    """A language model, opened from an engine directory (by default the one that ships with the package) or by its name
+    on the hub.
 
     It has a thread of its own, which alone uses the engines; any threads may ask it. As many requests are computed
     together as the engines were built for; up to `queue_limit` wait, first come, first served, but for those of a

@@ -28,6 +28,7 @@ from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error, require, require_kind
 from edgellm.generation import RequestState
+from edgellm.hub.directories import local_directory
 from edgellm.kernels.user_paths import user_path
 from edgellm.metrics import Metrics
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
@@ -67,7 +68,10 @@ class SpecDecodeRuntime:
     are kept in up to `preemption_budget` bytes of the host's memory, which is taken when it is needed; beyond that they
     are computed again. Recurrent states, of models that have such, are kept at places of texts in up to `state_budget`
     bytes of it.
-    Without an `engine_directory` it is the model that ships with the package. Raises EdgeLLMError subclasses that say
+    Without an `engine_directory` it is the model that ships with the package. It may be a name on the hub, ORG/NAME or
+    ORG/NAME:FILE.gguf, unless that is a path here: its files are downloaded once, at the `revision` (None: main), or
+    again with `update`, and opened through a directory in the user's cache, which is built with the arguments `build`
+    (`kv_capacity`, `max_batch`, `head`, `draft` and others of `edgellm build`). Raises EdgeLLMError subclasses that say
     what is wrong.
     """
 
@@ -81,6 +85,9 @@ class SpecDecodeRuntime:
         backend: str = "auto",
         executor: str = "auto",
         kv_cache: str | None = None,
+        revision: str | None = None,
+        update: bool = False,
+        build: Mapping[str, Any] | None = None,
         snapshots: Sequence[str | Path] = (),
         snapshot_budget: int = MEMORY_BUDGET,
         preemption_budget: int = PREEMPTION_BUDGET,
@@ -95,7 +102,9 @@ class SpecDecodeRuntime:
             "state_budget": state_budget,
         }
         check_options(path, vision_path, backend, executor, adapters, drafting, snapshots, budgets, progress, metrics)
-        self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
+        downloading = progress and (lambda stage, done, total: stage == "download" and progress(done, total))
+        path = local_directory(path, revision, update, build, downloading)
+        self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
         self.context_length: int = self.directory.limits.kv_capacity

@@ -32,6 +32,8 @@ PANELS = {
     },
     "Inspect": {
         "info": "Say what an engine directory is: model, limits, memory, plans.",
+        "list": "List the models on this machine: built, cached, downloaded.",
+        "remove": "Remove a model that was opened by its name on the hub.",
         "doctor": "Say what was found on this machine, and check that the model computes on it.",
         "bench": "Compare the speed of drafting configurations with decoding without a draft.",
         "eval": "Measure what a change of a model costs: perplexity, distance to a reference, tasks.",
@@ -39,11 +41,10 @@ PANELS = {
 }
 #: What does here what commands of these names do in other programs.
 _ELSEWHERE = {
-    "run": "edgellm chat ENGINE_DIR talks to a model, edgellm generate answers one prompt",
-    "list": "models are directories, wherever you put them, and edgellm info ENGINE_DIR describes one",
-    "pull": "download a checkpoint (hf download OWNER/NAME --local-dir NAME), then edgellm build NAME ENGINE_DIR",
+    "run": "edgellm chat MODEL talks to a model, edgellm generate answers one prompt",
+    "pull": "edgellm chat, generate, serve and bench take a name on the hub, ORG/NAME; edgellm build makes a directory",
     "ps": "edgellm serve runs one model, and its /health says how it is",
-    "rm": "a model is a directory: delete that. Snapshots of prompts go with edgellm cache remove",
+    "rm": "edgellm remove ORG/NAME, edgellm cache remove for snapshots of prompts; directories of your own you delete",
     "show": "edgellm info ENGINE_DIR says what a model is",
 }
 _HELP = {"help_option_names": ["--help", "-h"]}

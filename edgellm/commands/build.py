@@ -13,7 +13,7 @@ import typer
 from edgellm.commands.console import ProgressDisplay, mebibytes, progress_display
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
-from edgellm.commands.options import ModelOption
+from edgellm.commands.options import ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
 from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
@@ -22,6 +22,8 @@ from edgellm.engines.building.targets import read_targets
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES
 from edgellm.engines.model.config import HEADS, MTP
 from edgellm.errors import MissingDependencyError, RequestError
+from edgellm.hub.directories import checkpoint_of
+from edgellm.hub.inventory import remember_built
 from edgellm.tool_calls.formats import FORMATS, checkpoint_format
 from edgellm.trial import compute_token, fits_easily, read_built
 
@@ -39,8 +41,11 @@ def _read_release(name: str, value: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-class BuildOptions(ModelOption):
-    checkpoint: Path | None = argument("Hugging Face directory with config.json, tokenizer.json and safetensors.")
+class BuildOptions(ModelOption, RevisionOptions):
+    checkpoint: Path | None = argument(
+        "Hugging Face directory with config.json, tokenizer.json and safetensors, or a name on the hub: ORG/NAME or "
+        "ORG/NAME:FILE.gguf."
+    )
     engine_directory: Path | None = argument("The engine directory to make.", metavar="engine_dir")
     model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
     target: list[str] | None = _target_option(
@@ -161,6 +166,10 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
+        origin = None
+        with progress_display() as display:
+            checkpoint, origin = checkpoint_of(checkpoint, given.revision, given.update, display)
+            draft = None if draft is None else str(checkpoint_of(draft, None, False, display)[0])
         asked = given.arguments_of(choose_limits) | ({"has_draft": False} if given.no_mtp else {})
         with progress_display() as display:
             report = build_engine_directory(
@@ -173,11 +182,14 @@ def build(given: BuildOptions) -> None:
                     kernels=kernels,
                     cuda=cuda,
                     progress=display,
+                    draft=draft,
+                    origin=origin,
                     adapters=named_directories(given.lora or []),
                     tool_format=checkpoint_format(checkpoint, given.tool_format),
                     check=partial(_try, given.try_token, display),
                 ),
             )
+        remember_built(report.path)
     facts = directory_facts(report.path, verify=False)
     typer.echo("\n".join([*fact_lines(facts), *report_lines(report)]))
 

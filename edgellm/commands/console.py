@@ -87,7 +87,7 @@ class ProgressDisplay:
 
     def _amount(self, stage: str) -> str:
         done, total = self._stages[stage]
-        if stage == "weights":
+        if stage in ("weights", "download"):
             return f" {done >> 20:,} of {total >> 20:,} MiB"
         return f" {done} of {total}" if stage in ("plans", "layers") else ""
 

@@ -16,6 +16,7 @@ from edgellm.commands.console import FORMATS, LEVELS, choose_logs
 from edgellm.commands.table import Options, argument, option, options_of
 from edgellm.engines.formats.small_files import PROMPT_BYTES, decoded, read_text
 from edgellm.engines.formats.strict_formats import parse_json
+from edgellm.engines.model.config import HEADS
 from edgellm.engines.model.limits import KV_CACHES
 from edgellm.errors import RequestError
 from edgellm.sampling_params import checked_value
@@ -40,10 +41,13 @@ def _set_debug(value: bool) -> None:
         os.environ["EDGELLM_DEBUG"] = "1"
 
 
-class ModelOption(Options, panel="Model"):
-    """The engine directory."""
+_MODEL = "Engine directory, or a name on the hub: ORG/NAME or ORG/NAME:FILE.gguf"
 
-    model: Path | None = option("Engine directory [default: the shipped model].", "--model", "-m")
+
+class ModelOption(Options, panel="Model"):
+    """The engine directory, or a name on the hub."""
+
+    model: Path | None = option(f"{_MODEL} [default: the shipped model].", "--model", "-m")
     engine_directory: Path | None = None
 
     def chosen_model(self) -> Path | None:
@@ -57,11 +61,36 @@ class ModelOption(Options, panel="Model"):
 class ModelOptions(ModelOption, panel="Model"):
     """The engine directory, as an argument or as the option that all commands share."""
 
-    engine_directory: Path | None = argument("Engine directory [default: the shipped model].")
-    model: Path | None = option("Engine directory, in place of the argument.", "--model", "-m")
+    engine_directory: Path | None = argument(f"{_MODEL} [default: the shipped model].")
+    model: Path | None = option("The same, in place of the argument.", "--model", "-m")
 
 
-class ComputingOptions(Options, panel="Model"):
+class RevisionOptions(Options, panel="Models named as on the hub"):
+    """Which commit of a model that has a name."""
+
+    revision: str | None = option("Branch, tag or commit of ORG/NAME [default: main].", metavar="REVISION")
+    update: bool = option("Ask the hub for the revision's present commit, not only the first time.")
+
+
+class NamedModelOptions(RevisionOptions, panel="Models named as on the hub"):
+    """How the directory is built of a model that has a name."""
+
+    max_batch: int | None = option("Sequences at once, as edgellm build takes it.")
+    kv_capacity: int | None = option("Tokens of context, as edgellm build takes it.")
+    head: str | None = option("Pack the head, as edgellm build does.", choices=HEADS)
+    draft_checkpoint: str | None = option(
+        "What drafts, as --draft of edgellm build: a directory or name of an EAGLE head, or mtp.",
+        metavar="DRAFT_CHECKPOINT|mtp",
+    )
+
+    def build_arguments(self) -> dict[str, Any]:
+        """What was given, as arguments of `edgellm.hub.directories.local_directory`'s build."""
+        given = self.given(NamedModelOptions)
+        renamed = {"draft": given.pop("draft_checkpoint")} if "draft_checkpoint" in given else {}
+        return {name: value for name, value in given.items() if name not in ("revision", "update")} | renamed
+
+
+class ComputingOptions(NamedModelOptions, panel="Model"):
     """What computes, how KV rows are kept, and where other settings stand."""
 
     backend: str | None = option("What computes.", choices=BACKENDS)

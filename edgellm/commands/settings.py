@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from edgellm.commands import options
+from edgellm.commands.console import progress_display
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.table import options_of
 from edgellm.engines.formats.small_files import SETTINGS_BYTES, read_text
@@ -40,12 +41,14 @@ class _Shared(
 class Settings:
     """All settings; `configs/defaults.yaml` says what each means. `sampling` holds only what a file sets.
 
-    Paths are already resolved against the folder of their file where they were relative: `model`, `chat_template` and
-    the directories of `adapters`. `drafting` holds fields of `DraftingConfig`, "draft" (True: there must be a draft,
-    False: none is used) and "preset".
+    Paths are already resolved against the folder of their file where they were relative: `model` (unless it is a name
+    on the hub), `chat_template` and the directories of `adapters`. `build` holds "revision" and how the directory of
+    such a name is built (`edgellm.hub.directories.BUILD_OPTIONS`). `drafting` holds fields of `DraftingConfig`, "draft"
+    (True: there must be a draft, False: none is used) and "preset".
     """
 
     model: Path | None = None
+    build: dict[str, Any] = field(default_factory=dict)
     backend: str = "auto"
     executor: str = "auto"
     kv_cache: str | None = None
@@ -106,11 +109,29 @@ def _checked(key: str, value: Any, origin: str, folder: Path) -> Any:
         raise SettingsError(f"{origin}: {key} is {value!r}: expected {expected}")
     if key == "system_cache" and is_snapshot_path(value) and (folder / user_path(value)).exists():
         return str(folder / user_path(value))
-    return folder / user_path(value) if described.type is Path else value
+    if described.type is not Path or (key == "model" and _is_name(value, folder)):
+        return Path(value) if key == "model" else value
+    return folder / user_path(value)
+
+
+def _is_name(model: str, folder: Path) -> bool:
+    from edgellm.hub.names import HubName
+
+    return HubName.of(model, folder=folder) is not None
 
 
 def _sampling(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
     return {_known(key, SAMPLING_KEYS, place): checked_value(key, value) for key, value in values.items()}
+
+
+def _build(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
+    from edgellm.hub.directories import BUILD_OPTIONS, checked_options
+
+    own = {_known(key, ("revision", *BUILD_OPTIONS), place): value for key, value in values.items()}
+    revision = own.pop("revision", None)
+    if not isinstance(revision, (str, type(None))):
+        raise RequestError(f"revision is {revision!r}: expected the name of a branch or tag, or a commit, as text")
+    return checked_options(own) | ({} if revision is None else {"revision": revision})
 
 
 def _drafting(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Any]:
@@ -128,6 +149,7 @@ def _adapters(values: dict[Any, Any], place: str, folder: Path) -> dict[str, Pat
 
 #: What is expected of keys whose values have keys themselves, and what reads these.
 _SECTIONS: dict[str, tuple[str, Callable[[dict[Any, Any], str, Path], dict[str, Any]]]] = {
+    "build": ("keys and values", _build),
     "sampling": ("keys and values", _sampling),
     "drafting": ("keys and values", _drafting),
     "adapters": ("names and directories", _adapters),
@@ -135,7 +157,8 @@ _SECTIONS: dict[str, tuple[str, Callable[[dict[Any, Any], str, Path], dict[str, 
 
 
 def chosen_settings(given: Any) -> Settings:
-    """The settings file with a command's options on top; what contradicts itself is a usage error."""
+    """The settings file with a command's options on top; what contradicts itself is a usage error. A `model` that is a
+    name on the hub becomes its directory, which is made where it is not there."""
     settings = load_settings(given.config)
     chosen: dict[str, Any] = {key: getattr(given, key, None) for key in _KEYS}
     chosen["model"] = given.chosen_model()
@@ -153,4 +176,29 @@ def chosen_settings(given: Any) -> Settings:
                 flag = key.replace("_", "-")
                 raise typer.BadParameter(f"--{flag} is given, and so is --no-{flag}: expected only one of them")
             settings = replace(settings, **{key: None})  # type: ignore[arg-type]
-    return replace(settings, **{key: value for key, value in chosen.items() if value is not None})
+    settings = replace(settings, **{key: value for key, value in chosen.items() if value is not None})
+    return _with_directory(settings, given) if isinstance(given, options.NamedModelOptions) else settings
+
+
+def _with_directory(settings: Settings, given: options.NamedModelOptions) -> Settings:
+    """The settings with the directory of a model that has a name on the hub; a usage error for its options without."""
+    revision = given.revision or settings.build.get("revision")
+    own = given.build_arguments()
+    if settings.model is not None:
+        from edgellm.hub.names import HubName
+
+        if HubName.of(settings.model, revision) is not None:
+            from edgellm.hub.directories import local_directory
+
+            build = {key: value for key, value in settings.build.items() if key != "revision"} | own
+            with progress_display() as display:
+                return replace(settings, model=local_directory(settings.model, revision, given.update, build, display))
+    named = [*own, *(["revision"] if given.revision else []), *(["update"] if given.update else [])]
+    if named:
+        flag = "draft-checkpoint" if named[0] == "draft" else named[0].replace("_", "-")
+        model = settings.model or "the shipped model"
+        raise typer.BadParameter(
+            f"is for a model that is named as on the hub, ORG/NAME: {model} is opened as it was built",
+            param_hint=f"--{flag}",
+        )
+    return settings

@@ -21,7 +21,7 @@ VOCABULARY_FILE = "vocabulary.safetensors"
 
 #: In bytes; what Linux allows.
 _LONGEST_FILE_NAME = 255
-_PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
+PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 _CONVERSION = (
     "Convert them, without PyTorch and without running what the files say: edgellm convert {source} NEW_DIR, then "
     "build from NEW_DIR"
@@ -39,19 +39,9 @@ def open_weight_files(path: Path) -> list[SafetensorsFile]:
 
 def _open_shards(path: Path) -> list[SafetensorsFile]:
     """Open every shard that the index names and check that both agree."""
-    index_path = path / INDEX_FILE
-    index = JSONObject.read(
-        index_path, CheckpointError, "Copy it from the checkpoint's source", size_limit(index_path.name)
-    )
+    index = read_index(path / INDEX_FILE)
     weight_map = index.get("weight_map", "dict")
-    for name, shard in weight_map.items():
-        if not _is_shard_name(shard):
-            raise index.error(
-                f"'weight_map' puts {name!r} into {shard!r}, expected the name of a .safetensors file in the directory"
-            )
     shards = sorted(set(weight_map.values()))
-    if not shards:
-        raise index.error("'weight_map' is empty, expected a file name for each tensor")
     missing = [shard for shard in shards if not _is_there(path / shard)]
     if missing:
         raise index.error(f"{len(missing)} of {len(shards)} files are missing: {', '.join(missing)}")
@@ -69,6 +59,20 @@ def _open_shards(path: Path) -> list[SafetensorsFile]:
         listed = "; ".join(f"{name!r} not in {weight_map[name]}" for name in wrong[:5])
         raise index.error(f"{len(wrong)} tensors are not where 'weight_map' says: {listed}")
     return files
+
+
+def read_index(path: Path) -> JSONObject:
+    """The index of several files of weights, whose `weight_map` has a file name for each tensor; CheckpointError."""
+    index = JSONObject.read(path, CheckpointError, "Copy it from the checkpoint's source", size_limit(path.name))
+    weight_map = index.get("weight_map", "dict")
+    for name, shard in weight_map.items():
+        if not _is_shard_name(shard):
+            raise index.error(
+                f"'weight_map' puts {name!r} into {shard!r}, expected the name of a .safetensors file in the directory"
+            )
+    if not weight_map:
+        raise index.error("'weight_map' is empty, expected a file name for each tensor")
+    return index
 
 
 def _is_there(path: Path) -> bool:
@@ -90,7 +94,7 @@ def _is_shard_name(name: Any) -> bool:
 
 def _no_weights(path: Path) -> CheckpointError:
     names = sorted(printable(file.name) for file in path.iterdir())
-    pickled = [name for name in names if name.endswith(_PICKLE_ENDINGS)]
+    pickled = [name for name in names if name.endswith(PICKLE_ENDINGS)]
     others = [name for name in names if name.endswith((".safetensors", ".gguf"))]
     message = f"{path} has neither {SINGLE_FILE} nor {INDEX_FILE}"
     if pickled:
@@ -102,7 +106,7 @@ def _no_weights(path: Path) -> CheckpointError:
 
 
 #: ORG/NAME, as models are named on the Hugging Face Hub.
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 _GGUF_START = b"GGUF"
 
 
@@ -116,12 +120,10 @@ def foreign_model(path: Path) -> str | None:
             "safetensors, and build that: edgellm build CHECKPOINT ENGINE_DIR"
         )
     name = str(path)
-    if _HUB_NAME.fullmatch(name) and not path.parent.exists():
-        folder = path.name
+    if re.fullmatch(HUB_NAME, name, re.ASCII) and not path.parent.exists():
         return (
-            f"{name} does not exist here. If it is the name of a model on the Hugging Face Hub: EdgeLLM loads nothing "
-            f"from there by itself. Do that first (hf download {name} --local-dir {folder}), make an engine directory "
-            f"of it (edgellm build {folder} {folder}-engines), and name that to chat, generate and the others"
+            f"{name} does not exist here. If it is the name of a model on the Hugging Face Hub: edgellm build {name} "
+            "ENGINE_DIR makes an engine directory of it, and chat, generate, serve and bench take it as it is"
         )
     return None
 

@@ -47,13 +47,13 @@ def hash_bytes(data: bytes) -> str:
 def hash_file(path: Path) -> FileDigest:
     """Read a whole ordinary file in blocks; raises OSError."""
     digest, size = hashlib.sha256(), 0
-    for block in _blocks(path):
+    for block in file_blocks(path):
         digest.update(block)
         size += len(block)
     return FileDigest(digest.hexdigest(), size)
 
 
-def _blocks(path: Path) -> Iterator[memoryview]:
+def file_blocks(path: Path) -> Iterator[memoryview]:
     """The content of an ordinary file, a block in memory at a time."""
     view = memoryview(bytearray(BLOCK_BYTES))
     with open_ordinary(path) as file:
@@ -217,7 +217,7 @@ def copy_hashed(
     """
     digest, size = hashlib.sha256(), 0
     with destination.open("xb", buffering=0) as writer:
-        for block in _blocks(source):
+        for block in file_blocks(source):
             if stop.is_set():
                 raise Cancelled
             digest.update(block)

@@ -35,6 +35,7 @@ def test_packaged_defaults():
 
 
 def test_a_file_overrides_the_defaults(tmp_path):
+    (tmp_path / "models").mkdir()
     path = written(
         tmp_path / "mine.yaml",
         "model: models/robot\nbackend: numpy\nsystem: |\n  You are Pip.\nhistory: false\nstats: true\n"

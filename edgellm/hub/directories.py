@@ -1,0 +1,171 @@
+"""Engine directories in the user's cache of models that are named ORG/NAME, made where one is opened."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource
+from edgellm.engines.errors import EngineDirectoryError
+from edgellm.engines.formats.digests import hash_bytes
+from edgellm.engines.model.config import MTP
+from edgellm.errors import RequestError, did_you_mean, require
+from edgellm.hub.downloads import Download, Progress, fetch, repository_folder
+from edgellm.hub.names import HubName
+
+if TYPE_CHECKING:
+    from edgellm.engines.building.plans import BuildReport
+
+logger = logging.getLogger("edgellm.hub")
+
+_LIMITS = ("max_batch", "prefill_chunk", "kv_capacity", "draft_top_k", "draft_steps", "verify_tree_size")
+#: Arguments of a build that may be given where a name is opened; the others are texts.
+BUILD_OPTIONS = (*_LIMITS, "kv_cache", "head", "embedding", "dtype", "draft")
+LOCK_NAME = ".lock"
+_LONGEST_NAME = 160
+
+
+def local_directory(
+    model: str | Path,
+    revision: str | None = None,
+    update: bool = False,
+    build: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """The engine directory of a model: the path that it is or, of a name ORG/NAME or ORG/NAME:FILE.gguf on the hub, one
+    in the user's cache, which is made where it is not there.
+
+    `build` are arguments of the build by name, of `BUILD_OPTIONS`; a directory is of its commit and of these. The hub
+    is asked for what is not there, and with `update`. Raises HubError, RequestError for arguments that are wrong or, of
+    a path, given at all, and what a build raises.
+    """
+    require(isinstance(revision, (str, type(None))), "revision", revision, "a branch, a tag or a commit, or None")
+    require(isinstance(update, bool), "update", update, "True or False")
+    options, name = checked_options({} if build is None else build), HubName.of(model, revision)
+    if name is None:
+        _require_name(model, revision, update, options)
+        return Path(model)
+    progress = progress or (lambda stage, done, total: None)
+    draft, named = _fetched_draft(options, update, progress)
+    with locked(repository_folder(name.repository)):
+        download = fetch(name, update, progress)
+        target = repository_folder(name.repository) / _directory_name(download, options | named)
+        if not _is_usable(target):
+            _build(name, download, target, options | draft, progress)
+    return target
+
+
+def checkpoint_of(
+    model: str | Path, revision: str | None, update: bool, progress: Progress
+) -> tuple[Path, ModelSource | None]:
+    """Where a checkpoint or a file in GGUF lies, and where it comes from: of a path itself and None; a name on the hub
+    is downloaded. Raises as `local_directory`."""
+    name = HubName.of(model, revision)
+    if name is None:
+        _require_name(model, revision, update)
+        return Path(model), None
+    with locked(repository_folder(name.repository)):
+        download = fetch(name, update, progress)
+    return download.path, download.source(name.revision)
+
+
+def _require_name(model: str | Path, revision: str | None, update: bool, options: Iterable[str] = ()) -> None:
+    """Raise RequestError where something is given for a path that is for names alone."""
+    given = [*(["revision"] if revision else []), *(["update"] if update else []), *options]
+    if given:
+        raise RequestError(
+            f"{', '.join(given)}: given for {model}, which is a path and is opened as it is. Expected a name as on the "
+            "hub, ORG/NAME, or leave that out"
+        )
+
+
+def checked_options(build: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a build by name, of `BUILD_OPTIONS`, without those that are None. Raises RequestError."""
+    require(isinstance(build, Mapping), "build", build, "arguments of a build by name, as in {'kv_capacity': 8192}")
+    for option, value in build.items():
+        if option not in BUILD_OPTIONS:
+            raise RequestError(f"build has {option!r}{did_you_mean(str(option), BUILD_OPTIONS)}")
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        fits = value is None or (is_number if option in _LIMITS else isinstance(value, str))
+        require(fits, f"build: {option}", value, "a whole number" if option in _LIMITS else "text")
+    return {option: value for option, value in build.items() if value is not None}
+
+
+def _fetched_draft(
+    options: Mapping[str, Any], update: bool, progress: Progress
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The draft as a path for the build, and as it names the directory; none where there is none, or it is `MTP`."""
+    draft = options.get("draft")
+    if draft is None or draft == MTP:
+        return {}, {}
+    path, origin = checkpoint_of(draft, None, update and HubName.of(draft) is not None, progress)
+    named = str(path.absolute()) if origin is None else f"{draft}@{origin.commit[:12]}"
+    return {"draft": str(path.absolute())}, {"draft": named}
+
+
+def _directory_name(download: Download, options: Mapping[str, Any]) -> str:
+    """As in "0123456789ab,kv_capacity=8192"; what a name cannot hold is in a digest behind it."""
+    parts = [download.commit[:12], *filter(None, [download.gguf])]
+    whole = ",".join([*parts, *(f"{key}={options[key]}" for key in sorted(options))])
+    name = re.sub(r"[^\w.,=@+-]", "-", whole, flags=re.ASCII)[:_LONGEST_NAME]
+    return name if name == whole else f"{name}-{hash_bytes(whole.encode())[:8]}"
+
+
+def _is_usable(target: Path) -> bool:
+    try:
+        return not EngineDirectory.read(target).differences(hash_weights=False)
+    except EngineDirectoryError:
+        return False
+
+
+def _build(name: HubName, download: Download, target: Path, options: Mapping[str, Any], progress: Progress) -> None:
+    from edgellm.engines.building.builder import build_engine_directory  # what opening need not load
+    from edgellm.tool_calls.formats import checkpoint_format
+    from edgellm.trial import read_built
+
+    def check(path: Path, report: BuildReport) -> None:
+        for note in read_built(path):  # of what cannot be used
+            logger.warning("%s: %s", name, note)
+
+    source = download.path
+    asked = {option: value for option, value in options.items() if option in (*_LIMITS, "kv_cache")}
+    report = build_engine_directory(
+        source,
+        target,
+        limits=asked,
+        weights="link",
+        force=True,
+        progress=progress,
+        tool_format=checkpoint_format(source, None) if source.is_dir() else None,
+        check=check,
+        origin=download.source(name.revision),
+        **{option: value for option, value in options.items() if option not in asked},
+    )
+    for note in report.notes:
+        logger.info("%s: %s", name, note)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Alone with a repository's folder, among processes; where it cannot be written nobody changes it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            logger.warning("Another process prepares a model in %s: waiting for it", folder)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

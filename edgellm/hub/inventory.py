@@ -1,0 +1,216 @@
+"""What there is of models on this machine, by command or for a name on the hub: listed, found, removed."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, EngineDirectory, ModelSource
+from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
+from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
+from edgellm.errors import EngineDirectoryError, HubError, did_you_mean
+from edgellm.hub.directories import LOCK_NAME, locked
+from edgellm.hub.downloads import RECORD_NAME, Download, Record, repository_folder
+from edgellm.hub.names import HubName
+from edgellm.kernels.atomic_write import write_atomically
+from edgellm.kernels.cache_directory import user_cache_directory
+
+_BUILT_NAME, _PLANS_FOLDER = "built.json", "plans"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is on the disk of a model: a directory that was `built` by command, one that is `cached`, or the files that
+    were `downloaded`; `size` are its own bytes, without those that it links to."""
+
+    kind: str
+    name: str
+    path: Path
+    size: int
+    commit: str = ""
+
+
+def models() -> list[Model]:
+    """All directories that were built on this machine, by command or for a name, and all downloads."""
+    found = []
+    for path in built_directories():
+        directory = _described(path)
+        if directory is not None:
+            source = directory.source
+            found.append(Model("built", directory.name, path, _own_bytes(path), source.commit if source else ""))
+    for folder in _repository_folders():
+        for directory in _cached_directories(folder):
+            source = directory.source
+            assert source is not None
+            name = str(HubName(source.repository, source.file))
+            found.append(Model("cached", name, directory.path, _own_bytes(directory.path), source.commit))
+        for download in Record.read(folder).downloads:
+            blobs = {path for name in download.files if (path := download.blob(name)).is_file()}
+            size = sum(path.stat().st_size for path in blobs)
+            if blobs:
+                name = str(HubName(download.repository, download.gguf))
+                found.append(Model("downloaded", name, download.folder, size, download.commit))
+    return found
+
+
+def existing_directory(model: str | Path) -> Path:
+    """The directory of a model that is there, be it a path or a name. Raises HubError where there is none of a name, or
+    there are several."""
+    name = HubName.of(model)
+    if name is None:
+        return Path(model)
+    found = _cached_directories(repository_folder(name.repository), name.file)
+    if len(found) == 1:
+        return found[0].path
+    if not found:
+        raise HubError(
+            f"there is no directory of {name} yet: edgellm chat {name} makes one, as do the others that ask it"
+        )
+    listed = "".join(f"\n  {each.path}" for each in found)
+    raise HubError(f"there are {len(found)} directories of {name}, of several commits or builds: name one.{listed}")
+
+
+def remember_built(path: Path) -> None:
+    """Note that an engine directory was built there, for `models`; where the cache cannot be written it is not."""
+    known = [str(each) for each in built_directories()]
+    with suppress(OSError):
+        place = user_cache_directory() / "models" / _BUILT_NAME
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, json.dumps(list(dict.fromkeys([*known, str(path.absolute())])), indent=1).encode())
+
+
+def built_directories() -> list[Path]:
+    """Where engine directories were built by command, as far as they are still there."""
+    with suppress(OSError, ValueError, RecursionError):
+        stored = json.loads((user_cache_directory() / "models" / _BUILT_NAME).read_bytes())
+        paths = [Path(each) for each in stored if isinstance(each, str)] if isinstance(stored, list) else []
+        return [path for path in paths if (path / DESCRIPTION_NAME).is_file()]
+    return []
+
+
+@dataclass
+class Removal:
+    """What was removed, in bytes, and what was `left` because it is not of EdgeLLM's making, or is needed."""
+
+    size: int = 0
+    left: list[Path] = field(default_factory=list)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file or a link. Raises OSError."""
+        self.size += path.lstat().st_size
+        path.unlink()
+
+
+def remove(name: HubName) -> Removal:
+    """Remove the directories in the cache of a name (of its one file, where it names one) and what was downloaded for
+    them: what was in the hub's cache before stays, and what a directory that was built by command links to.
+
+    Raises HubError where there is nothing of it, OSError.
+    """
+    folder = repository_folder(name.repository)
+    record, removal = Record.read(folder), Removal()
+    chosen = [each for each in record.downloads if name.file in ("", each.file, each.gguf)]
+    directories = [each for each in _cached_directories(folder) if each.source and name.file in ("", each.source.file)]
+    if not chosen and not directories:
+        known = sorted({each.name for each in models() if each.kind != "built"})
+        hint = did_you_mean(str(name), known) if known else ": nothing was downloaded"
+        raise HubError(f"there is nothing of {name}{hint}")
+    with locked(folder):
+        for directory in directories:
+            _remove_directory(directory, removal)
+        kept = tuple(each for each in record.downloads if each not in chosen)
+        _remove_downloads(chosen, kept, removal)
+        if kept:
+            commits = {each.commit for each in kept}
+            revisions = {key: commit for key, commit in record.revisions.items() if commit in commits}
+            replace(record, revisions=revisions, downloads=kept).write(folder)
+        else:
+            (folder / RECORD_NAME).unlink(missing_ok=True)
+            (folder / LOCK_NAME).unlink(missing_ok=True)
+    removal.left += (
+        [] if kept or not folder.exists() else [path for path in folder.iterdir() if path not in removal.left]
+    )
+    _remove_empty(folder)
+    return removal
+
+
+def _remove_directory(directory: EngineDirectory, removal: Removal) -> None:
+    """Remove the files that an engine directory describes, its plans and kernels, and the folders then empty."""
+    parts = {f"{DRAFT_FOLDER}/": directory.draft, f"{VISION_FOLDER}/": directory.vision}
+    known = {DESCRIPTION_NAME, *directory.files}
+    known |= {f"{prefix}{file}" for prefix, part in parts.items() if part is not None for file in part.files or ()}
+    known |= {f"{LORA_FOLDER}/{key}/{file}" for key, part in directory.adapters.items() for file in part.files}
+    for place, folders, files in os.walk(directory.path, topdown=False):
+        for path in (Path(place) / file for file in files):
+            relative = path.relative_to(directory.path)
+            if relative.as_posix() in known or relative.parts[0] in (_PLANS_FOLDER, KERNELS_FOLDER):
+                removal.unlink(path)
+            else:
+                removal.left.append(path)
+        removal.left += [path for each in folders if (path := Path(place) / each).is_symlink()]
+        with suppress(OSError):
+            Path(place).rmdir()
+
+
+def _remove_downloads(chosen: list[Download], kept: tuple[Download, ...], removal: Removal) -> None:
+    """Remove the links and contents of downloads in the hub's cache that nothing else needs."""
+    stay = {each.folder / file for each in kept for file in each.files}
+    for download in chosen:
+        for file, found in download.files.items():
+            link, blob = download.folder / file, download.blob(file)
+            if found.link and link not in stay and link.is_symlink() and link.resolve() == blob.resolve():
+                removal.unlink(link)
+    needed = {path.resolve() for each in built_directories() for path in each.rglob("*") if path.is_symlink()}
+    for download in chosen:
+        linked = {path.resolve() for path in (download.storage / "snapshots").rglob("*") if path.is_symlink()}
+        for file, found in download.files.items():
+            blob = download.blob(file)
+            if not found.blob or not blob.is_file() or blob.resolve() in linked:
+                continue
+            if blob.resolve() in needed:
+                removal.left.append(blob)
+                continue
+            removal.unlink(blob)
+            locks = download.storage.parent / ".locks" / download.storage.name
+            (locks / f"{blob.name}.lock").unlink(missing_ok=True)
+            _remove_empty(locks)
+        _remove_empty(download.storage)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove folders without files, from the innermost on."""
+    for place, _, _ in os.walk(folder, topdown=False):
+        with suppress(OSError):
+            Path(place).rmdir()
+
+
+def _repository_folders() -> list[Path]:
+    models_folder = user_cache_directory() / "models"
+    return sorted(path for path in models_folder.iterdir() if path.is_dir()) if models_folder.is_dir() else []
+
+
+def _cached_directories(folder: Path, file: str = "") -> list[EngineDirectory]:
+    """The engine directories in a repository's folder that were made for a name, of this GGUF file ("": of any)."""
+    places = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = [_described(path) for path in places if not path.is_symlink()]
+    return [each for each in found if each and each.source and _is_made_for(each.source, folder, file)]
+
+
+def _is_made_for(source: ModelSource, folder: Path, file: str) -> bool:
+    return repository_folder(source.repository) == folder and file in ("", source.file)
+
+
+def _described(path: Path) -> EngineDirectory | None:
+    if not (path / DESCRIPTION_NAME).is_file():
+        return None
+    try:
+        return EngineDirectory.read(path)
+    except EngineDirectoryError:
+        return None
+
+
+def _own_bytes(path: Path) -> int:
+    return sum(each.stat().st_size for each in path.rglob("*") if each.is_file() and not each.is_symlink())

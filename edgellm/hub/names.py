@@ -1,0 +1,138 @@
+"""Names of models on the hub, and which files of a repository one stands for."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from edgellm.engines.checkpoints.weight_files import HUB_NAME, INDEX_FILE, PICKLE_ENDINGS, SINGLE_FILE
+from edgellm.engines.directories.engine_directory import PUBLISHED_FILES
+from edgellm.engines.directories.engine_parts import is_template_name
+from edgellm.errors import HubError
+from edgellm.kernels.gpu import find_gpu
+from edgellm.kernels.user_paths import printable
+
+#: What a model may take of a device's memory: the rest is for KV rows, buffers and other programs.
+_SHARE = 0.8
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_NAME = re.compile(rf"(?P<repository>{HUB_NAME})(:(?P<file>\w[\w./+ -]*))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A `repository` ORG/NAME at a `revision` (branch, tag or commit), and the name of one GGUF `file` of it, or ""."""
+
+    repository: str
+    file: str = ""
+    revision: str = "main"
+
+    @classmethod
+    def of(cls, model: str | Path, revision: str | None = None, folder: Path | None = None) -> HubName | None:
+        """The name that a text is; None for a path.
+
+        What exists is a path, below `folder` (None: the present one) where it is relative. So is what may be one: ORG
+        is a folder there, and no revision is named.
+        """
+        name, path = cls.parse(model), (folder or Path()) / model
+        if name is None or os.path.lexists(path):
+            return None
+        is_beside = revision is None and os.path.lexists((folder or Path()) / name.repository.split("/")[0])
+        return None if is_beside else replace(name, revision=revision or "main")
+
+    @classmethod
+    def parse(cls, text: str | Path) -> HubName | None:
+        """The name that a text is if nothing of it is here; None where it is of another form."""
+        match = _NAME.fullmatch(str(text))
+        if match is None or ".." in str(text).split("/"):
+            return None
+        return cls(match["repository"], match["file"] or "")
+
+    def __str__(self) -> str:
+        return f"{self.repository}:{self.file}" if self.file else self.repository
+
+
+def chosen_files(name: HubName, sizes: Mapping[str, int], shards: Callable[[], Sequence[str]]) -> list[str]:
+    """Which of a repository's files, whose `sizes` are in bytes, the name stands for: weights in safetensors with what
+    is published beside them, or one model in GGUF. `shards` gives the files that the index of several names.
+
+    Raises HubError where there is no such model, or where there are several to choose from.
+    """
+    if not name.file and (SINGLE_FILE in sizes or INDEX_FILE in sizes):
+        weights = [SINGLE_FILE] if SINGLE_FILE in sizes else [INDEX_FILE, *shards()]
+        _require_all(name, weights, sizes)
+        return [*filter(lambda file: file in PUBLISHED_FILES or is_template_name(file), sorted(sizes)), *weights]
+    models = _gguf_models(sizes)
+    if name.file:
+        if name.file not in models:
+            found = _listed(models, sizes) if models else " It has no GGUF file"
+            raise HubError(f"{name.repository} has no model {printable(name.file)}.{found}")
+        chosen = name.file
+    elif len(models) == 1:
+        (chosen,) = models
+    elif models:
+        example = min(models, key=lambda model: _bytes(models[model], sizes))
+        raise HubError(
+            f"{name.repository} has {len(models)} GGUF files: name one, as in {name.repository}:{example}."
+            f"{_listed(models, sizes)}"
+        )
+    else:
+        raise _no_model(name, sizes)
+    _require_all(name, models[chosen], sizes)
+    return models[chosen]
+
+
+def _require_all(name: HubName, files: Sequence[str], sizes: Mapping[str, int]) -> None:
+    missing = [file for file in files if file not in sizes]
+    if missing:
+        raise HubError(
+            f"{name.repository} at {name.revision} lacks {len(missing)} of the {len(files)} files of its weights: "
+            f"{', '.join(map(printable, missing[:5]))}. Take another --revision, or ask its owners"
+        )
+
+
+def _gguf_models(sizes: Mapping[str, int]) -> dict[str, list[str]]:
+    """The files of each model in GGUF by the first one's name; encoders of images (mmproj) are none."""
+    models: dict[str, list[str]] = {}
+    for file in sizes:
+        part = _PART.fullmatch(file)
+        if not file.endswith(".gguf") or "mmproj" in file.rsplit("/", 1)[-1] or (part and int(part[2]) != 1):
+            continue
+        count = int(part[3]) if part else 0
+        models[file] = [f"{part[1]}-{n + 1:05d}-of-{part[3]}.gguf" for n in range(count)] if part else [file]
+    return models
+
+
+def _bytes(files: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return sum(sizes.get(file, 0) for file in files)
+
+
+def _listed(models: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> str:
+    """Lines for models in GGUF, the smallest first: size, and whether the memory here holds it."""
+    gpu = find_gpu()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if gpu is None else gpu.total_memory
+    where = f"{'this machine' if gpu is None else gpu.name} ({memory / 2**30:.1f} GiB)"
+
+    def lines() -> Iterator[str]:
+        for model, files in sorted(models.items(), key=lambda item: _bytes(item[1], sizes)):
+            size = _bytes(files, sizes)
+            fits = "fits" if size <= _SHARE * memory else "does not fit"
+            yield f"\n  {size / 2**20:>10,.1f} MiB  {fits:<12}  {printable(model)}"
+
+    return f" Beside the memory of {where}:{''.join(lines())}"
+
+
+def _no_model(name: HubName, sizes: Mapping[str, int]) -> HubError:
+    pickled = [file for file in sizes if file.endswith(PICKLE_ENDINGS)]
+    others = [file for file in sizes if file.endswith(".safetensors")]
+    start = f"{name.repository} has neither {SINGLE_FILE} nor {INDEX_FILE} nor a GGUF file"
+    if pickled and not others:
+        return HubError(
+            f"{start}, only pickled weights ({', '.join(map(printable, pickled[:3]))}), which are not downloaded. hf "
+            f"download {name.repository} --local-dir DIR brings them, edgellm convert DIR NEW_DIR makes safetensors of "
+            "them without running what they say"
+        )
+    found = f"it has {', '.join(map(printable, others[:5]))}" if others else "and no other weights"
+    return HubError(f"{start}; {found}. Name the repository of a model in the layout of transformers, or in GGUF")
