@@ -10,6 +10,7 @@ from pathlib import Path
 
 import typer
 
+from edgellm.built import read_built
 from edgellm.commands.console import ProgressDisplay, mebibytes, progress_display
 from edgellm.commands.descriptions import named_directories
 from edgellm.commands.info import directory_facts, fact_lines
@@ -25,7 +26,7 @@ from edgellm.errors import MissingDependencyError, RequestError
 from edgellm.hub.directories import checkpoint_of
 from edgellm.hub.inventory import remember_built
 from edgellm.tool_calls.formats import FORMATS, checkpoint_format
-from edgellm.trial import compute_token, fits_easily, read_built
+from edgellm.trial import compute_token, fits_easily
 
 _target_option, _plan_option, _limit, _weight_option, _draft_option, _adapter_option, _image_option = (
     partial(option, rich_help_panel=panel)

@@ -48,7 +48,6 @@ class Settings:
     """
 
     model: Path | None = None
-    build: dict[str, Any] = field(default_factory=dict)
     backend: str = "auto"
     executor: str = "auto"
     kv_cache: str | None = None
@@ -63,6 +62,7 @@ class Settings:
     states_mib: int = 256
     sampling: dict[str, Any] = field(default_factory=dict)
     drafting: dict[str, Any] = field(default_factory=dict)
+    build: dict[str, Any] = field(default_factory=dict)
 
 
 _KEYS = tuple(item.name for item in fields(Settings))

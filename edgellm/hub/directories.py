@@ -125,9 +125,9 @@ def _is_usable(target: Path) -> bool:
 
 
 def _build(name: HubName, download: Download, target: Path, options: Mapping[str, Any], progress: Progress) -> None:
-    from edgellm.engines.building.builder import build_engine_directory  # what opening need not load
+    from edgellm.built import read_built  # what opening need not load
+    from edgellm.engines.building.builder import build_engine_directory
     from edgellm.tool_calls.formats import checkpoint_format
-    from edgellm.trial import read_built
 
     def check(path: Path, report: BuildReport) -> None:
         for note in read_built(path):  # of what cannot be used

@@ -71,7 +71,7 @@ def test_errors_stay_lines(edgellm: Edgellm) -> None:
 
 
 def test_commands_of_other_programs_name_ours(edgellm: Edgellm) -> None:
-    for name in ("run", "list", "pull", "ps", "rm", "show"):
+    for name in ("run", "pull", "ps", "rm", "show"):
         code, _, err = edgellm(name, "llama3")
         named = re.search(rf"No such command '{name}'.*?edgellm (\w+)", " ".join(err.split()))
         assert code == 2 and named is not None and named[1] in COMMANDS, err
@@ -175,10 +175,10 @@ def test_what_is_no_engine_directory_is_named(
     for command in (("build", "model.gguf", "out"), ("chat", "model.gguf"), ("build", "quantized", "out")):
         code, _, err = edgellm(*command)
         assert code == 1 and f"{command[1]} is a" in err and "GGUF" in err and "safetensors" in err
-    for command in (("chat", "Qwen/Qwen3-0.6B"), ("build", "Qwen/Qwen3-0.6B", "out")):
-        code, _, err = edgellm(*command)
-        assert code == 1
-        assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in err and "edgellm build Qwen3-0.6B" in err
+    code, _, err = edgellm("quantize", "Qwen/Qwen3-0.6B", "out")
+    assert code == 1 and "Qwen/Qwen3-0.6B does not exist here" in err and "edgellm build Qwen/Qwen3-0.6B" in err
+    code, _, err = edgellm("info", "Qwen/Qwen3-0.6B")
+    assert code == 1 and "there is no directory of Qwen/Qwen3-0.6B yet: edgellm chat Qwen/Qwen3-0.6B makes one" in err
     (tmp_path / "models").mkdir()
     for path in ("models/robot", "/Qwen/Qwen3-0.6B", "a/b/c", "robot"):
         code, _, err = edgellm("chat", path)

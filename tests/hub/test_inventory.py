@@ -1,0 +1,157 @@
+"""Models are listed with what they take, and removed without a trace of theirs or a loss of anybody else's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Edgellm
+from hub_server import HubServer
+
+from edgellm.hub.directories import checkpoint_of, local_directory
+
+NAME = "robots/tiny"
+
+
+def listed(edgellm: Edgellm) -> list[dict[str, Any]]:
+    code, out, _ = edgellm("list", "--json")
+    assert code == 0
+    return json.loads(out)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Content by path of all that is there; of a link to nowhere its target."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.exists() else b"-> nowhere"
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def test_what_is_there_is_listed(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
+    code, out, _ = edgellm("list")
+    assert code == 0 and "No model was built or downloaded" in out and not Path("cache").exists()
+    commit = hub.repository(NAME).commit_folder(tiny_checkpoint)
+    directory = local_directory(NAME)
+    assert edgellm("build", tiny_checkpoint, "own", "--kv-capacity", 64)[0] == 0
+    assert edgellm("build", NAME, "named", "--weights", "link")[0] == 0
+    found = {(each["kind"], each["name"], Path(each["path"]).name): each for each in listed(edgellm)}
+    assert {*found} == {
+        ("built", "own", "own"),
+        ("built", NAME, "named"),
+        ("cached", NAME, directory.name),
+        ("downloaded", NAME, commit),
+    }
+    weights = (tiny_checkpoint / "model.safetensors").stat().st_size
+    sizes = {kind: each["size"] for (kind, name, _), each in found.items() if name != "own"}
+    assert sizes["downloaded"] == sum(path.stat().st_size for path in tiny_checkpoint.iterdir())
+    assert sizes["cached"] < weights and sizes["built"] < weights  # they link to what was downloaded
+    assert found["built", "own", "own"]["size"] > weights and found["built", "own", "own"]["commit"] == ""
+    out = edgellm("list")[1]
+    assert f"{NAME} at {commit[:12]}" in out and str(directory) in out and "MiB" in out
+    shutil.rmtree("own")
+    assert ("built", "own") not in {(each["kind"], each["name"]) for each in listed(edgellm)}
+
+
+def test_remove_leaves_nothing_of_its_own(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
+    repository = hub.repository(NAME)
+    repository.commit_folder(tiny_checkpoint)
+    local_directory(NAME)
+    local_directory(NAME, build={"kv_capacity": 64})
+    repository.commit_folder(tiny_checkpoint, **{"system_prompt.txt": b"You are Pip."})
+    local_directory(NAME, update=True)
+    hub.repository("robots/other").commit({"x.gguf": b"GGUF other"})
+    checkpoint_of("robots/other", None, False, lambda stage, done, total: None)
+    before = files_of(Path("hf")), files_of(Path("cache/models"))
+    code, out, err = edgellm("remove", NAME)
+    assert code == 0 and f"{NAME}: 0." in out and "Left" not in err
+    for folder, earlier in zip(("hf", "cache/models"), before, strict=True):
+        others = {name: data for name, data in earlier.items() if "tiny" not in name}
+        assert files_of(Path(folder)) == others and others
+        assert not list(Path(folder).rglob("*tiny*"))
+    code, _, err = edgellm("remove", NAME)
+    assert code == 1 and f"there is nothing of {NAME}: expected one of robots/other:x.gguf" in err
+    assert local_directory(NAME).is_dir()  # it can be had again
+
+
+def test_remove_leaves_what_it_did_not_make(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
+    """Decoys: files of others beside and among its own, in the cache, in the hub's cache, links out of them."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    repository = hub.repository(NAME)
+    commit = repository.commit_folder(tiny_checkpoint, **{"notes.md": b"of somebody else"})
+    theirs = Path(hf_hub_download(NAME, "tokenizer.json"))
+    hf_hub_download(NAME, "notes.md")
+    before = files_of(Path("hf/hub"))
+    directory = local_directory(NAME)
+    outside = Path("outside")
+    outside.mkdir()
+    (outside / "precious.txt").write_text("keep")
+    decoys = [
+        directory / "notes.txt",
+        directory / "draft" / "model.safetensors",
+        directory.parent / "my-notes" / "edgellm.json",
+        directory.parent / "README",
+        theirs.parent / "mine.txt",
+    ]
+    for decoy in decoys:
+        decoy.parent.mkdir(exist_ok=True)
+        decoy.write_text("keep")
+    (directory / "plans").symlink_to(outside.absolute())
+    (directory.parent / f"{commit[:12]},linked").symlink_to(outside.absolute())
+    replaced = directory / "config.json"
+    code, _, err = edgellm("remove", NAME)
+    assert code == 0 and "Left where it is" in err
+    assert all(decoy.read_text() == "keep" for decoy in [*decoys, outside / "precious.txt"])
+    for decoy in (*decoys[:2], directory.parent / "my-notes", decoys[3]):
+        assert str(decoy) in err
+    assert not replaced.exists() and not (directory / "edgellm.json").exists()
+    left = files_of(Path("hf/hub"))
+    assert left == before | {str(decoys[-1].absolute().relative_to(Path("hf/hub").absolute())): b"keep"}
+    snapshot_download(NAME)  # what is left of the hub's cache is whole for others
+
+
+def test_remove_leaves_what_a_directory_of_the_users_links_to(
+    edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path
+) -> None:
+    hub.repository(NAME).commit_folder(tiny_checkpoint)
+    assert edgellm("build", NAME, "own", "--weights", "link")[0] == 0
+    code, _, err = edgellm("remove", NAME)
+    assert code == 0 and "Left where it is" in err
+    assert edgellm("info", "own", "--verify")[0] == 0
+    assert [path.name for path in Path("hf/hub").rglob("blobs/*")] == [Path("own/model.safetensors").resolve().name]
+
+
+def test_one_file_of_several_is_removed(edgellm: Edgellm, hub: HubServer) -> None:
+    hub.repository(NAME).commit({"a.gguf": b"GGUF a", "b.gguf": b"GGUF b"})
+    paths = [checkpoint_of(f"{NAME}:{n}.gguf", None, False, lambda stage, done, total: None)[0] for n in "ab"]
+    assert edgellm("remove", f"{NAME}:a.gguf")[0] == 0
+    assert not paths[0].exists() and paths[1].read_bytes() == b"GGUF b"
+    assert [each["name"] for each in listed(edgellm)] == [f"{NAME}:b.gguf"]
+    hub.requests.clear()
+    assert checkpoint_of(f"{NAME}:b.gguf", None, False, lambda stage, done, total: None)[0] == paths[1]
+    assert not hub.requests
+
+
+@pytest.mark.parametrize("name", ["own", "./robots/tiny", "robots", "a/b/c", "../robots/tiny", "robots/.."])
+def test_remove_takes_names_alone(edgellm: Edgellm, hub: HubServer, tiny_engines: Path, name: str) -> None:
+    shutil.copytree(tiny_engines, "own")
+    shutil.copytree(tiny_engines, "robots/tiny")
+    before = files_of(Path())
+    code, _, err = edgellm("remove", name)
+    assert code == 1 and "is no name on the hub" in err and files_of(Path()) == before
+
+
+def test_a_damaged_record_loses_nothing(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
+    hub.repository(NAME).commit_folder(tiny_checkpoint)
+    directory = local_directory(NAME)
+    record = directory.parent / "downloads.json"
+    for text in ("", "[]", '{"revisions": {}, "downloads": [3]}', '{"downloads": []}', "[" * 100_000):
+        record.write_text(text)
+        assert local_directory(NAME) == directory
+        assert json.loads(record.read_text())["downloads"]
+    Path("cache/models/built.json").write_text("{")
+    assert {each["kind"] for each in listed(edgellm)} == {"cached", "downloaded"}
