@@ -102,7 +102,11 @@ class SpecDecodeRuntime:
             "state_budget": state_budget,
         }
         check_options(path, vision_path, backend, executor, adapters, drafting, snapshots, budgets, progress, metrics)
-        downloading = progress and (lambda stage, done, total: stage == "download" and progress(done, total))
+
+        def downloading(stage: str, done: int, total: int) -> None:
+            if progress is not None and stage == "download":
+                progress(done, total)
+
         path = local_directory(path, revision, update, build, downloading)
         self.directory = EngineDirectory.open(path).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)

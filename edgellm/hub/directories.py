@@ -36,7 +36,7 @@ def local_directory(
     revision: str | None = None,
     update: bool = False,
     build: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = lambda stage, done, total: None,
 ) -> Path:
     """The engine directory of a model: the path that it is or, of a name ORG/NAME or ORG/NAME:FILE.gguf on the hub, one
     in the user's cache, which is made where it is not there.
@@ -51,7 +51,6 @@ def local_directory(
     if name is None:
         _require_name(model, revision, update, options)
         return Path(model)
-    progress = progress or (lambda stage, done, total: None)
     draft, named = _fetched_draft(options, update, progress)
     with locked(repository_folder(name.repository)):
         download = fetch(name, update, progress)

@@ -294,7 +294,7 @@ def _read(
     if vision is not None and _has_vision_part(source):
         raise BuildError(f"{source} has a vision encoder of its own: leave out {vision}")
     known = limits if isinstance(limits, EngineLimits) else None
-    asked = {} if known is not None or limits is None else dict(limits)
+    asked: dict[str, Any] = {} if limits is None or isinstance(limits, EngineLimits) else dict(limits)
     takes_images = asked.get("max_image_patches") != 0 if known is None else bool(known.image_rows)
     if vision is not None or takes_images:
         encoder = read_vision_config(source, vision, config)

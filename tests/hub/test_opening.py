@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Edgellm
+from http_server import running
 from hub_server import TOKEN, HubServer
 
 from edgellm import LLM, RequestError
@@ -200,6 +201,24 @@ def test_offline_takes_what_the_cache_has(
     assert (
         not hub.requests and EngineDirectory.read(next(Path("cache").rglob(f"{commit[:12]}"))).source.commit == commit
     )
+
+
+def test_a_name_is_served_and_measured_under_it(edgellm: Edgellm, hub: HubServer, tiny_checkpoint: Path) -> None:
+    hub.repository(NAME).commit_folder(tiny_checkpoint)
+    local_directory(NAME, build={"kv_capacity": 64})
+    with running(NAME, "--kv-capacity", 64) as server:
+        assert [each["id"] for each in server.get("/v1/models")[1]["data"]] == [NAME]
+        assert server.get(f"/v1/models/{NAME}")[1]["id"] == NAME
+        status, answer, _ = server.ask("POST", "/v1/completions", {"model": NAME, "prompt": "Hi", "max_tokens": 3})
+        assert status == 200 and answer["model"] == NAME
+    Path("prompts.txt").write_text("Where?\n")
+    options = ("--prompts", "prompts.txt", "--repeat", 1, "--max-tokens", 2, "--configurations", "suffix")
+    code, _, err = edgellm(
+        "bench", NAME, "--backend", "numpy", *options, "--output", "speeds.json", "--kv-capacity", 64
+    )
+    assert code == 0, err
+    assert json.loads(Path("speeds.json").read_text())["model"] == NAME
+    assert len([*Path("cache").rglob("edgellm.json")]) == 1
 
 
 def test_the_environment_names_hub_cache_and_token(hub: HubServer, tiny_checkpoint: Path, tmp_path: Path) -> None:
