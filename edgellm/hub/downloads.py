@@ -20,7 +20,7 @@ from edgellm.engines.directories.engine_directory import ModelSource
 from edgellm.engines.formats.digests import current_digest, file_blocks
 from edgellm.engines.formats.small_files import ordinary_bytes
 from edgellm.engines.formats.staged_directory import check_space
-from edgellm.errors import CheckpointError, EdgeLLMError, HubError
+from edgellm.errors import EdgeLLMError, HubError
 from edgellm.hub.names import HubName, chosen_files
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
@@ -178,10 +178,8 @@ def _asked(name: HubName, revision: str, api: HfApi) -> Download:
             for file, each in listed.items()
         }
         commit = info.sha or ""
-    if not re.fullmatch(r"[0-9a-f]{40}", commit) or any(
-        file.digest and not _DIGEST.fullmatch(file.digest) for file in files.values()
-    ):
-        raise HubError(f"what {api.endpoint} says of {name.repository} is no commit with digests: it is no hub")
+        if not all(map(_DIGEST.fullmatch, (commit, *(file.digest for file in files.values())))):
+            raise HubError(f"what {api.endpoint} says of {name.repository} is no commit with digests: it is no hub")
     whole = _with_what_is_missing(Download(name.repository, commit, name.file, storage, files))
 
     def shards() -> list[str]:
@@ -347,8 +345,6 @@ def _explained(name: HubName, api: HfApi) -> Iterator[None]:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status == 401:
             advice = "The token is refused (401): log in anew (hf auth login), or set another HF_TOKEN"
-        elif isinstance(error, CheckpointError):
-            raise
         else:
             advice = (
                 "Try again: files that are whole are not downloaded twice. With HF_HUB_OFFLINE=1 what is in the hub's "

@@ -19,12 +19,14 @@ from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 
 _BUILT_NAME, _PLANS_FOLDER = "built.json", "plans"
+#: Of plans and compiled kernels, which come to a directory later.
+_MADE_ENDINGS = (".engine", ".cubin", ".json")
 
 
 @dataclass(frozen=True)
 class Model:
     """What is on the disk of a model: a directory that was `built` by command, one that is `cached`, or the files that
-    were `downloaded`; `size` are its own bytes, without those that it links to."""
+    were `downloaded`; `size` are its own bytes, without those that it links to or has in common with one before it."""
 
     kind: str
     name: str
@@ -35,7 +37,7 @@ class Model:
 
 def models() -> list[Model]:
     """All directories that were built on this machine, by command or for a name, and all downloads."""
-    found = []
+    found, counted = [], set[Path]()
     for path in built_directories():
         directory = _described(path)
         if directory is not None:
@@ -49,7 +51,8 @@ def models() -> list[Model]:
             found.append(Model("cached", name, directory.path, _own_bytes(directory.path), source.commit))
         for download in Record.read(folder).downloads:
             blobs = {path for name in download.files if (path := download.blob(name)).is_file()}
-            size = sum(path.stat().st_size for path in blobs)
+            size = sum(path.stat().st_size for path in blobs - counted)
+            counted |= blobs
             if blobs:
                 name = str(HubName(download.repository, download.gguf))
                 found.append(Model("downloaded", name, download.folder, size, download.commit))
@@ -113,7 +116,7 @@ def remove(name: HubName) -> Removal:
     folder = repository_folder(name.repository)
     record, removal = Record.read(folder), Removal()
     chosen = [each for each in record.downloads if name.file in ("", each.file, each.gguf)]
-    directories = [each for each in _cached_directories(folder) if each.source and name.file in ("", each.source.file)]
+    directories = _cached_directories(folder, name.file)
     if not chosen and not directories:
         known = sorted({each.name for each in models() if each.kind != "built"})
         hint = did_you_mean(str(name), known) if known else ": nothing was downloaded"
@@ -130,10 +133,8 @@ def remove(name: HubName) -> Removal:
         else:
             (folder / RECORD_NAME).unlink(missing_ok=True)
             (folder / LOCK_NAME).unlink(missing_ok=True)
-    removal.left += (
-        [] if kept or not folder.exists() else [path for path in folder.iterdir() if path not in removal.left]
-    )
-    _remove_empty(folder)
+            removal.left += [path for path in folder.iterdir() if path not in {each.path for each in directories}]
+            _remove_empty(folder)
     return removal
 
 
@@ -146,7 +147,8 @@ def _remove_directory(directory: EngineDirectory, removal: Removal) -> None:
     for place, folders, files in os.walk(directory.path, topdown=False):
         for path in (Path(place) / file for file in files):
             relative = path.relative_to(directory.path)
-            if relative.as_posix() in known or relative.parts[0] in (_PLANS_FOLDER, KERNELS_FOLDER):
+            is_made = relative.parts[0] in (_PLANS_FOLDER, KERNELS_FOLDER) and path.suffix in _MADE_ENDINGS
+            if is_made or relative.as_posix() in known:
                 removal.unlink(path)
             else:
                 removal.left.append(path)

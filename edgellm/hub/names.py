@@ -46,7 +46,7 @@ class HubName:
     def parse(cls, text: str | Path) -> HubName | None:
         """The name that a text is if nothing of it is here; None where it is of another form."""
         match = _NAME.fullmatch(str(text))
-        if match is None or ".." in str(text).split("/"):
+        if match is None or ".." in str(text).split("/") or "--" in match["repository"]:
             return None
         return cls(match["repository"], match["file"] or "")
 
@@ -98,7 +98,9 @@ def _gguf_models(sizes: Mapping[str, int]) -> dict[str, list[str]]:
     models: dict[str, list[str]] = {}
     for file in sizes:
         part = _PART.fullmatch(file)
-        if not file.endswith(".gguf") or "mmproj" in file.rsplit("/", 1)[-1] or (part and int(part[2]) != 1):
+        *folders, last = file.split("/")
+        is_later = part is not None and int(part[2]) != 1
+        if not file.endswith(".gguf") or "mmproj" in last or is_later or {"", ".", ".."} & {*folders}:
             continue
         count = int(part[3]) if part else 0
         models[file] = [f"{part[1]}-{n + 1:05d}-of-{part[3]}.gguf" for n in range(count)] if part else [file]
