@@ -118,9 +118,10 @@ def _directory_name(download: Download, options: Mapping[str, Any]) -> str:
 
 def _is_usable(target: Path) -> bool:
     try:
-        return not EngineDirectory.read(target).differences(hash_weights=False)
+        EngineDirectory.open(target)
     except EngineDirectoryError:
         return False
+    return True
 
 
 def _build(name: HubName, download: Download, target: Path, options: Mapping[str, Any], progress: Progress) -> None:
