@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption
 from edgellm.commands.table import argument, option, options_of, takes_options
 from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
-from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
+from edgellm.engines.building.checks import EMBEDDINGS, WEIGHT_MODES, choose_limits, planned_targets
+from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.shipped_draft import choose_draft
-from edgellm.engines.building.targets import read_targets
+from edgellm.engines.building.targets import Target, read_targets
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES
 from edgellm.engines.model.config import HEADS, MTP
 from edgellm.engines.quantization.config import folder_quantization
@@ -43,7 +44,9 @@ def _read_release(name: str, value: str) -> tuple[int, int]:
 
 
 class BuildOptions(ModelOption):
-    checkpoint: Path | None = argument("Hugging Face directory with config.json, tokenizer.json and safetensors.")
+    checkpoint: Path | None = argument(
+        "Hugging Face directory with config.json, tokenizer.json and safetensors, or a GGUF file."
+    )
     engine_directory: Path | None = argument("The engine directory to make.", metavar="engine_dir")
     model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
     target: list[str] | None = _target_option(
@@ -72,7 +75,10 @@ class BuildOptions(ModelOption):
         "that is float32]."
     )
     attention: str = _plan_option("auto, native (IAttention) or composed.", default="auto")
-    weights: str = _weight_option("copy the weights, or link to those of the checkpoint.", default="copy")
+    weights: str | None = _weight_option(
+        "copy the weights, or link to those of the checkpoint [default: copy; of a GGUF file link].",
+        choices=WEIGHT_MODES,
+    )
     head: str = _weight_option(
         "Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
         default=HEADS[0],
@@ -164,38 +170,53 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
-        config, adapters = read_decoder_config(checkpoint), named_directories(given.lora or [])
-        drafted = None if given.no_mtp and draft is None else choose_draft(checkpoint, config, draft)
-        limits = choose_limits(
-            **given.arguments_of(
-                choose_limits,
-                config=config,
-                has_draft=drafted is not None,
-                adapter_ranks=[adapter.rank for adapter in read_adapters(adapters, config).values()],
-                vision=None if given.max_image_patches == 0 else read_vision_config(checkpoint, given.vision, config),
-                is_packed=folder_quantization(checkpoint) is not None,
-                is_mtp=drafted == MTP,
-            )
-        )
-        with progress_display() as display:
-            report = build_engine_directory(
-                checkpoint,
-                engine_dir,
-                **given.arguments_of(
-                    build_engine_directory,
-                    limits=limits,
-                    targets=planned,
-                    kernels=kernels,
-                    cuda=cuda,
-                    progress=display,
-                    draft=drafted,
-                    adapters=adapters,
-                    tool_format=checkpoint_format(checkpoint, given.tool_format),
-                    check=partial(_try, given.try_token, display),
-                ),
-            )
+        with checkpoint_folder(checkpoint) as folder:
+            report = _built(folder, engine_dir, given, planned, kernels, cuda, folder != checkpoint)
     facts = directory_facts(report.path, verify=False)
     typer.echo("\n".join([*fact_lines(facts), *report_lines(report)]))
+
+
+def _built(
+    checkpoint: Path,
+    engine_dir: Path,
+    given: BuildOptions,
+    planned: Sequence[str],
+    kernels: Sequence[Target],
+    cuda: tuple[int, int] | None,
+    is_gguf: bool,
+) -> BuildReport:
+    """Build from a checkpoint's folder, as it is `given`; the weights of GGUF files are linked by default."""
+    config, adapters = read_decoder_config(checkpoint), named_directories(given.lora or [])
+    drafted = None if given.no_mtp and given.draft is None else choose_draft(checkpoint, config, given.draft)
+    limits = choose_limits(
+        **given.arguments_of(
+            choose_limits,
+            config=config,
+            has_draft=drafted is not None,
+            adapter_ranks=[adapter.rank for adapter in read_adapters(adapters, config).values()],
+            vision=None if given.max_image_patches == 0 else read_vision_config(checkpoint, given.vision, config),
+            is_packed=folder_quantization(checkpoint) is not None,
+            is_mtp=drafted == MTP,
+        )
+    )
+    with progress_display() as display:
+        return build_engine_directory(
+            checkpoint,
+            engine_dir,
+            **given.arguments_of(
+                build_engine_directory,
+                limits=limits,
+                weights=given.weights or ("link" if is_gguf else "copy"),
+                targets=planned,
+                kernels=kernels,
+                cuda=cuda,
+                progress=display,
+                draft=drafted,
+                adapters=adapters,
+                tool_format=checkpoint_format(checkpoint, given.tool_format),
+                check=partial(_try, given.try_token, display),
+            ),
+        )
 
 
 def _refuse_other_options(given: BuildOptions) -> None:
