@@ -96,13 +96,13 @@ def end_tokens(metadata: Metadata) -> list[int]:
     return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
 
 
-def _dtype(metadata: Metadata) -> str:
-    """The dtype that the model computes in: that of most of its dense matrices, where these are most of the file."""
+def _dtype(metadata: Metadata, packed: str = "float16") -> str:
+    """The dtype that the model computes in: that of most of its matrices, or what it is where these are `packed`."""
     sizes: Counter[str] = Counter()
     for info in metadata.tensors.values():
         sizes[info.dtype] += info.nbytes if len(info.shape) > 1 else 0
     most = sizes.most_common(1)[0][0] if sizes else ""
-    return most if most in STORAGE else "float16"
+    return most if most in STORAGE else packed
 
 
 def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
@@ -198,11 +198,12 @@ _TANH_GELU = "gelu_pytorch_tanh"
 
 
 def _gemma(metadata: Metadata, config: _Config) -> _Config:
-    return {"model_type": "gemma", "hidden_act": _TANH_GELU, "dtype": _wide(config)} | _has_biases(metadata, config)
+    return {"model_type": "gemma", "hidden_act": _TANH_GELU} | _has_biases(metadata, config)
 
 
 def _gemma3(metadata: Metadata, config: _Config) -> _Config:
-    """The largest, of 62 layers, scales attention by hidden size and heads, the others by the size of a head."""
+    """The largest, of 62 layers, scales attention by hidden size and heads, the others by the size of a head. Values go
+    beyond float16."""
     layers, heads, hidden = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     scalar = hidden / heads if layers == 62 and heads and hidden else config["head_dim"]
     pattern = metadata.get("attention.sliding_window_pattern")
@@ -216,7 +217,7 @@ def _gemma3(metadata: Metadata, config: _Config) -> _Config:
         "sliding_window": metadata.get("attention.sliding_window"),
         "layer_types": [_window(each) for each in pattern] if isinstance(pattern, list) else None,
         "sliding_window_pattern": None if isinstance(pattern, list) else pattern,
-        "dtype": _wide(config),
+        "dtype": "bfloat16" if config["dtype"] == "float16" else config["dtype"],
         "rope_parameters": {
             "full_attention": rope if "rope_type" in rope else rope | {"rope_type": "default"},
             "sliding_attention": local,
@@ -226,11 +227,6 @@ def _gemma3(metadata: Metadata, config: _Config) -> _Config:
 
 def _window(looks_back: Any) -> str:
     return "sliding_attention" if looks_back else "full_attention"
-
-
-def _wide(config: _Config) -> str:
-    """Gemma's values go beyond float16."""
-    return "bfloat16" if config["dtype"] == "float16" else config["dtype"]
 
 
 def _phi3(metadata: Metadata, config: _Config) -> _Config:
@@ -268,7 +264,7 @@ def _olmo2(metadata: Metadata, config: _Config) -> _Config:
         raise UnsupportedModelError(
             f"{metadata.path} is OLMo-3, whose layers look back on a window; supported of this architecture is OLMo-2"
         )
-    return {"model_type": "olmo2"} | _has_biases(metadata, config)
+    return {"model_type": "olmo2", "dtype": _dtype(metadata, "bfloat16")} | _has_biases(metadata, config)
 
 
 def _lfm2(metadata: Metadata, config: _Config) -> _Config:
