@@ -28,6 +28,7 @@ from edgellm.engines.runners.following_logits import FollowingLogits
 from edgellm.engines.speculation.runner import DecodingRunner
 from edgellm.errors import EdgeLLMError, RequestError, closed_error, require, require_kind
 from edgellm.generation import RequestState
+from edgellm.gguf_opening import engine_directory_of
 from edgellm.kernels.user_paths import user_path
 from edgellm.metrics import Metrics
 from edgellm.observing.observer import ObservedRunner, ObservedSnapshots, Observer
@@ -95,7 +96,7 @@ class SpecDecodeRuntime:
             "state_budget": state_budget,
         }
         check_options(path, vision_path, backend, executor, adapters, drafting, snapshots, budgets, progress, metrics)
-        self.directory = EngineDirectory.open(Path(path)).with_kv_cache(kv_cache)
+        self.directory = EngineDirectory.open(engine_directory_of(Path(path))).with_kv_cache(kv_cache)
         self._multimodal_directory = vision_directory(self.directory, vision_path)
         self.tokenizer, self._defaults = open_texts(self.directory, self._multimodal_directory)
         self.context_length: int = self.directory.limits.kv_capacity

@@ -25,6 +25,7 @@ from edgellm.engines.model.memory_plan import recurrent_bytes
 from edgellm.engines.model.states import decoder_states, state_bytes, state_edge
 from edgellm.engines.runners.comparison import LOGIT_TOLERANCES, greedy_tokens, open_runner, teacher_forced_logits
 from edgellm.errors import CheckpointError, EdgeLLMError
+from edgellm.gguf_opening import engine_directory_of
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import find_gpu
 from edgellm.llm import LLM, SHIPPED_MODEL
@@ -61,7 +62,7 @@ def doctor(given: DoctorOptions) -> None:
         say(f"{name:<12}{facts['machine'][name]}")
     gpu = find_gpu()
     facts["gpu"] = None if gpu is None else asdict(gpu)
-    directory = EngineDirectory.open(given.chosen_model() or SHIPPED_MODEL)
+    directory = EngineDirectory.open(engine_directory_of(given.chosen_model() or SHIPPED_MODEL))
     described = directory.models, directory.limits, directory.dtype
     packed = directory.packed_names
     facts |= {

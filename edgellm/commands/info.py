@@ -33,6 +33,7 @@ from edgellm.engines.model.decoder import as_published, decoder_weights, head_fo
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.memory_plan import MEBIBYTE, plan_memory, recurrent_bytes, token_bytes
 from edgellm.engines.model.states import decoder_states
+from edgellm.gguf_opening import engine_directory_of
 from edgellm.kernels.gpu import find_gpu
 from edgellm.kernels.kept import read_manifest
 from edgellm.llm import SHIPPED_MODEL
@@ -53,7 +54,7 @@ def info(given: InfoOptions) -> None:
 
     Example: edgellm info robot --verify
     """
-    facts = directory_facts(given.chosen_model() or SHIPPED_MODEL, given.verify)
+    facts = directory_facts(engine_directory_of(given.chosen_model() or SHIPPED_MODEL), given.verify)
     typer.echo(json.dumps(facts, indent=2) if given.as_json else "\n".join(fact_lines(facts)))
     if facts["differences"]:
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from edgellm.engines.errors import UnsupportedModelError
 from edgellm.engines.formats.gguf_file import GgufFile
 from edgellm.engines.formats.tensors import STORAGE
 from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, Gguf
 
 _Config = dict[str, Any]
 
@@ -60,6 +61,7 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
         "num_experts": metadata.get("expert_count") or None,
         "final_logit_softcapping": metadata.get("final_logit_softcapping"),
         "rope_parameters": _rope(metadata, files),
+        "quantization_config": {"quant_method": Gguf.method} if _is_packed(metadata) else None,
     }
     values = metadata.get("attention.value_length")
     if values not in (None, config["head_dim"]):
@@ -94,6 +96,10 @@ def end_tokens(metadata: Metadata) -> list[int]:
         if kind == _CONTROL and token in _ENDS
     )
     return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
+
+
+def _is_packed(metadata: Metadata) -> bool:
+    return any(info.dtype in PACKED_TYPES for info in metadata.tensors.values())
 
 
 def _dtype(metadata: Metadata, packed: str = "float16") -> str:

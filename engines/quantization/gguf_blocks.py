@@ -14,7 +14,7 @@ import numpy as np
 
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import TYPES
-from edgellm.engines.quantization.layout import Layout, LinearTensors, Stored
+from edgellm.engines.quantization.layout import Layout, LinearTensors, Quantization, Settings, Stored
 from edgellm.engines.quantization.stored import StoredCodes, StoredWeight
 from edgellm.kernels.quantization.packed_weight import Codes, WeightFormat
 
@@ -194,6 +194,23 @@ class BlockLayout(Layout):
             minima = None if minima is None else minima[:, groups]
         stored = StoredCodes(codes, "bytes", 8, (rows, columns))
         return StoredWeight(self.format("float32"), (stored,), scales, minima=minima)
+
+
+class Gguf(Quantization):
+    """What is packed in GGUF files, which say of each tensor how: `layout` finds nothing beside that."""
+
+    method = "gguf"
+    notes = (
+        "On a GPU tensors of other types than Q4_0 and Q8_0, the embedding, and layers that are multiplied as one in "
+        "several types are dense.",
+    )
+
+    def __init__(self, settings: Settings, dtype: str) -> None:
+        """Nothing is read of the settings."""
+
+    def layout(self, names: tuple[str, ...]) -> Layout | None:
+        """See `Quantization`."""
+        return None
 
 
 #: The types that are packed.

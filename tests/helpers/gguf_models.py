@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 from gguf_writing import Tensor, write_gguf
 from golden_files import read_tensors
 
@@ -75,6 +76,21 @@ def write_model(checkpoint: Path, target: Path, more: dict[str, Any] | None = No
     if factors is not None:
         written["rope_freqs.weight"] = _dense(factors, "F32")
     return write_gguf(target, metadata, written)
+
+
+def byte_pairs(published: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
+    """The metadata of a tokenizer of byte pairs, without the beginning of the keys, with a token that is not used."""
+    described = json.loads(published.to_str())
+    vocabulary = published.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    added = {token["content"]: 3 if token["special"] else 4 for token in described["added_tokens"]}
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": [*tokens, "[PAD]"],
+        "token_type": [*(added.get(token, 1) for token in tokens), 5],
+        "merges": [" ".join(pair) for pair in described["model"]["merges"]],
+    }
 
 
 def _values(dtype: str, shape: list[int], data: bytes) -> np.ndarray:

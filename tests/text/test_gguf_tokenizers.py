@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
+from gguf_models import byte_pairs
 from gguf_writing import write_gguf
 from tokenizers import AddedToken, models, trainers
 
@@ -114,20 +115,9 @@ def _published(pre: str) -> tokenizers.Tokenizer:
 
 
 def _converted(published: tokenizers.Tokenizer, pre: str, **more: Any) -> dict[str, Any]:
-    described = json.loads(published.to_str())
-    vocabulary = published.get_vocab(with_added_tokens=True)
-    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-    added = {token["content"]: 3 if token["special"] else 4 for token in described["added_tokens"]}
-    return {
-        "model": "gpt2",
-        "pre": pre,
-        "tokens": [*tokens, "[PAD]"],
-        "token_type": [*(added.get(token, 1) for token in tokens), 5],
-        "merges": [" ".join(pair) for pair in described["model"]["merges"]],
-        "bos_token_id": vocabulary["<|begin|>"],
-        "eos_token_id": vocabulary["<|im_end|>"],
-        "add_bos_token": False,
-    } | more
+    """Its metadata, without the beginning of the keys."""
+    own = {"bos_token_id": published.token_to_id("<|begin|>"), "eos_token_id": published.token_to_id("<|im_end|>")}
+    return byte_pairs(published, pre) | own | {"add_bos_token": False} | more
 
 
 @pytest.mark.parametrize("pre", PUBLISHED)
