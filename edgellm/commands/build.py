@@ -16,7 +16,7 @@ from edgellm.commands.info import directory_facts, fact_lines
 from edgellm.commands.options import ModelOption
 from edgellm.commands.table import argument, option, options_of, takes_options
 from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
-from edgellm.engines.building.checks import EMBEDDINGS, WEIGHT_MODES, choose_limits, planned_targets
+from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
 from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.building.inputs import read_adapters, read_decoder_config, read_vision_config
 from edgellm.engines.building.plans import BuildReport
@@ -77,7 +77,6 @@ class BuildOptions(ModelOption):
     attention: str = _plan_option("auto, native (IAttention) or composed.", default="auto")
     weights: str | None = _weight_option(
         "copy the weights, or link to those of the checkpoint [default: copy; of a GGUF file link].",
-        choices=WEIGHT_MODES,
     )
     head: str = _weight_option(
         "Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
