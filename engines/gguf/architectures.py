@@ -44,26 +44,26 @@ def model_config(files: Sequence[GgufFile]) -> _Config:
     heads = metadata.same_in_all("attention.head_count")
     config: _Config = {
         "vocab_size": metadata.tensors["token_embd.weight"].shape[0] if metadata.has("token_embd.weight") else None,
-        "hidden_size": metadata.get("embedding_length"),
+        "hidden_size": metadata.whole("embedding_length"),
         "intermediate_size": metadata.same_in_all("feed_forward_length"),
         "num_hidden_layers": metadata.count("block_count") - metadata.count("nextn_predict_layers", 0),
         "num_attention_heads": heads,
         "num_key_value_heads": max(metadata.of_layers("attention.head_count_kv"), default=0)
         if metadata.get("attention.head_count_kv") is not None
         else heads,
-        "head_dim": metadata.get("attention.key_length"),
-        "max_position_embeddings": metadata.get("context_length"),
-        "rms_norm_eps": metadata.get("attention.layer_norm_rms_epsilon"),
+        "head_dim": metadata.whole("attention.key_length"),
+        "max_position_embeddings": metadata.whole("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": not metadata.has("output.weight"),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "bos_token_id": metadata.whole("tokenizer.ggml.bos_token_id"),
         "eos_token_id": end_tokens(metadata) or None,
         "dtype": _dtype(metadata),
-        "num_experts": metadata.get("expert_count") or None,
-        "final_logit_softcapping": metadata.get("final_logit_softcapping"),
+        "num_experts": metadata.whole("expert_count") or None,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping"),
         "rope_parameters": _rope(metadata, files),
         "quantization_config": {"quant_method": Gguf.method} if _is_packed(metadata) else None,
     }
-    values = metadata.get("attention.value_length")
+    values = metadata.whole("attention.value_length")
     if values not in (None, config["head_dim"]):
         raise metadata.error("attention.value_length", values, f"'attention.key_length', {config['head_dim']}")
     return {key: value for key, value in (config | own(metadata, config)).items() if value is not None}
@@ -87,9 +87,9 @@ _CONTROL = 3
 
 def end_tokens(metadata: Metadata) -> list[int]:
     """The tokens that end an answer: those that the file names, first, and control tokens that always do."""
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    tokens = metadata.list("tokenizer.ggml.tokens", str, "texts")
-    kinds = metadata.list("tokenizer.ggml.token_type", int, "whole numbers")
+    named = (metadata.whole(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    tokens = metadata.entries("tokenizer.ggml.tokens", str, "texts")
+    kinds = metadata.entries("tokenizer.ggml.token_type", int, "whole numbers")
     usual = (
         index
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
@@ -113,41 +113,40 @@ def _dtype(metadata: Metadata, packed: str = "float16") -> str:
 
 def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
     """The base and the scaling of the rotary embedding."""
-    base = {"rope_theta": metadata.get("rope.freq_base") or 10000.0}
+    base = {"rope_theta": metadata.number("rope.freq_base") or 10000.0}
     factors = metadata.values("rope_freqs.weight", files)
     if factors is not None:
         return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
-    kind, factor = metadata.text("rope.scaling.type"), metadata.get("rope.scaling.factor")
+    kind, factor = metadata.text("rope.scaling.type"), metadata.number("rope.scaling.factor")
     if kind in (None, "none"):
         return base
     scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling |= {
-            "original_max_position_embeddings": metadata.get("rope.scaling.original_context_length"),
-            "attention_factor": metadata.get("rope.scaling.yarn_attn_factor"),
-            "beta_fast": metadata.get("rope.scaling.yarn_beta_fast"),
-            "beta_slow": metadata.get("rope.scaling.yarn_beta_slow"),
+            "original_max_position_embeddings": metadata.whole("rope.scaling.original_context_length"),
+            "attention_factor": metadata.number("rope.scaling.yarn_attn_factor"),
+            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast"),
+            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
         }
     return base | {key: value for key, value in scaling.items() if value is not None}
 
 
-#: What llama.cpp takes for all of Llama's: the trained context, and the ends of the blend.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+#: Where the blend ends in all of Llama's, in rotations within the 8,192 tokens that llama.cpp takes for trained.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def _by_factors(metadata: Metadata, factors: np.ndarray, theta: float) -> _Config:
     """The scaling whose frequencies are divided by `factors` [rotary_dim / 2]: Llama 3's, where it is that."""
-    scaling = {"rope_type": "llama3", "factor": float(factors.max())} | _LLAMA3
-    turns = (
-        scaling["original_max_position_embeddings"] * theta ** -(np.arange(len(factors)) / len(factors)) / (2 * np.pi)
-    )
-    kept = np.clip((turns - 1.0) / 3.0, 0, 1)
-    if np.allclose(1 / (kept + (1 - kept) / scaling["factor"]), factors, rtol=1e-5):
-        return scaling
+    factor, trained = float(factors.max(initial=1)), 8192
+    with np.errstate(all="ignore"):  # what is wrong with them is found where they are used
+        turns = trained * np.float64(theta) ** -(np.arange(len(factors)) / max(1, len(factors))) / (2 * np.pi)
+        kept = np.clip((turns - 1.0) / 3.0, 0, 1)
+        is_llama3 = np.allclose(1 / (kept + (1 - kept) / factor), factors, rtol=1e-5)
+    if is_llama3:
+        return {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": trained} | _LLAMA3
     same = [float(each) for each in factors]
-    trained = metadata.get("context_length")
     given = {"short_factor": same, "long_factor": same, "attention_factor": 1.0}
-    return {"rope_type": "longrope", "original_max_position_embeddings": trained} | given
+    return {"rope_type": "longrope", "original_max_position_embeddings": metadata.whole("context_length")} | given
 
 
 def _has_biases(metadata: Metadata, config: _Config) -> _Config:
@@ -163,7 +162,7 @@ def _llama(metadata: Metadata, config: _Config) -> _Config:
 
 def _mistral3(metadata: Metadata, config: _Config) -> _Config:
     """Ministral 3, whose queries are scaled beyond the trained context; without that Mistral Small's language model."""
-    beta, log = metadata.get("attention.temperature_scale"), metadata.get("rope.scaling.yarn_log_multiplier")
+    beta, log = metadata.number("attention.temperature_scale"), metadata.number("rope.scaling.yarn_log_multiplier")
     if beta is None:
         return {"model_type": "mistral", "sliding_window": None}
     own = {"llama_4_scaling_beta": beta} | ({} if log is None else {"mscale": log, "mscale_all_dim": log})
@@ -183,17 +182,17 @@ def _qwen35(metadata: Metadata, config: _Config) -> _Config:
     size = metadata.count("ssm.inner_size")
     if not heads or size % heads:
         raise metadata.error("ssm.inner_size", size, f"a multiple of 'ssm.time_step_rank', {heads}")
-    rotated, whole = metadata.get("rope.dimension_count"), config["head_dim"]
-    sections = metadata.list("rope.dimension_sections", int, "whole numbers")[:3]
+    rotated, whole = metadata.whole("rope.dimension_count"), config["head_dim"]
+    sections = metadata.entries("rope.dimension_sections", int, "whole numbers")[:3]
     return {
         "model_type": "qwen3_5_text",
         "full_attention_interval": interval,
-        "linear_conv_kernel_dim": metadata.get("ssm.conv_kernel"),
-        "linear_key_head_dim": metadata.get("ssm.state_size"),
+        "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.whole("ssm.state_size"),
         "linear_value_head_dim": size // heads,
-        "linear_num_key_heads": metadata.get("ssm.group_count"),
+        "linear_num_key_heads": metadata.whole("ssm.group_count"),
         "linear_num_value_heads": heads,
-        "mtp_num_hidden_layers": metadata.get("nextn_predict_layers") or None,
+        "mtp_num_hidden_layers": metadata.whole("nextn_predict_layers") or None,
         "rope_parameters": config["rope_parameters"]
         | ({"partial_rotary_factor": rotated / whole} if rotated and whole else {})
         | ({"mrope_section": sections} if sections else {}),
@@ -214,13 +213,13 @@ def _gemma3(metadata: Metadata, config: _Config) -> _Config:
     scalar = hidden / heads if layers == 62 and heads and hidden else config["head_dim"]
     pattern = metadata.get("attention.sliding_window_pattern")
     rope = config["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": metadata.get("rope.freq_base_swa") or 10000.0}
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa") or 10000.0}
     return {
         "model_type": "gemma3_text",
         "hidden_activation": _TANH_GELU,
         "hidden_act": _TANH_GELU,
         "query_pre_attn_scalar": scalar,
-        "sliding_window": metadata.get("attention.sliding_window"),
+        "sliding_window": metadata.whole("attention.sliding_window"),
         "layer_types": [_window(each) for each in pattern] if isinstance(pattern, list) else None,
         "sliding_window_pattern": None if isinstance(pattern, list) else pattern,
         "dtype": "bfloat16" if config["dtype"] == "float16" else config["dtype"],
@@ -237,14 +236,18 @@ def _window(looks_back: Any) -> str:
 
 def _phi3(metadata: Metadata, config: _Config) -> _Config:
     """With factors of the rotary embedding it is a variant for long contexts, which the family refuses."""
-    rotated, heads, hidden = metadata.get("rope.dimension_count"), config["num_attention_heads"], config["hidden_size"]
+    rotated, heads, hidden = (
+        metadata.whole("rope.dimension_count"),
+        config["num_attention_heads"],
+        config["hidden_size"],
+    )
     rope = config["rope_parameters"]
     if metadata.has("rope_factors_long.weight"):
         rope = rope | {"rope_type": "longrope"}
     whole = hidden // heads if hidden and heads else 0
     return {
         "model_type": "phi3",
-        "sliding_window": metadata.get("attention.sliding_window") or None,
+        "sliding_window": metadata.whole("attention.sliding_window") or None,
         "partial_rotary_factor": rotated / whole if rotated and whole and rotated != whole else None,
         "rope_parameters": rope,
     }
@@ -253,10 +256,10 @@ def _phi3(metadata: Metadata, config: _Config) -> _Config:
 def _granite(metadata: Metadata, config: _Config) -> _Config:
     return {
         "model_type": "granite",
-        "attention_multiplier": metadata.get("attention.scale"),
-        "embedding_multiplier": metadata.get("embedding_scale"),
-        "residual_multiplier": metadata.get("residual_scale"),
-        "logits_scaling": metadata.get("logit_scale"),
+        "attention_multiplier": metadata.number("attention.scale"),
+        "embedding_multiplier": metadata.number("embedding_scale"),
+        "residual_multiplier": metadata.number("residual_scale"),
+        "logits_scaling": metadata.number("logit_scale"),
     } | _has_biases(metadata, config)
 
 
@@ -266,7 +269,7 @@ def _smollm3(metadata: Metadata, config: _Config) -> _Config:
 
 
 def _olmo2(metadata: Metadata, config: _Config) -> _Config:
-    if metadata.get("attention.sliding_window"):
+    if metadata.whole("attention.sliding_window"):
         raise UnsupportedModelError(
             f"{metadata.path} is OLMo-3, whose layers look back on a window; supported of this architecture is OLMo-2"
         )
@@ -278,7 +281,7 @@ def _lfm2(metadata: Metadata, config: _Config) -> _Config:
     return {
         "model_type": "lfm2",
         "layer_types": kinds,
-        "conv_L_cache": metadata.get("shortconv.l_cache"),
+        "conv_L_cache": metadata.whole("shortconv.l_cache"),
         "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in metadata.tensors) or None,
         "norm_eps": config["rms_norm_eps"],
         "rms_norm_eps": None,

@@ -11,8 +11,9 @@ import numpy as np
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import GgufFile
 from edgellm.engines.formats.safetensors_file import TensorInfo, brief
-from edgellm.engines.formats.strict_formats import LARGEST_SIZE, is_integer
+from edgellm.engines.formats.strict_formats import LARGEST_SIZE, is_integer, is_number
 
+_SMALL_BYTES = 1 << 16
 _ADVICE = "Take another release of this model, made by llama.cpp's own tools"
 
 
@@ -41,15 +42,29 @@ class Metadata:
         """True or false."""
         return self._checked(key, bool, "true or false")
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A whole number from 0 on, which must be there unless there is a default."""
+    def number(self, key: str) -> float | None:
+        """A finite number; None where there is none."""
         value = self.get(key)
-        value = default if value is None else value
-        if not is_integer(value) or not 0 <= value <= LARGEST_SIZE:
+        if value is not None and not is_number(value):
+            raise self.error(key, value, "a finite number")
+        return value
+
+    def whole(self, key: str) -> int | None:
+        """A whole number from 0 on; None where there is none."""
+        value = self.get(key)
+        if value is not None and not (is_integer(value) and 0 <= value <= LARGEST_SIZE):
             raise self.error(key, value, f"a whole number from 0 to {LARGEST_SIZE}")
         return value
 
-    def list(self, key: str, kind: type, words: str) -> list[Any]:
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number from 0 on, which must be there unless there is a default."""
+        value = self.whole(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(key, None, f"a whole number from 0 to {LARGEST_SIZE}")
+        return value
+
+    def entries(self, key: str, kind: type, words: str) -> list[Any]:
         """A list of values of a type, in `words`; empty where there is none."""
         values = self._checked(key, list, f"a list of {words}") or []
         wrong = next((each for each in values if not isinstance(each, kind) or isinstance(each, bool)), None)
@@ -70,7 +85,7 @@ class Metadata:
         """What a key says of all layers alike; None where it is not there."""
         if self.get(key) is None:
             return None
-        values = set(self.of_layers(key))
+        values: set[int] = set(self.of_layers(key))
         if len(values) != 1:
             raise self.error(key, sorted(values), "the same in every layer")
         return values.pop()
@@ -80,13 +95,14 @@ class Metadata:
         return tensor in self.tensors
 
     def values(self, tensor: str, files: Sequence[GgufFile]) -> np.ndarray | None:
-        """A tensor of float32 as it is; None where there is none."""
+        """A small tensor of float32 as it is; None where there is none."""
         info = self.tensors.get(tensor)
         if info is None:
             return None
-        if info.dtype != "float32":
+        if info.dtype != "float32" or info.nbytes > _SMALL_BYTES:
             raise CheckpointError(
-                f"{info.file}: tensor {tensor!r} has the type {info.dtype}, expected float32. {_ADVICE}"
+                f"{info.file}: tensor {tensor!r} has the type {info.dtype} and {info.nbytes:,} bytes, expected float32 "
+                f"and at most {_SMALL_BYTES:,}. {_ADVICE}"
             )
         file = next(each for each in files if each.path == info.file)
         return file.bytes_of(info).view("<f4").reshape(info.shape)

@@ -102,7 +102,7 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     found = {f"{short}_token": _named(metadata, vocabulary, name) for name, short in names.items()}
     config: dict[str, Any] = {key: text for key, text in found.items() if text is not None}
     template = metadata.text("tokenizer.chat_template")
-    others = metadata.list("tokenizer.chat_templates", str, "texts")
+    others = metadata.entries("tokenizer.chat_templates", str, "texts")
     named = {name: metadata.text(f"tokenizer.chat_template.{name}") for name in others}
     if template is not None and any(named.values()):
         templates = {"default": template} | {name: text for name, text in named.items() if text is not None}
@@ -113,10 +113,10 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _vocabulary(metadata: Metadata) -> _Vocabulary:
-    texts = metadata.list("tokenizer.ggml.tokens", str, "texts")
+    texts = metadata.entries("tokenizer.ggml.tokens", str, "texts")
     if not texts:
         raise metadata.error("tokenizer.ggml.tokens", texts, "the tokens of the model")
-    kinds = metadata.list("tokenizer.ggml.token_type", int, "whole numbers") or [_NORMAL] * len(texts)
+    kinds = metadata.entries("tokenizer.ggml.token_type", int, "whole numbers") or [_NORMAL] * len(texts)
     if len(kinds) != len(texts):
         raise metadata.error("tokenizer.ggml.token_type", f"of {len(kinds)} tokens", f"as many as tokens, {len(texts)}")
     ids: dict[str, int] = {}
@@ -135,7 +135,7 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers
     if pre is None:
         raise metadata.error("tokenizer.ggml.pre", name, f"one of {', '.join(_PRES)}")
     merges = []
-    for merge in metadata.list("tokenizer.ggml.merges", str, "texts"):
+    for merge in metadata.entries("tokenizer.ggml.merges", str, "texts"):
         first, space, second = merge.partition(" ")
         if not space or not {first, second, first + second} <= vocabulary.ids.keys():
             raise metadata.error("tokenizer.ggml.merges", merge, "two tokens with a space between, which give a token")
@@ -156,7 +156,7 @@ def _sentence_pieces(metadata: Metadata, vocabulary: _Vocabulary) -> tokenizers.
     in no piece."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = metadata.list("tokenizer.ggml.scores", float, "numbers")
+    scores = metadata.entries("tokenizer.ggml.scores", float, "numbers")
     if len(scores) != len(vocabulary.texts):
         expected = f"as many as tokens, {len(vocabulary.texts)}"
         raise metadata.error("tokenizer.ggml.scores", f"of {len(scores)} tokens", expected)

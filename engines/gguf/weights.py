@@ -130,7 +130,7 @@ class _Naming:
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = metadata
         self._architecture: Architecture = architecture(metadata)
-        self._names = _MODULES | self._architecture.names
+        self._names = {**_MODULES, **self._architecture.names}
         self._layers = metadata.count("block_count") - metadata.count("nextn_predict_layers", 0)
 
     def named(self, info: TensorInfo) -> Sequence[tuple[str, tuple[TensorInfo, _Change]]]:
@@ -192,7 +192,7 @@ class _Naming:
 
     @property
     def _has_delta(self) -> bool:
-        return self._metadata.get("ssm.time_step_rank") is not None
+        return self._metadata.whole("ssm.time_step_rank") is not None
 
     @property
     def _value_size(self) -> int:

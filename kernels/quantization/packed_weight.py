@@ -45,9 +45,9 @@ class WeightFormat:
     def __str__(self) -> str:
         """The format in words, as in "int4, groups of 128, zero points"."""
         parts = [self.codes, "whole rows" if self.group is None else f"groups of {self.group}"]
-        named = (("zero points", self.zeros), ("permuted columns", self.permuted), ("scaled inputs", self.scaled))
-        named += (("minima", self.minima),)
-        return ", ".join([*parts, *(name for name, is_there in named if is_there)])
+        named = {"zero points": self.zeros, "permuted columns": self.permuted, "scaled inputs": self.scaled}
+        named["minima"] = self.minima
+        return ", ".join([*parts, *(name for name, is_there in named.items() if is_there)])
 
     @property
     def bits(self) -> int:

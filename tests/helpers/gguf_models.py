@@ -72,7 +72,7 @@ def write_model(checkpoint: Path, target: Path, more: dict[str, Any] | None = No
         changed = _changed(name, values, kind, config)
         packed = None if kinds is None else kinds(new, changed)
         written[new] = packed or _dense(changed, stored[name][0])
-    factors = _rope_factors(config)
+    factors = rope_factors(config)
     if factors is not None:
         written["rope_freqs.weight"] = _dense(factors, "F32")
     return write_gguf(target, metadata, written)
@@ -228,7 +228,7 @@ def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
     return metadata | {f"{kind}.{key}": value for key, value in found.items() if value is not None}
 
 
-def _rope_factors(config: dict[str, Any]) -> np.ndarray | None:
+def rope_factors(config: dict[str, Any]) -> np.ndarray | None:
     """By which the frequencies of Llama 3 are divided."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if rope.get("rope_type") != "llama3":

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf_models import ARCHITECTURES, write_model
-from gguf_writing import dense, write_gguf
+from gguf_models import ARCHITECTURES, rope_factors, write_model
+from gguf_writing import Typed, dense, write_gguf
 from golden_files import golden_folder, largest_difference, read_tensors
 from golden_sequences import Sequences
 from mtp_checkpoints import golden_checkpoint
@@ -164,6 +164,41 @@ def test_what_files_leave_out_and_numbers_as_they_were_meant(tmp_path: Path) -> 
 def test_metadata_that_is_wrong(tmp_path: Path, changed: Any, error: type[Exception], expected: str) -> None:
     with pytest.raises(error, match=expected):
         model_config(open_split(_minimal(tmp_path, **changed)))
+
+
+WRONG = ("x", True, -1, 0, 1, 3, 1 << 31, 1e30, float("nan"), [], [1, 2], ["a"], [True, False])
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied"]
+)
+def test_no_value_of_metadata_does_more_than_an_error(tmp_path: Path, name: str) -> None:
+    file = write_model(GOLDENS / name, tmp_path / "model.gguf")
+    tried, refused = 0, 0
+    for key in open_split(file)[0].metadata:
+        for wrong in WRONG:
+            changed = Typed(10, (1 << 31).to_bytes(8, "little")) if wrong == 1 << 31 else wrong
+            write_model(GOLDENS / name, file, more={key: changed})
+            tried += 1
+            try:
+                config = decoder_config(json.loads(json.dumps(model_config(open_split(file)))))
+                opened = open_gguf_weights(file)[0]
+                inverse_frequencies(config, 32)
+                for info in opened.tensors.values():
+                    opened.bytes_of(info)
+            except (CheckpointError, UnsupportedModelError):
+                refused += 1
+    assert tried / 2 < refused < tried
+
+
+@pytest.mark.parametrize(("factor", "size", "theta"), [(8.0, 128, 500000.0), (32.0, 64, 500000.0)])
+def test_factors_of_llama_3_are_known_again(tmp_path: Path, factor: float, size: int, theta: float) -> None:
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    factors = rope_factors({"rope_scaling": scaling, "rope_theta": theta, "head_dim": size})
+    assert factors is not None
+    file = _minimal(tmp_path, {"rope_freqs.weight": dense(factors)}, llama__rope__freq_base=theta)
+    assert model_config(open_split(file))["rope_parameters"] == {"rope_theta": theta} | scaling
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:
