@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
-from gguf_writing import Tensor, write_gguf
+from gguf_writing import Tensor, dense, random_blocks, write_gguf
 from golden_files import read_tensors
+
+from edgellm.engines.formats.gguf_file import open_split
+from edgellm.engines.gguf.architectures import model_config
 
 #: By `model_type`, llama.cpp's name.
 ARCHITECTURES = {
@@ -54,6 +58,35 @@ _MTP = {
     "pre_fc_norm_hidden": "nextn.hnorm",
     "norm": "nextn.shared_head_norm",
 }
+
+
+#: Types of a model's layers as llama.cpp mixes them, and a step for each way in which kernels get one.
+MIXTURE = {
+    **{"attn_q": "q4_k", "attn_k": "q4_k", "attn_v": "q6_k", "attn_output": "q4_0"},
+    **{"ffn_gate": "q8_0", "ffn_up": "q8_0", "ffn_down": "iq4_xs"},
+}
+MIXTURE_HEADS, _HIDDEN, _VOCABULARY = 4, 256, 96
+
+
+def write_mixture(folder: Path, kinds: Mapping[str, str] = MIXTURE, head: str = "q8_0", scale: float = 0.01) -> Path:
+    """A folder with a Llama of two layers in a GGUF file of random blocks, with factors as `random_blocks` has them."""
+    random, rows = np.random.default_rng(11), {"attn_k": _HIDDEN // 2, "attn_v": _HIDDEN // 2}
+    own = {"block_count": 2, "embedding_length": _HIDDEN, "feed_forward_length": _HIDDEN, "context_length": 64}
+    own |= {"attention.head_count": MIXTURE_HEADS, "attention.head_count_kv": 2}
+    own |= {"attention.layer_norm_rms_epsilon": 1e-5}
+    metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in own.items()}
+    norm = dense(random.uniform(0.5, 1.5, _HIDDEN).astype(np.float32))
+    tensors = {"token_embd.weight": random_blocks("q8_0", (_VOCABULARY, _HIDDEN), random, scale)}
+    for layer in range(2):
+        for name, kind in kinds.items():
+            shape = rows.get(name, _HIDDEN), _HIDDEN
+            tensors[f"blk.{layer}.{name}.weight"] = random_blocks(kind, shape, random, scale)
+        tensors |= {f"blk.{layer}.{name}.weight": norm for name in ("attn_norm", "ffn_norm")}
+    tensors |= {"output_norm.weight": norm, "output.weight": random_blocks(head, (_VOCABULARY, _HIDDEN), random, scale)}
+    folder.mkdir(exist_ok=True)
+    file = write_gguf(folder / "model.gguf", metadata, tensors)
+    (folder / "config.json").write_text(json.dumps(model_config(open_split(file))))
+    return folder
 
 
 def write_model(checkpoint: Path, target: Path, more: dict[str, Any] | None = None, kinds: Any = None) -> Path:

@@ -98,8 +98,8 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Te
     return path
 
 
-def random_blocks(kind: str, shape: tuple[int, ...], random: np.random.Generator) -> Tensor:
-    """A tensor of random blocks, whose scales are small finite numbers."""
+def random_blocks(kind: str, shape: tuple[int, ...], random: np.random.Generator, scale: float = 0.01) -> Tensor:
+    """A tensor of random blocks, whose factors are in a bell of the deviation `scale`; of MXFP4 whole powers of two."""
     _, elements, size = NUMBERS[kind]
     blocks = random.integers(0, 256, (math.prod(shape) // elements, size), np.uint8)
     if kind == "mxfp4":
@@ -107,5 +107,5 @@ def random_blocks(kind: str, shape: tuple[int, ...], random: np.random.Generator
     for place in {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "mxfp4": ()}.get(
         kind, (0,)
     ):
-        blocks[:, place : place + 2] = (random.normal(0, 0.01, (len(blocks), 1))).astype("<f2").view(np.uint8)
+        blocks[:, place : place + 2] = random.normal(0, scale, (len(blocks), 1)).astype("<f2").view(np.uint8)
     return Tensor(kind, shape, blocks.tobytes())

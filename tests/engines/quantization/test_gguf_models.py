@@ -7,45 +7,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_writing import Tensor, dense, random_blocks, write_gguf
+from gguf_models import MIXTURE, MIXTURE_HEADS, write_mixture
+from gguf_writing import dense, random_blocks, write_gguf
 
 from edgellm.engines.backends.device_layouts import packed_layouts
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import described_parts, iterate_weight_parts, load_numpy_weights
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.families import decoder_config
-from edgellm.engines.formats.gguf_file import GgufFile, open_split
+from edgellm.engines.formats.gguf_file import GgufFile
 from edgellm.engines.formats.tensors import convert
-from edgellm.engines.gguf.architectures import model_config
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.quantization.layout import LinearTensors
-
-HIDDEN, HEADS, ROWS = 256, 4, 96
-#: A mixture as llama.cpp makes them, and a format for each way in which kernels get a step.
-KINDS = {
-    **{"attn_q": "q4_k", "attn_k": "q4_k", "attn_v": "q6_k", "attn_output": "q4_0"},
-    **{"ffn_gate": "q8_0", "ffn_up": "q8_0", "ffn_down": "iq4_xs"},
-}
-
-
-def _llama(folder: Path, kinds: dict[str, str] = KINDS, head: str = "q8_0") -> Path:
-    random = np.random.default_rng(11)
-    own = {"block_count": 2, "embedding_length": HIDDEN, "feed_forward_length": HIDDEN, "context_length": 64}
-    own |= {"attention.head_count": HEADS, "attention.head_count_kv": 2, "attention.layer_norm_rms_epsilon": 1e-5}
-    metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in own.items()}
-    norm = dense(random.uniform(0.5, 1.5, HIDDEN).astype(np.float32))
-    tensors: dict[str, Tensor] = {"token_embd.weight": random_blocks("q8_0", (ROWS, HIDDEN), random)}
-    for layer in range(2):
-        rows = {"attn_k": HIDDEN // 2, "attn_v": HIDDEN // 2}
-        for name, kind in kinds.items():
-            tensors[f"blk.{layer}.{name}.weight"] = random_blocks(kind, (rows.get(name, HIDDEN), HIDDEN), random)
-        tensors |= {f"blk.{layer}.{name}.weight": norm for name in ("attn_norm", "ffn_norm")}
-    tensors |= {"output_norm.weight": norm, "output.weight": random_blocks(head, (ROWS, HIDDEN), random)}
-    folder.mkdir(exist_ok=True)
-    file = write_gguf(folder / "model.gguf", metadata, tensors)
-    (folder / "config.json").write_text(json.dumps(model_config(open_split(file))))
-    return folder
 
 
 def _as_stored(folder: Path, name: str) -> np.ndarray:
@@ -67,7 +41,7 @@ def _unpaired(values: np.ndarray, heads: int) -> np.ndarray:
 
 
 def test_numpy_loads_the_values_of_the_file(tmp_path: Path) -> None:
-    folder = _llama(tmp_path / "model")
+    folder = write_mixture(tmp_path / "model")
     with Checkpoint.open(folder) as checkpoint:
         config = decoder_config(checkpoint.config)
         assert (config.dtype, config.tie_word_embeddings) == ("float16", False)
@@ -78,7 +52,7 @@ def test_numpy_loads_the_values_of_the_file(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found["lm_head.weight"], stored["output.weight"])
     for layer in range(2):
         parts = [stored[f"blk.{layer}.attn_{each}.weight"] for each in "qkv"]
-        qkv = np.concatenate((_unpaired(parts[0], HEADS), _unpaired(parts[1], 2), parts[2]))
+        qkv = np.concatenate((_unpaired(parts[0], MIXTURE_HEADS), _unpaired(parts[1], 2), parts[2]))
         np.testing.assert_array_equal(found[f"model.layers.{layer}.self_attn.qkv_proj.weight"], qkv)
         np.testing.assert_array_equal(
             found[f"model.layers.{layer}.mlp.down_proj.weight"], stored[f"blk.{layer}.ffn_down.weight"]
@@ -87,7 +61,7 @@ def test_numpy_loads_the_values_of_the_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_kernels_get_what_they_take_packed_and_the_rest_dense(tmp_path: Path, dtype: str) -> None:
-    folder = _llama(tmp_path / "model")
+    folder = write_mixture(tmp_path / "model")
     with Checkpoint.open(folder) as checkpoint:
         config = decoder_config(checkpoint.config)
         specs = decoder_weights(config)
@@ -105,15 +79,15 @@ def test_kernels_get_what_they_take_packed_and_the_rest_dense(tmp_path: Path, dt
 
 
 def test_equal_formats_and_others_in_one_step(tmp_path: Path) -> None:
-    same = dict.fromkeys(KINDS, "q4_0")
-    with Checkpoint.open(_llama(tmp_path / "same", same)) as checkpoint:
+    same = dict.fromkeys(MIXTURE, "q4_0")
+    with Checkpoint.open(write_mixture(tmp_path / "same", same)) as checkpoint:
         specs = decoder_weights(decoder_config(checkpoint.config))
         names = packed_layouts(checkpoint, specs, "float16").keys()
         assert "model.layers.1.self_attn.qkv_proj.weight" in names
         assert "model.embed_tokens.weight" not in names
         words = "GGUF Q4_0: int4, groups of 32"
         assert described_parts(checkpoint, specs)[words][0] == 14
-    with Checkpoint.open(_llama(tmp_path / "mixed", same | {"attn_v": "q8_0"})) as checkpoint:
+    with Checkpoint.open(write_mixture(tmp_path / "mixed", same | {"attn_v": "q8_0"})) as checkpoint:
         names = packed_layouts(checkpoint, specs, "float16").keys()
         assert "model.layers.1.self_attn.qkv_proj.weight" not in names
         assert "model.layers.1.mlp.gate_up_proj.weight" in names
@@ -143,7 +117,7 @@ def test_columns_of_the_delta_rule_are_put_back(tmp_path: Path) -> None:
 
 
 def test_packed_norms_and_shapes_that_do_not_fit(tmp_path: Path) -> None:
-    folder = _llama(tmp_path / "model")
+    folder = write_mixture(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 512}
     (folder / "config.json").write_text(json.dumps(config))
     with Checkpoint.open(folder) as checkpoint:
