@@ -18,6 +18,7 @@ from edgellm.commands.options import ModelOption, RevisionOptions
 from edgellm.commands.table import argument, option, options_of, takes_options
 from edgellm.engines.building.builder import add_targets, build_engine_directory, refresh_plans
 from edgellm.engines.building.checks import EMBEDDINGS, choose_limits, planned_targets
+from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.building.plans import BuildReport
 from edgellm.engines.building.targets import read_targets
 from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, DTYPES
@@ -44,8 +45,8 @@ def _read_release(name: str, value: str) -> tuple[int, int]:
 
 class BuildOptions(ModelOption, RevisionOptions):
     checkpoint: Path | None = argument(
-        "Hugging Face directory with config.json, tokenizer.json and safetensors, or a name on the hub: ORG/NAME or "
-        "ORG/NAME:FILE.gguf."
+        "Hugging Face directory with config.json, tokenizer.json and safetensors, a GGUF file, or a name on the hub: "
+        "ORG/NAME or ORG/NAME:FILE.gguf."
     )
     engine_directory: Path | None = argument("The engine directory to make.", metavar="engine_dir")
     model: Path | None = option("The engine directory to make, in place of the argument.", "--model", "-m")
@@ -75,7 +76,9 @@ class BuildOptions(ModelOption, RevisionOptions):
         "that is float32]."
     )
     attention: str = _plan_option("auto, native (IAttention) or composed.", default="auto")
-    weights: str = _weight_option("copy the weights, or link to those of the checkpoint.", default="copy")
+    weights: str | None = _weight_option(
+        "copy the weights, or link to those of the checkpoint [default: copy; of a GGUF file link]."
+    )
     head: str = _weight_option(
         "Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
         default=HEADS[0],
@@ -172,13 +175,14 @@ def build(given: BuildOptions) -> None:
             checkpoint, origin = checkpoint_of(checkpoint, given.revision, given.update, display)
             draft = None if draft is None else str(checkpoint_of(draft, None, False, display)[0])
         asked = given.arguments_of(choose_limits) | ({"has_draft": False} if given.no_mtp else {})
-        with progress_display() as display:
+        with checkpoint_folder(checkpoint) as folder, progress_display() as display:
             report = build_engine_directory(
-                checkpoint,
+                folder,
                 engine_dir,
                 **given.arguments_of(
                     build_engine_directory,
                     limits=asked,
+                    weights=given.weights or ("copy" if folder == checkpoint else "link"),
                     targets=planned,
                     kernels=kernels,
                     cuda=cuda,
@@ -186,7 +190,7 @@ def build(given: BuildOptions) -> None:
                     draft=draft,
                     origin=origin,
                     adapters=named_directories(given.lora or []),
-                    tool_format=checkpoint_format(checkpoint, given.tool_format),
+                    tool_format=checkpoint_format(folder, given.tool_format),
                     check=partial(_try, given.try_token, display),
                 ),
             )

@@ -153,6 +153,7 @@ def verify(given: VerifyOptions) -> None:
     Example: edgellm cache verify --all --model robot-engines
     """
     from edgellm.engines.directories.engine_directory import EngineDirectory
+    from edgellm.hub.directories import local_directory
     from edgellm.snapshots.binding import snapshot_binding
     from edgellm.snapshots.file import check_binding, verify_snapshot
 
@@ -163,7 +164,7 @@ def verify(given: VerifyOptions) -> None:
             verify_snapshot(item.path, snapshot)
             if given.model is not None:
                 found = snapshot.facts.binding
-                directory = EngineDirectory.open(given.model).with_kv_cache(found.kv_cache)
+                directory = EngineDirectory.open(local_directory(given.model)).with_kv_cache(found.kv_cache)
                 dtype = "float32" if found.backend == "numpy" else directory.dtype
                 kind = found.backend, dtype, found.has_draft, found.adapter
                 expected = snapshot_binding(directory, *kind, executor=found.executor)

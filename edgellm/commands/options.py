@@ -41,7 +41,7 @@ def _set_debug(value: bool) -> None:
         os.environ["EDGELLM_DEBUG"] = "1"
 
 
-_MODEL = "Engine directory, or a name on the hub: ORG/NAME or ORG/NAME:FILE.gguf"
+_MODEL = "Engine directory, GGUF file, or a name on the hub: ORG/NAME or ORG/NAME:FILE.gguf"
 
 
 class ModelOption(Options, panel="Model"):
@@ -73,7 +73,7 @@ class RevisionOptions(Options, panel="Models named as on the hub"):
 
 
 class NamedModelOptions(RevisionOptions, panel="Models named as on the hub"):
-    """How the directory is built of a model that has a name."""
+    """How the directory is built of a model that has a name, or is a GGUF file."""
 
     max_batch: int | None = option("Sequences at once, as edgellm build takes it.")
     kv_capacity: int | None = option("Tokens of context, as edgellm build takes it.")

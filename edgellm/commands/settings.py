@@ -185,11 +185,14 @@ def _with_directory(settings: Settings, given: options.NamedModelOptions) -> Set
     revision = given.revision or settings.build.get("revision")
     own = given.build_arguments()
     if settings.model is not None:
+        from edgellm.engines.checkpoints.weight_files import is_gguf_file
         from edgellm.hub.names import HubName
 
-        if HubName.of(settings.model, revision) is not None:
+        is_name = HubName.of(settings.model, revision) is not None
+        if is_name or is_gguf_file(settings.model):
             from edgellm.hub.directories import local_directory
 
+            revision = revision if is_name else given.revision
             build = {key: value for key, value in settings.build.items() if key != "revision"} | own
             with progress_display() as display:
                 return replace(settings, model=local_directory(settings.model, revision, given.update, build, display))
@@ -198,7 +201,7 @@ def _with_directory(settings: Settings, given: options.NamedModelOptions) -> Set
         flag = "draft-checkpoint" if named[0] == "draft" else named[0].replace("_", "-")
         model = settings.model or "the shipped model"
         raise typer.BadParameter(
-            f"is for a model that is named as on the hub, ORG/NAME: {model} is opened as it was built",
+            f"is for a model that is named as on the hub, ORG/NAME, or a GGUF file: {model} is opened as it was built",
             param_hint=f"--{flag}",
         )
     return settings

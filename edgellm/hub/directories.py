@@ -1,4 +1,4 @@
-"""Engine directories in the user's cache of models that are named ORG/NAME, made where one is opened."""
+"""Engine directories in the user's cache of names on the hub and of GGUF files, made where one is opened."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from edgellm.engines.checkpoints.weight_files import is_gguf_file
 from edgellm.engines.directories.engine_directory import EngineDirectory, ModelSource
 from edgellm.engines.errors import EngineDirectoryError
 from edgellm.engines.formats.digests import hash_bytes
 from edgellm.engines.model.config import MTP
 from edgellm.errors import RequestError, did_you_mean, require
-from edgellm.hub.downloads import Download, Progress, fetch, repository_folder
+from edgellm.hub.downloads import Progress, fetch, repository_folder
 from edgellm.hub.names import HubName
+from edgellm.kernels.cache_directory import user_cache_directory
 
 if TYPE_CHECKING:
     from edgellm.engines.building.plans import BuildReport
@@ -38,8 +40,8 @@ def local_directory(
     build: Mapping[str, Any] | None = None,
     progress: Progress = lambda stage, done, total: None,
 ) -> Path:
-    """The engine directory of a model: the path that it is or, of a name ORG/NAME or ORG/NAME:FILE.gguf on the hub, one
-    in the user's cache, which is made where it is not there.
+    """The engine directory of a model: the path that it is or, of a GGUF file and of a name ORG/NAME or
+    ORG/NAME:FILE.gguf on the hub, one in the user's cache, which is made where it is not there as the model is now.
 
     `build` are arguments of the build by name, of `BUILD_OPTIONS`; a directory is of its commit and of these. The hub
     is asked for what is not there, and with `update`. Raises HubError, RequestError for arguments that are wrong or, of
@@ -48,16 +50,30 @@ def local_directory(
     require(isinstance(revision, (str, type(None))), "revision", revision, "a branch, a tag or a commit, or None")
     require(isinstance(update, bool), "update", update, "True or False")
     options, name = checked_options({} if build is None else build), HubName.of(model, revision)
+    is_file = name is None and is_gguf_file(Path(model))
     if name is None:
-        _require_name(model, revision, update, options)
-        return Path(model)
+        _require_name(model, revision, update, () if is_file else options)
+        if not is_file:
+            return Path(model)
     draft, named = _fetched_draft(options, update, progress)
-    with locked(repository_folder(name.repository)):
-        download = fetch(name, update, progress)
-        target = repository_folder(name.repository) / _directory_name(download, options | named)
+    folder = file_folder() if name is None else repository_folder(name.repository)
+    with locked(folder):
+        if name is None:
+            place = os.path.realpath(model)  # by which a file is known
+            source, origin, parts = Path(model), None, [f"{Path(place).stem}-{hash_bytes(os.fsencode(place))[:12]}"]
+        else:
+            download = fetch(name, update, progress)
+            source, origin = download.path, download.source(name.revision)
+            parts = [download.commit[:12], *filter(None, [download.gguf])]
+        target = folder / _directory_name(parts, options | named)
         if not _is_usable(target):
-            _build(name, download, target, options | draft, progress)
+            _build(str(model), source, target, options | draft, origin, progress)
     return target
+
+
+def file_folder() -> Path:
+    """Where the directories of GGUF files lie, in the user's cache."""
+    return user_cache_directory() / "gguf"
 
 
 def checkpoint_of(
@@ -108,9 +124,8 @@ def _fetched_draft(
     return {"draft": str(path.absolute())}, {"draft": named}
 
 
-def _directory_name(download: Download, options: Mapping[str, Any]) -> str:
+def _directory_name(parts: Iterable[str], options: Mapping[str, Any]) -> str:
     """As in "0123456789ab,kv_capacity=8192"; what a name cannot hold is in a digest behind it."""
-    parts = [download.commit[:12], *filter(None, [download.gguf])]
     whole = ",".join([*parts, *(f"{key}={options[key]}" for key in sorted(options))])
     name = re.sub(r"[^\w.,=@+-]", "-", whole, flags=re.ASCII)[:_LONGEST_NAME]
     return name if name == whole else f"{name}-{hash_bytes(whole.encode())[:8]}"
@@ -124,31 +139,34 @@ def _is_usable(target: Path) -> bool:
     return True
 
 
-def _build(name: HubName, download: Download, target: Path, options: Mapping[str, Any], progress: Progress) -> None:
+def _build(
+    model: str, source: Path, target: Path, options: Mapping[str, Any], origin: ModelSource | None, progress: Progress
+) -> None:
     from edgellm.built import read_built  # what opening need not load
     from edgellm.engines.building.builder import build_engine_directory
+    from edgellm.engines.building.gguf_folder import checkpoint_folder
     from edgellm.tool_calls.formats import checkpoint_format
 
     def check(path: Path, report: BuildReport) -> None:
         for note in read_built(path):  # of what cannot be used
-            logger.warning("%s: %s", name, note)
+            logger.warning("%s: %s", model, note)
 
-    source = download.path
     asked = {option: value for option, value in options.items() if option in (*_LIMITS, "kv_cache")}
-    report = build_engine_directory(
-        source,
-        target,
-        limits=asked,
-        weights="link",
-        force=True,
-        progress=progress,
-        tool_format=checkpoint_format(source, None) if source.is_dir() else None,
-        check=check,
-        origin=download.source(name.revision),
-        **{option: value for option, value in options.items() if option not in asked},
-    )
+    with checkpoint_folder(source) as folder:
+        report = build_engine_directory(
+            folder,
+            target,
+            limits=asked,
+            weights="link",
+            force=True,
+            progress=progress,
+            tool_format=checkpoint_format(folder, None),
+            check=check,
+            origin=origin,
+            **{option: value for option, value in options.items() if option not in asked},
+        )
     for note in report.notes:
-        logger.info("%s: %s", name, note)
+        logger.info("%s: %s", model, note)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from edgellm.engines.directories.engine_directory import DESCRIPTION_NAME, Engin
 from edgellm.engines.directories.engine_parts import DRAFT_FOLDER, LORA_FOLDER, VISION_FOLDER
 from edgellm.engines.directories.kernel_folders import KERNELS_FOLDER
 from edgellm.errors import EngineDirectoryError, HubError, did_you_mean
-from edgellm.hub.directories import LOCK_NAME, locked
+from edgellm.hub.directories import LOCK_NAME, file_folder, local_directory, locked
 from edgellm.hub.downloads import RECORD_NAME, Download, Record, repository_folder
 from edgellm.hub.names import HubName
 from edgellm.kernels.atomic_write import write_atomically
@@ -43,6 +43,12 @@ def models() -> list[Model]:
         if directory is not None:
             source = directory.source
             found.append(Model("built", directory.name, path, _own_bytes(path), source.commit if source else ""))
+    files = file_folder()
+    for path in sorted(files.iterdir()) if files.is_dir() else ():
+        directory = _described(path)
+        if directory is not None:
+            of = next((path / file for file in directory.weight_files if file.endswith(".gguf")), path)
+            found.append(Model("cached", str(of.resolve()), path, _own_bytes(path)))
     for folder in _repository_folders():
         for directory in _cached_directories(folder):
             source = directory.source
@@ -64,7 +70,7 @@ def existing_directory(model: str | Path) -> Path:
     there are several."""
     name = HubName.of(model)
     if name is None:
-        return Path(model)
+        return local_directory(model)  # of a GGUF file one that is made of it
     found = _cached_directories(repository_folder(name.repository), name.file)
     if len(found) == 1:
         return found[0].path

@@ -10,7 +10,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import EngineError
 from edgellm.engines.families.programs import ModelConfig, model_weights
 from edgellm.engines.model.config import DELTA_PROJECTIONS, DecoderConfig, DraftConfig, WeightSpec
-from edgellm.engines.model.decoder import HEAD, decoder_weights, head_format
+from edgellm.engines.model.decoder import EMBEDDING, HEAD, decoder_weights, head_format
 from edgellm.engines.model.memory_plan import weight_bytes
 from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.quantization.device_layout import DeviceLayout, layout_refusal
@@ -76,7 +76,7 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
     found: dict[str, DeviceLayout] = {}
     for spec in specs:
         formats = {checkpoint.weight_format(name, shape) for name, shape in spec.parts}
-        if formats == {None}:
+        if formats == {None} or _becomes_dense(checkpoint, spec, formats, dtype):
             continue
         format = next(each for each in formats if each is not None)
         reason = layout_refusal(format, dtype)
@@ -93,6 +93,16 @@ def packed_layouts(checkpoint: Checkpoint, specs: Sequence[WeightSpec], dtype: s
         multiplied = "float32" if format.codes == "fp8" or format.dtype == "float32" else None
         found[spec.name] = DeviceLayout(format, rows, columns, dtype=dtype, multiplied=multiplied)
     return found
+
+
+def _becomes_dense(checkpoint: Checkpoint, spec: WeightSpec, formats: set[WeightFormat | None], dtype: str) -> bool:
+    """Whether packed parts of a spec are dense on the device: those that may be, where its kernels do not take them or
+    not together, and tables of embeddings."""
+    layouts = [checkpoint.layout(name, shape) for name, shape in spec.parts]
+    if not all(layout is None or layout.may_be_dense for layout in layouts):
+        return False
+    refused = any(format is not None and layout_refusal(format, dtype) is not None for format in formats)
+    return refused or len(formats) > 1 or spec.name == EMBEDDING
 
 
 def _head_layout(config: ModelConfig, dtype: str) -> dict[str, DeviceLayout]:

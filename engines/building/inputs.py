@@ -293,9 +293,9 @@ def _weight_files(
     checkpoint: Checkpoint, prefix: str, published: dict[str, Path], more: Sequence[str] = ()
 ) -> dict[str, Path]:
     """The weight files by name; the index of several, and what there is of `more`, joins the `published` files."""
-    index = [WEIGHT_INDEX] if len(checkpoint.files) > 1 else []
-    there = [name for name in more if (checkpoint.path / name).exists()]
-    published |= {f"{prefix}{name}": checkpoint.path / name for name in (*there, *index)}
+    names = (*more, WEIGHT_INDEX) if len(checkpoint.files) > 1 else more
+    there = [name for name in names if (checkpoint.path / name).exists()]
+    published |= {f"{prefix}{name}": checkpoint.path / name for name in there}
     return {f"{prefix}{path.name}": path for path in checkpoint.files}
 
 

@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from edgellm.engines.checkpoints.weight_files import HEAD_FILE, SINGLE_FILE, foreign_model, open_weight_files
+from edgellm.engines.checkpoints.weight_files import (
+    HEAD_FILE,
+    SINGLE_FILE,
+    WeightFile,
+    foreign_model,
+    open_weight_files,
+)
 from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.safetensors_file import SafetensorsFile, TensorInfo
 from edgellm.engines.formats.strict_formats import JSONObject
@@ -25,6 +31,7 @@ from edgellm.engines.formats.tensors import (
     published_names,
     value_and_place,
 )
+from edgellm.engines.gguf.weights import GgufWeights
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.quantization.compressed_tensors import PackQuantized
 from edgellm.engines.quantization.config import read_quantization
@@ -51,7 +58,8 @@ _WEIGHT = ".weight"
 
 
 class Checkpoint:
-    """A directory with `config.json` and weights. Tensors are views of the mapped files until they are converted.
+    """A directory with `config.json` and weights. Tensors are views of the mapped files until they are converted; those
+    of GGUF files are read when they are asked for.
 
     `config` and `generation_config` (None where the file is missing) are as published; `tensors` by name, those of a
     multimodal model's language model by the names that it has alone; `files` the weight files in order of their names.
@@ -64,7 +72,7 @@ class Checkpoint:
         path: Path,
         config: dict[str, Any],
         generation_config: dict[str, Any] | None,
-        files: list[SafetensorsFile],
+        files: Sequence[WeightFile],
         quantization: Quantization | None = None,
         head: WeightFormat | None = None,
     ) -> None:
@@ -72,8 +80,12 @@ class Checkpoint:
         self.config = config
         self.generation_config = generation_config
         self.quantization = quantization
-        self._files = {file.path: file for file in files}
+        self._files: dict[Path, WeightFile] = {file.path: file for file in files}
         self.tensors: dict[str, TensorInfo] = {name: info for file in files for name, info in file.tensors.items()}
+        #: Of packed tensors of GGUF files, which say so of each.
+        self._layouts = {
+            name: found for file in files if isinstance(file, GgufWeights) for name, found in file.layouts.items()
+        }
         self._is_multimodal = is_multimodal(config)
         #: Which rows of which tensor the head is, where it is not one of its own.
         self._head_rows: tuple[TensorInfo, np.ndarray] | None = None
@@ -96,7 +108,8 @@ class Checkpoint:
         quantization = read_quantization(path, config)
         generation = path / "generation_config.json"
         generation_config = JSONObject.read(generation, CheckpointError).values if generation.exists() else None
-        files = open_weight_files(path) + ([] if head is None else [SafetensorsFile(head_file or path / HEAD_FILE)])
+        own = [] if head is None else [SafetensorsFile(head_file or path / HEAD_FILE)]
+        files = [*open_weight_files(path), *own]
         return cls(path, config, generation_config, files, quantization, head)
 
     def use_shortlist(self, file: Path, mapping: str, source: str) -> None:
@@ -184,6 +197,8 @@ class Checkpoint:
             return self._head
         if name == _HEAD and self._head_rows is not None:
             return None
+        if name in self._layouts:
+            return self._layouts[name]
         if name.startswith("mtp.") and name in self.tensors and self.tensors[name].dtype in STORAGE:
             return None  # a draft head's that ships with the model: not all who pack a model say that it is dense
         if self.quantization is None or len(shape) != 2 or not name.endswith(_WEIGHT) or name.endswith(_TABLES):

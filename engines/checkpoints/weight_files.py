@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.gguf_file import MAGIC
 from edgellm.engines.formats.safetensors_file import SafetensorsFile
 from edgellm.engines.formats.small_files import size_limit
 from edgellm.engines.formats.strict_formats import JSONObject
+from edgellm.engines.gguf.weights import GgufWeights, open_gguf_weights
 from edgellm.kernels.user_paths import printable
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+#: A GGUF file, where it is the only one; of several the first.
+GGUF_FILE, _FIRST_GGUF_FILE = "model.gguf", "model-00001-of-?????.gguf"
 #: In an engine directory the head, where it was packed when the directory was built.
 HEAD_FILE = "head.safetensors"
 #: In the folder of a draft that ships with the model, which ids of the model's vocabulary it has.
@@ -28,12 +33,19 @@ _CONVERSION = (
 )
 
 
-def open_weight_files(path: Path) -> list[SafetensorsFile]:
-    """The one file of weights, or the several that an index names; CheckpointError where there are none."""
+#: A file of a checkpoint, open.
+WeightFile = SafetensorsFile | GgufWeights
+
+
+def open_weight_files(path: Path) -> Sequence[WeightFile]:
+    """The one file of weights, or the several of an index or by their names; CheckpointError where there are none."""
     if _is_there(path / SINGLE_FILE):
         return [SafetensorsFile(path / SINGLE_FILE)]
     if _is_there(path / INDEX_FILE):
         return _open_shards(path)
+    gguf = [file for pattern in (GGUF_FILE, _FIRST_GGUF_FILE) for file in path.glob(pattern)]
+    if gguf:
+        return open_gguf_weights(gguf[0])
     raise _no_weights(path)
 
 
@@ -107,18 +119,16 @@ def _no_weights(path: Path) -> CheckpointError:
 
 #: ORG/NAME, as models are named on the Hugging Face Hub.
 HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
-_GGUF_START = b"GGUF"
 
 
 def foreign_model(path: Path) -> str | None:
-    """One or two sentences about a GGUF file, a directory of them, or what looks like a name on the Hub; None for
-    anything else."""
-    if _is_gguf(path):
-        return (
-            f"{path} is {'a GGUF file' if path.is_file() else 'a directory of GGUF files'}, llama.cpp's format, which "
-            "EdgeLLM does not read. Take the model that it was made from, as config.json, tokenizer.json and "
-            "safetensors, and build that: edgellm build CHECKPOINT ENGINE_DIR"
-        )
+    """A few sentences about a GGUF file, a directory of them, or what looks like a name on the Hub; None for anything
+    else."""
+    if is_gguf_file(path):
+        return f"{path} is a GGUF file. Make an engine directory of it: edgellm build {path} ENGINE_DIR"
+    if path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf")):
+        listed = ", ".join(sorted(printable(file.name) for file in path.glob("*.gguf"))[:5])
+        return f"{path} is a directory of GGUF files ({listed}). Name one of them: edgellm build FILE ENGINE_DIR"
     name = str(path)
     if re.fullmatch(HUB_NAME, name, re.ASCII) and not path.parent.exists():
         return (
@@ -128,11 +138,12 @@ def foreign_model(path: Path) -> str | None:
     return None
 
 
-def _is_gguf(path: Path) -> bool:
+def is_gguf_file(path: Path) -> bool:
+    """Whether a path leads to a file that begins as GGUF files do."""
     try:
-        if path.is_file():
-            with path.open("rb") as file:
-                return file.read(len(_GGUF_START)) == _GGUF_START
-        return path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf"))
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
     except OSError:
         return False

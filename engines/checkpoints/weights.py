@@ -49,7 +49,8 @@ class FiniteCheck:
 
     def is_due(self, name: str) -> bool:
         """Whether the tensor is to be looked at."""
-        return self._checkpoint.info(name).file in self._due
+        info = self._checkpoint.info(name)
+        return info.name in self._due.get(info.file, ())
 
     def conclude(self, found: Mapping[str, int]) -> None:
         """Take what was `found` in each tensor that is due: the index, in C order, of its first value that is infinite
@@ -155,12 +156,21 @@ def iterate_weight_parts(
     """Yield (spec, offset in bytes, values [n] in `dtype`, bfloat16 as uint16) until every buffer is filled.
 
     A spec of a dtype of its own has values of that. `offset` is where the values belong in the spec's buffer. A tensor
-    that has the dtype already comes whole, as a read-only view of the memory map; others are converted piece by piece.
+    that has the dtype already comes whole, as a read-only view of the memory map; others are converted piece by piece,
+    packed ones, which are dense where they are needed, dequantized.
     Raises CheckpointError as `load_numpy_weights` does, and for finite values that the dtype cannot hold.
     """
     shapes = (shape for spec in specs for _, shape in spec.parts)
     for (spec, name, place), shape in zip(part_places(specs), shapes, strict=True):
         own = dtype if spec.dtype == "compute" else spec.dtype
+        packed = checkpoint.packed(name, shape)
+        if packed is not None:
+            step = max(1, _PIECE // shape[1])
+            for start in range(0, shape[0], step):
+                values = packed.rows(start, start + step).values().reshape(-1)
+                piece = converted(checkpoint.info(name), values, own, "float32")
+                yield spec, (place.start + start * shape[1]) * STORAGE[own].itemsize, piece
+            continue
         values, info = _part(checkpoint, name, shape).reshape(-1), checkpoint.info(name)
         step = max(1, values.size) if info.dtype == own else _PIECE
         for start in range(0, values.size, step):

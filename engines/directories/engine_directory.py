@@ -191,7 +191,7 @@ class EngineDirectory:
 
     @property
     def weight_files(self) -> tuple[str, ...]:
-        """Names of the safetensors files."""
+        """Names of the files of weights."""
         return tuple(name for name in self.files if is_weight_file(name))
 
     @property
@@ -302,7 +302,8 @@ def _differences(
 def described_file_names(path: Path) -> list[str]:
     """Names of the files in a checkpoint or engine directory that are described by digests, in a fixed order."""
     index = [WEIGHT_INDEX] if (path / WEIGHT_INDEX).exists() else []
-    return published_file_names(path) + index + sorted(file.name for file in path.glob("model*.safetensors"))
+    weights = [file.name for ending in ("safetensors", "gguf") for file in path.glob(f"model*.{ending}")]
+    return published_file_names(path) + index + sorted(weights)
 
 
 def published_file_names(path: Path) -> list[str]:

@@ -309,7 +309,7 @@ def parse_files(values: JSONObject) -> dict[str, FileDigest]:
     """Digests by file name of a model: its configuration and its weights are among them."""
     files = parse_digests(values)
     if "config.json" not in files or not any(map(is_weight_file, files)):
-        raise values.error("expected at least config.json and one .safetensors file")
+        raise values.error("expected at least config.json and one .safetensors file, or GGUF file")
     return files
 
 
@@ -330,7 +330,7 @@ def parse_digests(values: JSONObject) -> dict[str, FileDigest]:
 
 def is_weight_file(name: str) -> bool:
     """Whether a file of an engine directory holds weights."""
-    return name.endswith(".safetensors")
+    return name.endswith((".safetensors", ".gguf"))
 
 
 def is_template_name(name: str) -> bool:

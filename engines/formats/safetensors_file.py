@@ -11,9 +11,10 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -98,16 +99,31 @@ class SafetensorsFile:
 def mapped_file(path: Path, kind: str) -> tuple[mmap.mmap, os.stat_result]:
     """A file of at least 8 bytes, mapped for reading, and its status as it was then; CheckpointError calls it a file of
     this `kind`."""
-    try:
+    file, status = opened_file(path, kind)
+    with file, _explained(path):
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), status
+
+
+def opened_file(path: Path, kind: str) -> tuple[BufferedReader, os.stat_result]:
+    """A file of at least 8 bytes, opened for reading, and its status as it was then; raises as `mapped_file` does."""
+    with _explained(path):
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise CheckpointError(f"{path} is not a regular file. {COPY_AGAIN}")
-        with path.open("rb") as file:
-            status, size = os.fstat(file.fileno()), file.seek(0, 2)
-            if size < _LENGTH_BYTES:
-                raise CheckpointError(
-                    f"{path} is not a valid {kind}: it has {size} bytes, none has less than 8 bytes. {COPY_AGAIN}"
-                )
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), status
+        file = path.open("rb")
+        status = os.fstat(file.fileno())
+        if status.st_size < _LENGTH_BYTES:
+            file.close()
+            raise CheckpointError(
+                f"{path} is not a valid {kind}: it has {status.st_size} bytes, none has less than 8 bytes. {COPY_AGAIN}"
+            )
+        return file, status
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise CheckpointError for a file that cannot be opened."""
+    try:
+        yield
     except FileNotFoundError:
         if path.is_symlink():
             raise CheckpointError(

@@ -95,6 +95,10 @@ class LinearTensors:
         dtype, shape, data = self._found(ending)
         return data.view(_INTEGER_TYPES.get(dtype, np.uint8)).reshape(shape)
 
+    def blocks(self, ending: str) -> np.ndarray:
+        """The bytes of a tensor that consists of blocks: uint8 [nbytes]."""
+        return self._found(ending)[2]
+
     def floats(self, ending: str) -> np.ndarray:
         """A tensor of floats as float32; 8-bit ones, too. Raises CheckpointError for NaN and infinities."""
         dtype, shape, data = self._found(ending)
@@ -167,6 +171,9 @@ class Layout(ABC):
 
     #: The tensor whose dtype `format` takes.
     scale_tensor = "weight_scale"
+    #: Where kernels of GPUs do not take the format, or not beside that of another part of the same step, the weight is
+    #: dense there.
+    may_be_dense = False
 
     def problem(self, rows: int, columns: int) -> str | None:
         """Why no weight [rows, columns] can have this layout; None where it can."""

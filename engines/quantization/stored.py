@@ -54,6 +54,7 @@ class StoredWeight:
     zeros: np.ndarray | None = None
     order: np.ndarray | None = None
     input_scales: np.ndarray | None = None
+    minima: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,7 +67,7 @@ class StoredWeight:
         whole = codes[0] if len(codes) == 1 else np.concatenate(codes)
         if self.order is not None:
             whole = np.ascontiguousarray(whole[:, self.order])
-        return PackedWeight(self.format, whole, self.scales, self.zeros, self.order, self.input_scales)
+        return PackedWeight(self.format, whole, self.scales, self.zeros, self.order, self.input_scales, self.minima)
 
 
 def fused(parts: Sequence[StoredWeight]) -> StoredWeight | None:

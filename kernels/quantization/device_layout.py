@@ -177,6 +177,8 @@ class PackedMatrix:
 
 def layout_refusal(format: WeightFormat, dtype: str) -> str | None:
     """Why the kernels of a compute dtype do not take weights of a format; None if they do."""
+    if format.codes not in TURNS or format.minima or (format.codes == "fp4" and format.group != 16):
+        return f"kernels take no {format}"
     if format.group is not None and format.group % 16:
         return f"kernels take groups of multiples of 16 columns and whole rows, not of {format.group}"
     if dtype not in _COMPUTED:

@@ -14,11 +14,14 @@ import numpy as np
 
 from edgellm.kernels.bfloat16 import bfloat16_bits
 
-#: Of what codes are: integers of 4 or 8 bits from 0 up, OCP 8-bit floats of 4 exponent bits (Micikevicius et al. 2022),
-#: or 4-bit floats of 2.
-Codes = Literal["int4", "int8", "fp8", "fp4"]
+#: Of what codes are: integers of 4, 5, 6 or 8 bits from 0 up, OCP 8-bit floats of 4 exponent bits (Micikevicius et al.
+#: 2022), 4-bit floats of 2, or the numbers of `IQ4`.
+Codes = Literal["int4", "int5", "int6", "int8", "fp8", "fp4", "iq4"]
 #: What a code of 4-bit floats stands for; the highest bit is the sign.
 FP4 = np.array([sign * value for sign in (1, -1) for value in (0.0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+#: What a code of llama.cpp's IQ4_NL and IQ4_XS stands for: denser around zero, where most weights are.
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+_BITS = {"int4": 4, "fp4": 4, "iq4": 4, "int5": 5, "int6": 6, "int8": 8, "fp8": 8}
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class WeightFormat:
     `zeros`: each scale has a zero point, else integers count from the middle of their range. `dtype` is that in which
     a code (less its zero point) times its scale is rounded: "float16", "bfloat16" or "float32". `permuted`: the columns
     stand in another order than those of the activations. `scaled`: the activations are multiplied by a vector before.
+    `minima`: to each product the minimum of its group is added, of any value, where a zero point is a whole number.
     """
 
     codes: Codes
@@ -36,28 +40,31 @@ class WeightFormat:
     dtype: str
     permuted: bool = False
     scaled: bool = False
+    minima: bool = False
 
     def __str__(self) -> str:
         """The format in words, as in "int4, groups of 128, zero points"."""
         parts = [self.codes, "whole rows" if self.group is None else f"groups of {self.group}"]
-        named = (("zero points", self.zeros), ("permuted columns", self.permuted), ("scaled inputs", self.scaled))
-        return ", ".join([*parts, *(name for name, is_there in named if is_there)])
+        named = {"zero points": self.zeros, "permuted columns": self.permuted, "scaled inputs": self.scaled}
+        named["minima"] = self.minima
+        return ", ".join([*parts, *(name for name, is_there in named.items() if is_there)])
 
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return 4 if self.codes in ("int4", "fp4") else 8
+        return _BITS[self.codes]
 
     def groups(self, columns: int) -> int:
         """Scales of a row of so many columns."""
         return 1 if self.group is None else -(-columns // self.group)
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of codes, scales and zero points, with scales of two bytes (float32: four; of 4-bit floats one, by
-        which they are published)."""
+        """Bytes of codes, scales, minima and zero points, with scales of two bytes (float32: four; of 4-bit floats one,
+        by which they are published)."""
         groups = rows * self.groups(columns)
         scale = 1 if self.codes == "fp4" else 4 if self.dtype == "float32" else 2
-        return rows * -(-columns * self.bits // 8) + groups * scale + (groups * self.bits // 8 if self.zeros else 0)
+        size = rows * -(-columns * self.bits // 8) + groups * scale * (2 if self.minima else 1)
+        return size + (groups * self.bits // 8 if self.zeros else 0)
 
 
 class ScaledWeight(Protocol):
@@ -84,6 +91,8 @@ class PackedWeight:
     `codes` uint8 [N, K]; `scales` float32 [N, groups], exact; `zeros` uint8 [N, groups] or None, counted as codes are.
     `order` int32 [K] or None: column k of the codes is multiplied by element order[k] of the activations; groups are of
     columns of the codes. `input_scales` float32 [K] or None: what multiplies the activations, in their own order.
+    `minima` float32 [N, groups] or None, exact. Where groups have scales of their own beside one of many groups, as
+    llama.cpp's K types, `scales` and `minima` are the products, which float32 holds exactly.
     """
 
     format: WeightFormat
@@ -92,6 +101,7 @@ class PackedWeight:
     zeros: np.ndarray | None = None
     order: np.ndarray | None = None
     input_scales: np.ndarray | None = None
+    minima: np.ndarray | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -107,22 +117,28 @@ class PackedWeight:
     def rows(self, start: int, stop: int) -> PackedWeight:
         """These rows alone, as views."""
         zeros = None if self.zeros is None else self.zeros[start:stop]
-        return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], zeros=zeros)
+        minima = None if self.minima is None else self.minima[start:stop]
+        return replace(self, codes=self.codes[start:stop], scales=self.scales[start:stop], zeros=zeros, minima=minima)
 
     def values(self) -> np.ndarray:
         """The weight as float32 [N, K], its columns in the order of the activations, without `input_scales`.
 
-        Each is (code - zero point) * scale, rounded to nearest, ties to even, in the format's dtype.
+        Each is (code - zero point) * scale + minimum, rounded to nearest, ties to even, in the format's dtype. Integers
+        without zero point and minimum count from the middle of their range.
         """
         format, (rows, columns) = self.format, self.codes.shape
         group = format.group or columns
-        if format.codes not in ("int4", "int8"):
+        if not format.codes.startswith("int"):
             values = code_values(format.codes)[self.codes]
         else:
             values = self.codes.astype(np.float32)
-            middle = np.float32(1 << format.bits - 1)
-            values -= middle if self.zeros is None else np.repeat(self.zeros.astype(np.float32), group, 1)[:, :columns]
+            if self.zeros is not None:
+                values -= np.repeat(self.zeros.astype(np.float32), group, 1)[:, :columns]
+            elif self.minima is None:
+                values -= np.float32(1 << format.bits - 1)
         values *= np.repeat(self.scales, group, 1)[:, :columns]
+        if self.minima is not None:
+            values += np.repeat(self.minima, group, 1)[:, :columns]
         values = rounded(values, format.dtype)
         if self.order is None:
             return values
@@ -133,9 +149,9 @@ class PackedWeight:
 
 @cache
 def code_values(codes: Codes) -> np.ndarray:
-    """What each code stands for, before its zero point is taken off: float32 [16 or 256], read-only."""
-    if codes == "fp4":
-        table = FP4.copy()
+    """What each code stands for, before its zero point is taken off: float32 [2 ** bits], read-only."""
+    if codes in ("fp4", "iq4"):
+        table = (FP4 if codes == "fp4" else IQ4).copy()
     elif codes == "fp8":
         bits = np.arange(256)
         exponent, fraction = bits >> 3 & 15, bits & 7
@@ -143,7 +159,7 @@ def code_values(codes: Codes) -> np.ndarray:
         size[bits & 127 == 127] = np.nan
         table = np.where(bits >> 7 == 1, -size, size).astype(np.float32)
     else:
-        table = np.arange(16 if codes == "int4" else 256, dtype=np.float32)
+        table = np.arange(1 << _BITS[codes], dtype=np.float32)
     table.setflags(write=False)
     return table
 

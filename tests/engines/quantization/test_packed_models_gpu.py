@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoint_files import read_tensors, write_tensors
+from gguf_models import MIXTURE, write_mixture
 from golden_files import golden_folder
 from packed_checkpoints import MODEL, write_packed
 from packed_twins import DRAFTING, NO_ADAPTERS, QUESTIONS, answer_logits, answers
@@ -132,6 +134,25 @@ def test_permuted_and_scaled_inputs_agree_with_numpy(name: str, ending: str, dty
                 tensors[key] = tensors[key.replace(part, first)]
     write_tensors(tmp_path / name / MODEL, tensors)
     assert_agrees_with_numpy(*published(tmp_path / name, dtype), 4)
+
+
+#: Types that kernels take, each everywhere, and mixtures with some that are dense there.
+GGUF = {
+    "q4_0": dict.fromkeys(MIXTURE, "q4_0"),
+    "q8_0": dict.fromkeys(MIXTURE, "q8_0"),
+    "mixture": MIXTURE,
+    "q4_0 with q4_1": dict.fromkeys(MIXTURE, "q4_0") | {"attn_v": "q4_1", "ffn_down": "q4_1"},
+    "k types": {name: "q6_k" if name in ("attn_v", "ffn_down") else "q5_k" for name in MIXTURE},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_files_agree_with_numpy(name: str, dtype: str, tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "model", GGUF[name], "q8_0" if "q4" not in name else "q6_k", 0.0008)
+    config = decoder_config(json.loads((folder / "config.json").read_text()))
+    directory = EngineDirectory(folder, config, dtype, "auto", EngineLimits(1, 16, 64), {}, "", name)
+    assert_agrees_with_numpy(directory, [(7 * place + 3) % 96 for place in range(20)], 8)
 
 
 def published(folder: Path, dtype: str | None = None) -> tuple[EngineDirectory, list[int]]:

@@ -1,0 +1,1 @@
+"""GGUF files as checkpoints: what their metadata says of the model and its tokenizer, and what their tensors are."""

@@ -1,0 +1,343 @@
+"""The architectures of GGUF files by llama.cpp's names: which family of the house each is, and how its metadata becomes
+what a published `config.json` says.
+
+llama.cpp's converter writes down less than was published: what follows from the architecture there stands here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.errors import UnsupportedModelError
+from edgellm.engines.formats.gguf_file import GgufFile
+from edgellm.engines.formats.tensors import STORAGE
+from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.quantization.gguf_blocks import PACKED_TYPES, Gguf
+
+_Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`own` adds to the fields of `config.json` that all have, `model_type` among them. `permuted`: rows of q and k are
+    in the order of rotated pairs. `shifted`: norms were stored with 1 added, but for those whose names end with one of
+    `unshifted`. `names` are modules of a layer that are called otherwise than Llama's; "" of those beside the layers.
+    """
+
+    own: Callable[[Metadata, _Config], _Config]
+    permuted: bool = False
+    shifted: bool = False
+    unshifted: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+def model_config(files: Sequence[GgufFile]) -> _Config:
+    """What `config.json` of the model would say; raises UnsupportedModelError for an architecture that the house does
+    not have, and CheckpointError for metadata that is missing or wrong."""
+    metadata = Metadata(files)
+    own = architecture(metadata).own
+    heads = metadata.same_in_all("attention.head_count")
+    config: _Config = {
+        "vocab_size": metadata.tensors["token_embd.weight"].shape[0] if metadata.has("token_embd.weight") else None,
+        "hidden_size": metadata.whole("embedding_length"),
+        "intermediate_size": metadata.same_in_all("feed_forward_length"),
+        "num_hidden_layers": metadata.count("block_count") - metadata.count("nextn_predict_layers", 0),
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(metadata.of_layers("attention.head_count_kv"), default=0)
+        if metadata.get("attention.head_count_kv") is not None
+        else heads,
+        "head_dim": metadata.whole("attention.key_length"),
+        "max_position_embeddings": metadata.whole("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": not metadata.has("output.weight"),
+        "bos_token_id": metadata.whole("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": end_tokens(metadata) or None,
+        "dtype": _dtype(metadata),
+        "num_experts": metadata.whole("expert_count") or None,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping"),
+        "rope_parameters": _rope(metadata, files),
+        "quantization_config": {"quant_method": Gguf.method} if _is_packed(metadata) else None,
+    }
+    values = metadata.whole("attention.value_length")
+    if values not in (None, config["head_dim"]):
+        raise metadata.error("attention.value_length", values, f"'attention.key_length', {config['head_dim']}")
+    return {key: value for key, value in (config | own(metadata, config)).items() if value is not None}
+
+
+def architecture(metadata: Metadata) -> Architecture:
+    """The model's; UnsupportedModelError, which lists those that are known, where the house has none."""
+    found = _ARCHITECTURES.get(metadata.architecture)
+    if found is None:
+        raise UnsupportedModelError(
+            f"{metadata.path}: 'general.architecture' is {metadata.architecture!r:.80}; supported are "
+            f"{', '.join(_ARCHITECTURES)}"
+        )
+    return found
+
+
+#: What ends a turn or a text, where files name but one of several such tokens.
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+_CONTROL = 3
+
+
+def end_tokens(metadata: Metadata) -> list[int]:
+    """The tokens that end an answer: those that the file names, first, and control tokens that always do."""
+    named = (metadata.whole(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    tokens = metadata.entries("tokenizer.ggml.tokens", str, "texts")
+    kinds = metadata.entries("tokenizer.ggml.token_type", int, "whole numbers")
+    usual = (
+        index
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == _CONTROL and token in _ENDS
+    )
+    return list(dict.fromkeys(each for each in (*named, *usual) if each is not None))
+
+
+def _is_packed(metadata: Metadata) -> bool:
+    return any(info.dtype in PACKED_TYPES for info in metadata.tensors.values())
+
+
+def _dtype(metadata: Metadata, packed: str = "float16") -> str:
+    """The dtype that the model computes in: that of most of its matrices, or what it is where these are `packed`."""
+    sizes: Counter[str] = Counter()
+    for info in metadata.tensors.values():
+        sizes[info.dtype] += info.nbytes if len(info.shape) > 1 else 0
+    most = sizes.most_common(1)[0][0] if sizes else ""
+    return most if most in STORAGE else packed
+
+
+def _rope(metadata: Metadata, files: Sequence[GgufFile]) -> _Config:
+    """The base and the scaling of the rotary embedding."""
+    base = {"rope_theta": metadata.number("rope.freq_base") or 10000.0}
+    factors = metadata.values("rope_freqs.weight", files)
+    if factors is not None:
+        return base | _by_factors(metadata, factors.reshape(-1), base["rope_theta"])
+    kind, factor = metadata.text("rope.scaling.type"), metadata.number("rope.scaling.factor")
+    if kind in (None, "none"):
+        return base
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        scaling |= {
+            "original_max_position_embeddings": metadata.whole("rope.scaling.original_context_length"),
+            "attention_factor": metadata.number("rope.scaling.yarn_attn_factor"),
+            "beta_fast": metadata.number("rope.scaling.yarn_beta_fast"),
+            "beta_slow": metadata.number("rope.scaling.yarn_beta_slow"),
+        }
+    return base | {key: value for key, value in scaling.items() if value is not None}
+
+
+#: Where the blend ends in all of Llama's, in rotations within the 8,192 tokens that llama.cpp takes for trained.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def _by_factors(metadata: Metadata, factors: np.ndarray, theta: float) -> _Config:
+    """The scaling whose frequencies are divided by `factors` [rotary_dim / 2]: Llama 3's, where it is that."""
+    factor, trained = float(factors.max(initial=1)), 8192
+    with np.errstate(all="ignore"):  # what is wrong with them is found where they are used
+        turns = trained * np.float64(theta) ** -(np.arange(len(factors)) / max(1, len(factors))) / (2 * np.pi)
+        kept = np.clip((turns - 1.0) / 3.0, 0, 1)
+        is_llama3 = np.allclose(1 / (kept + (1 - kept) / factor), factors, rtol=1e-5)
+    if is_llama3:
+        return {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": trained} | _LLAMA3
+    same = [float(each) for each in factors]
+    given = {"short_factor": same, "long_factor": same, "attention_factor": 1.0}
+    return {"rope_type": "longrope", "original_max_position_embeddings": metadata.whole("context_length")} | given
+
+
+def _has_biases(metadata: Metadata, config: _Config) -> _Config:
+    return {
+        "attention_bias": metadata.has("blk.0.attn_q.bias") or None,
+        "mlp_bias": metadata.has("blk.0.ffn_gate.bias") or None,
+    }
+
+
+def _llama(metadata: Metadata, config: _Config) -> _Config:
+    return {"model_type": "llama"} | _has_biases(metadata, config)
+
+
+def _mistral3(metadata: Metadata, config: _Config) -> _Config:
+    """Ministral 3, whose queries are scaled beyond the trained context; without that Mistral Small's language model."""
+    beta, log = metadata.number("attention.temperature_scale"), metadata.number("rope.scaling.yarn_log_multiplier")
+    if beta is None:
+        return {"model_type": "mistral", "sliding_window": None}
+    own = {"llama_4_scaling_beta": beta} | ({} if log is None else {"mscale": log, "mscale_all_dim": log})
+    return {"model_type": "ministral3", "rope_parameters": config["rope_parameters"] | own}
+
+
+def _qwen2(metadata: Metadata, config: _Config) -> _Config:
+    return {"model_type": "qwen2"}
+
+
+def _qwen3(metadata: Metadata, config: _Config) -> _Config:
+    return {"model_type": "qwen3"} | _has_biases(metadata, config)
+
+
+def _qwen35(metadata: Metadata, config: _Config) -> _Config:
+    interval, heads = metadata.count("full_attention_interval", 4), metadata.count("ssm.time_step_rank")
+    size = metadata.count("ssm.inner_size")
+    if not heads or size % heads:
+        raise metadata.error("ssm.inner_size", size, f"a multiple of 'ssm.time_step_rank', {heads}")
+    rotated, whole = metadata.whole("rope.dimension_count"), config["head_dim"]
+    sections = metadata.entries("rope.dimension_sections", int, "whole numbers")[:3]
+    return {
+        "model_type": "qwen3_5_text",
+        "full_attention_interval": interval,
+        "linear_conv_kernel_dim": metadata.whole("ssm.conv_kernel"),
+        "linear_key_head_dim": metadata.whole("ssm.state_size"),
+        "linear_value_head_dim": size // heads,
+        "linear_num_key_heads": metadata.whole("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "mtp_num_hidden_layers": metadata.whole("nextn_predict_layers") or None,
+        "rope_parameters": config["rope_parameters"]
+        | ({"partial_rotary_factor": rotated / whole} if rotated and whole else {})
+        | ({"mrope_section": sections} if sections else {}),
+    } | _has_biases(metadata, config)
+
+
+_TANH_GELU = "gelu_pytorch_tanh"
+
+
+def _gemma(metadata: Metadata, config: _Config) -> _Config:
+    return {"model_type": "gemma", "hidden_act": _TANH_GELU} | _has_biases(metadata, config)
+
+
+def _gemma3(metadata: Metadata, config: _Config) -> _Config:
+    """The largest, of 62 layers, scales attention by hidden size and heads, the others by the size of a head. Values go
+    beyond float16."""
+    layers, heads, hidden = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    scalar = hidden / heads if layers == 62 and heads and hidden else config["head_dim"]
+    pattern = metadata.get("attention.sliding_window_pattern")
+    rope = config["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base_swa") or 10000.0}
+    return {
+        "model_type": "gemma3_text",
+        "hidden_activation": _TANH_GELU,
+        "hidden_act": _TANH_GELU,
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": [_window(each) for each in pattern] if isinstance(pattern, list) else None,
+        "sliding_window_pattern": None if isinstance(pattern, list) else pattern,
+        "dtype": "bfloat16" if config["dtype"] == "float16" else config["dtype"],
+        "rope_parameters": {
+            "full_attention": rope if "rope_type" in rope else rope | {"rope_type": "default"},
+            "sliding_attention": local,
+        },
+    } | _has_biases(metadata, config)
+
+
+def _window(looks_back: Any) -> str:
+    return "sliding_attention" if looks_back else "full_attention"
+
+
+def _phi3(metadata: Metadata, config: _Config) -> _Config:
+    """With factors of the rotary embedding it is a variant for long contexts, which the family refuses."""
+    rotated, heads, hidden = (
+        metadata.whole("rope.dimension_count"),
+        config["num_attention_heads"],
+        config["hidden_size"],
+    )
+    rope = config["rope_parameters"]
+    if metadata.has("rope_factors_long.weight"):
+        rope = rope | {"rope_type": "longrope"}
+    whole = hidden // heads if hidden and heads else 0
+    return {
+        "model_type": "phi3",
+        "sliding_window": metadata.whole("attention.sliding_window") or None,
+        "partial_rotary_factor": rotated / whole if rotated and whole and rotated != whole else None,
+        "rope_parameters": rope,
+    }
+
+
+def _granite(metadata: Metadata, config: _Config) -> _Config:
+    return {
+        "model_type": "granite",
+        "attention_multiplier": metadata.number("attention.scale"),
+        "embedding_multiplier": metadata.number("embedding_scale"),
+        "residual_multiplier": metadata.number("residual_scale"),
+        "logits_scaling": metadata.number("logit_scale"),
+    } | _has_biases(metadata, config)
+
+
+def _smollm3(metadata: Metadata, config: _Config) -> _Config:
+    """Every fourth layer has no rotary embedding."""
+    return {"model_type": "smollm3", "no_rope_layer_interval": 4} | _has_biases(metadata, config)
+
+
+def _olmo2(metadata: Metadata, config: _Config) -> _Config:
+    if metadata.whole("attention.sliding_window"):
+        raise UnsupportedModelError(
+            f"{metadata.path} is OLMo-3, whose layers look back on a window; supported of this architecture is OLMo-2"
+        )
+    return {"model_type": "olmo2", "dtype": _dtype(metadata, "bfloat16")} | _has_biases(metadata, config)
+
+
+def _lfm2(metadata: Metadata, config: _Config) -> _Config:
+    kinds = ["full_attention" if heads else "conv" for heads in metadata.of_layers("attention.head_count_kv")]
+    return {
+        "model_type": "lfm2",
+        "layer_types": kinds,
+        "conv_L_cache": metadata.whole("shortconv.l_cache"),
+        "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in metadata.tensors) or None,
+        "norm_eps": config["rms_norm_eps"],
+        "rms_norm_eps": None,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _seed_oss(metadata: Metadata, config: _Config) -> _Config:
+    return {
+        "model_type": "seed_oss",
+        "attention_bias": metadata.has("blk.0.attn_q.bias"),
+        "attention_out_bias": metadata.has("blk.0.attn_output.bias"),
+        "mlp_bias": metadata.has("blk.0.ffn_gate.bias"),
+    }
+
+
+_POST_NORM = {"post_attention_norm": "post_attention_layernorm"}
+_POST_NORMS = _POST_NORM | {"post_ffw_norm": "post_feedforward_layernorm"}
+_GEMMA3_NORMS = _POST_NORMS | {"ffn_norm": "pre_feedforward_layernorm"}
+_LFM2_NAMES = {
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+}
+_QWEN35_NAMES = _POST_NORM | {
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+#: By llama.cpp's names. Language models of Qwen2.5-VL and Qwen3-VL are those of Qwen2 and Qwen3 on texts.
+_ARCHITECTURES = {
+    "llama": Architecture(_llama, permuted=True),
+    "mistral3": Architecture(_mistral3, permuted=True),
+    "qwen2": Architecture(_qwen2),
+    "qwen2vl": Architecture(_qwen2),
+    "qwen3": Architecture(_qwen3),
+    "qwen3vl": Architecture(_qwen3),
+    "qwen35": Architecture(_qwen35, shifted=True, unshifted=("ssm_norm",), names=_QWEN35_NAMES),
+    "gemma": Architecture(_gemma, shifted=True),
+    "gemma3": Architecture(_gemma3, shifted=True, names=_GEMMA3_NORMS),
+    "phi3": Architecture(_phi3, names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "granite": Architecture(_granite, permuted=True),
+    "smollm3": Architecture(_smollm3, permuted=True),
+    "olmo2": Architecture(_olmo2, names=_POST_NORMS),
+    "lfm2": Architecture(_lfm2, names=_LFM2_NAMES),
+    "seed_oss": Architecture(_seed_oss, names=_POST_NORM),
+}

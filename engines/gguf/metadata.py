@@ -1,0 +1,121 @@
+"""The metadata of a GGUF file, read without trust, and what of it all architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.gguf_file import GgufFile
+from edgellm.engines.formats.safetensors_file import TensorInfo, brief
+from edgellm.engines.formats.strict_formats import LARGEST_SIZE, is_integer, is_number
+
+_SMALL_BYTES = 1 << 16
+_ADVICE = "Take another release of this model, made by llama.cpp's own tools"
+
+
+class Metadata:
+    """What the first of a model's `files` says; keys without a "." before them are those of the architecture."""
+
+    def __init__(self, files: Sequence[GgufFile]) -> None:
+        self.path: Path = files[0].path
+        self._values = files[0].metadata
+        self.tensors: Mapping[str, TensorInfo] = {name: info for file in files for name, info in file.tensors.items()}
+        self.architecture = self.text("general.architecture") or ""
+
+    def get(self, key: str) -> Any:
+        """The value as it is; None where there is none. Numbers of 32 bits are those that are written the shortest:
+        1e-05, not what 32 bits hold of it."""
+        value = self._values.get(self._full(key))
+        if isinstance(value, float):
+            return float(str(np.float32(value))) if float(np.float32(value)) == value else value
+        return value
+
+    def text(self, key: str) -> str | None:
+        """A text; CheckpointError for anything else."""
+        return self._checked(key, str, "a text")
+
+    def flag(self, key: str) -> bool | None:
+        """True or false."""
+        return self._checked(key, bool, "true or false")
+
+    def number(self, key: str) -> float | None:
+        """A finite number; None where there is none."""
+        value = self.get(key)
+        if value is not None and not is_number(value):
+            raise self.error(key, value, "a finite number")
+        return value
+
+    def whole(self, key: str) -> int | None:
+        """A whole number from 0 on; None where there is none."""
+        value = self.get(key)
+        if value is not None and not (is_integer(value) and 0 <= value <= LARGEST_SIZE):
+            raise self.error(key, value, f"a whole number from 0 to {LARGEST_SIZE}")
+        return value
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """A whole number from 0 on, which must be there unless there is a default."""
+        value = self.whole(key)
+        value = default if value is None else value
+        if value is None:
+            raise self.error(key, None, f"a whole number from 0 to {LARGEST_SIZE}")
+        return value
+
+    def entries(self, key: str, kind: type, words: str) -> list[Any]:
+        """A list of values of a type, in `words`; empty where there is none."""
+        values = self._checked(key, list, f"a list of {words}") or []
+        wrong = next((each for each in values if not isinstance(each, kind) or isinstance(each, bool)), None)
+        if wrong is not None:
+            raise self.error(key, wrong, words)
+        return values
+
+    def of_layers(self, key: str) -> list[int]:
+        """A whole number for each layer, of a list or one for all."""
+        value, layers = self.get(key), self.count("block_count")
+        if isinstance(value, list):
+            if len(value) != layers or not all(is_integer(each) and 0 <= each <= LARGEST_SIZE for each in value):
+                raise self.error(key, value, f"a whole number for each of {layers} layers")
+            return value
+        return [self.count(key)] * min(layers, 1)
+
+    def same_in_all(self, key: str) -> int | None:
+        """What a key says of all layers alike; None where it is not there."""
+        if self.get(key) is None:
+            return None
+        values: set[int] = set(self.of_layers(key))
+        if len(values) != 1:
+            raise self.error(key, sorted(values), "the same in every layer")
+        return values.pop()
+
+    def has(self, tensor: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return tensor in self.tensors
+
+    def values(self, tensor: str, files: Sequence[GgufFile]) -> np.ndarray | None:
+        """A small tensor of float32 as it is; None where there is none."""
+        info = self.tensors.get(tensor)
+        if info is None:
+            return None
+        if info.dtype != "float32" or info.nbytes > _SMALL_BYTES:
+            raise CheckpointError(
+                f"{info.file}: tensor {tensor!r} has the type {info.dtype} and {info.nbytes:,} bytes, expected float32 "
+                f"and at most {_SMALL_BYTES:,}. {_ADVICE}"
+            )
+        file = next(each for each in files if each.path == info.file)
+        return file.bytes_of(info).view("<f4").reshape(info.shape)
+
+    def error(self, key: str, found: Any, expected: str) -> CheckpointError:
+        """The error for a key."""
+        return CheckpointError(f"{self.path}: {self._full(key)!r} is {brief(found)}, expected {expected}. {_ADVICE}")
+
+    def _full(self, key: str) -> str:
+        return key if key.startswith(("general.", "tokenizer.")) else f"{self.architecture}.{key}"
+
+    def _checked(self, key: str, kind: type, words: str) -> Any:
+        value = self.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise self.error(key, value, words)
+        return value

@@ -1,0 +1,215 @@
+"""The tokenizer of a GGUF file, as the tokenizers library has it, and what `tokenizer_config.json` would say of it.
+
+Two kinds are known: "gpt2", byte pairs with merges, whose `pre` names how texts are split into words before; and
+"llama", SentencePiece's byte pairs, whose merges follow from the scores of what they give.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from edgellm.engines.gguf.metadata import Metadata
+
+if TYPE_CHECKING:
+    import tokenizers
+
+#: The types of tokens.
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_SPACE = "\u2581"
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _words(letters: str, digits: str, marks: str = "", tail: str = r"[\r\n]*") -> str:
+    """Contractions; `letters` behind at most one other character; `digits`; others, then what belongs to their `tail`;
+    ends of lines and spaces. `marks` are no others."""
+    others = rf" ?[^\s\p{{L}}{marks}\p{{N}}]+{tail}"
+    return rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?{letters}|{digits}|{others}|{_ENDS}"
+
+
+def _by_case(contractions: str, digits: str) -> str:
+    """Words that begin with capitals, or consist of them; `contractions` belong to the word before."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    words = (rf"[^\r\n\p{{L}}\p{{N}}]?{upper}{a}{lower}{b}{contractions}" for a, b in (("*", "+"), ("+", "*")))
+    return rf"{'|'.join(words)}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_ENDS}"
+
+
+class _Pre(NamedTuple):
+    """How texts become words: by `pattern` (None: as GPT-2's), digits apart or not; normalized to composed characters
+    (`composes`). `whole`: a word of the vocabulary is a token, whatever merges say. `begins`: with BOS, unless the file
+    says otherwise."""
+
+    pattern: str | None = None
+    apart: bool = False
+    composes: bool = False
+    whole: bool = False
+    begins: bool = False
+
+
+_LLAMA3 = _Pre(_words(r"\p{L}+", r"\p{N}{1,3}"), whole=True, begins=True)
+_QWEN2 = _Pre(_words(r"\p{L}+", r"\p{N}"), composes=True)
+_QWEN35 = _Pre(_words(r"[\p{L}\p{M}]+", r"\p{N}", r"\p{M}"), composes=True)
+_CL100K = _LLAMA3._replace(whole=False, begins=False)
+_TEKKEN = _Pre(_by_case("", r"\p{N}"), whole=True, begins=True)
+_GPT4O = _Pre(_by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}"))
+_SEED = _Pre(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_ENDS}")
+#: By `tokenizer.ggml.pre`, of the families that there are.
+_PRES = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _CL100K),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    "qwen35": _QWEN35,
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _Pre(apart=True)),
+    **dict.fromkeys(("gpt-2", "olmo"), _Pre()),
+    "tekken": _TEKKEN,
+    "gpt-4o": _GPT4O,
+    "seed-coder": _SEED,
+}
+
+
+class _Vocabulary(NamedTuple):
+    """Of each token its text, type, and id; unused ones are left out, of equal texts all but the first."""
+
+    ids: dict[str, int]
+    kinds: dict[str, int]
+    texts: list[str]
+
+
+def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
+    """The tokenizer; CheckpointError for one of an unknown kind, or that contradicts itself."""
+    from tokenizers import AddedToken
+
+    vocabulary, kind = _vocabulary(metadata), metadata.text("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer, begins = _byte_level(metadata, vocabulary)
+    elif kind == "llama":
+        tokenizer, begins = _sentence_pieces(metadata, vocabulary), True
+    else:
+        raise metadata.error("tokenizer.ggml.model", kind, "gpt2 or llama")
+    added = {text: kind for text, kind in vocabulary.kinds.items() if kind in (_CONTROL, _USER_DEFINED)}
+    tokenizer.add_tokens(
+        [AddedToken(text, normalized=False, special=kind == _CONTROL) for text, kind in added.items() if text]
+    )
+    _frame(metadata, vocabulary, tokenizer, begins)
+    return tokenizer
+
+
+def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+    """What `tokenizer_config.json` would say: named tokens and chat templates."""
+    vocabulary = _vocabulary(metadata)
+    names = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    found = {f"{short}_token": _named(metadata, vocabulary, name) for name, short in names.items()}
+    config: dict[str, Any] = {key: text for key, text in found.items() if text is not None}
+    template = metadata.text("tokenizer.chat_template")
+    others = metadata.entries("tokenizer.chat_templates", str, "texts")
+    named = {name: metadata.text(f"tokenizer.chat_template.{name}") for name in others}
+    if template is not None and any(named.values()):
+        templates = {"default": template} | {name: text for name, text in named.items() if text is not None}
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    elif template is not None:
+        config["chat_template"] = template
+    return config
+
+
+def _vocabulary(metadata: Metadata) -> _Vocabulary:
+    texts = metadata.entries("tokenizer.ggml.tokens", str, "texts")
+    if not texts:
+        raise metadata.error("tokenizer.ggml.tokens", texts, "the tokens of the model")
+    kinds = metadata.entries("tokenizer.ggml.token_type", int, "whole numbers") or [_NORMAL] * len(texts)
+    if len(kinds) != len(texts):
+        raise metadata.error("tokenizer.ggml.token_type", f"of {len(kinds)} tokens", f"as many as tokens, {len(texts)}")
+    ids: dict[str, int] = {}
+    for index, (text, kind) in enumerate(zip(texts, kinds, strict=True)):
+        if kind != _UNUSED:
+            ids.setdefault(text, index)
+    return _Vocabulary(ids, {text: kinds[index] for text, index in ids.items()}, texts)
+
+
+def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    """Byte pairs by merges, and whether texts begin with BOS."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = metadata.text("tokenizer.ggml.pre")
+    pre = _PRES.get(name or "")
+    if pre is None:
+        raise metadata.error("tokenizer.ggml.pre", name, f"one of {', '.join(_PRES)}")
+    merges = []
+    for merge in metadata.entries("tokenizer.ggml.merges", str, "texts"):
+        first, space, second = merge.partition(" ")
+        if not space or not {first, second, first + second} <= vocabulary.ids.keys():
+            raise metadata.error("tokenizer.ggml.merges", merge, "two tokens with a space between, which give a token")
+        merges.append((first, second))
+    tokenizer = Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=pre.whole))
+    if pre.composes:
+        tokenizer.normalizer = normalizers.NFC()
+    splits: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre.apart else []
+    splits += [pre_tokenizers.Split(Regex(pre.pattern), "isolated")] if pre.pattern is not None else []
+    splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.pattern is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer, pre.begins
+
+
+def _sentence_pieces(metadata: Metadata, vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """Pieces with a mark for each space, and one before a text unless the file says otherwise; bytes stand for what is
+    in no piece."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = metadata.entries("tokenizer.ggml.scores", float, "numbers")
+    if len(scores) != len(vocabulary.texts):
+        expected = f"as many as tokens, {len(vocabulary.texts)}"
+        raise metadata.error("tokenizer.ggml.scores", f"of {len(scores)} tokens", expected)
+    unknown = _named(metadata, vocabulary, "unknown")
+    model = models.BPE(
+        vocabulary.ids, _merges(vocabulary, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    prefixed = metadata.flag("tokenizer.ggml.add_space_prefix")
+    before = [] if prefixed is False else [normalizers.Prepend(_SPACE)]
+    after = [] if prefixed is False else [decoders.Strip(" ", 1, 0)]
+    tokenizer.normalizer = normalizers.Sequence([*before, normalizers.Replace(" ", _SPACE)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *after]
+    )
+    return tokenizer
+
+
+def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str]]:
+    """Every pair of pieces that gives a piece, those with the highest scores first, of equal ones the first pieces."""
+    ids = {text: index for text, index in vocabulary.ids.items() if vocabulary.kinds[text] in (_NORMAL, _USER_DEFINED)}
+    found = []
+    for text, index in ids.items():
+        for place in range(1, len(text)):
+            first, second = ids.get(text[:place]), ids.get(text[place:])
+            if first is not None and second is not None:
+                found.append((-scores[index], index, first, second))
+    found.sort()
+    return [(vocabulary.texts[first], vocabulary.texts[second]) for _, _, first, second in found]
+
+
+def _frame(metadata: Metadata, vocabulary: _Vocabulary, tokenizer: tokenizers.Tokenizer, begins: bool) -> None:
+    """Let texts begin with BOS and end with EOS, as the file says or the kind of tokenizer has it."""
+    from tokenizers.processors import TemplateProcessing
+
+    ends, asked = metadata.flag("tokenizer.ggml.add_eos_token"), metadata.flag("tokenizer.ggml.add_bos_token")
+    first = _named(metadata, vocabulary, "bos") if (begins if asked is None else asked) else None
+    last = _named(metadata, vocabulary, "eos") if ends else None
+    if first is None and last is None:
+        return
+    text = [each for each in (first, "$A", last) if each is not None]
+    other = [f"{each}:1" for each in (first, "$B", last) if each is not None]
+    special = [(each, vocabulary.ids[each]) for each in dict.fromkeys((first, last)) if each is not None]
+    tokenizer.post_processor = TemplateProcessing(single=text, pair=[*text, *other], special_tokens=special)
+
+
+def _named(metadata: Metadata, vocabulary: _Vocabulary, name: str) -> str | None:
+    """The text of the token that the file gives a role; None where it gives none."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    if metadata.get(key) is None:
+        return None
+    index = metadata.count(key)
+    if index >= len(vocabulary.texts):
+        raise metadata.error(key, index, f"one of {len(vocabulary.texts)} tokens")
+    text = vocabulary.texts[index]
+    return text if text in vocabulary.ids else None

@@ -1,0 +1,138 @@
+"""GGUF files on the command line and in `LLM`: built, opened as they are, and noticed where they changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Edgellm
+from gguf_models import byte_pairs, write_model
+from gguf_writing import random_blocks
+from tokenizers import Tokenizer
+
+from edgellm import LLM
+from edgellm.engines.building.builder import build_engine_directory
+from edgellm.engines.building.gguf_folder import checkpoint_folder
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.errors import CheckpointError, EngineDirectoryError
+from edgellm.kernels.cache_directory import user_cache_directory
+from edgellm.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+PROMPTS = ("The red cup is on the table.", "one two three 123", "¿Qué? 日本")
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+
+
+def _file(checkpoint: Path, target: Path, **more: Any) -> Path:
+    """The checkpoint as a GGUF file, with its tokenizer."""
+    keys = byte_pairs(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), "gpt-2")
+    keys |= {"bos_token_id": 0, "eos_token_id": 1}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return write_model(checkpoint, target, metadata | {"tokenizer.chat_template": TEMPLATE}, **more)
+
+
+def _answers(path: Path) -> list[list[int]]:
+    with LLM(path, backend="numpy") as llm:
+        return [llm.generate(prompt, GREEDY).token_ids for prompt in PROMPTS]
+
+
+@pytest.fixture
+def file(checkpoint: Path, tmp_path: Path) -> Path:
+    """A tiny model as a GGUF file."""
+    return _file(checkpoint, tmp_path / "tiny.gguf")
+
+
+def test_a_built_file_answers_as_its_checkpoint(edgellm: Edgellm, checkpoint: Path, file: Path, tmp_path: Path) -> None:
+    code, out, err = edgellm("build", file, tmp_path / "robot", "--kv-capacity", 256)
+    assert code == 0, err
+    assert "beside" in out and "linked weights" in out
+    link = tmp_path / "robot" / "model.gguf"
+    assert link.is_symlink() and link.resolve() == file.resolve()
+    build_engine_directory(checkpoint, tmp_path / "published", EngineDirectory.open(tmp_path / "robot").limits, [])
+    assert _answers(tmp_path / "robot") == _answers(tmp_path / "published")
+    code, out, _ = edgellm("info", tmp_path / "robot", "--verify")
+    assert code == 0 and "llama" in out
+
+
+def test_a_copy_of_the_weights_stands_alone(edgellm: Edgellm, file: Path, tmp_path: Path) -> None:
+    code, _, err = edgellm("build", file, tmp_path / "robot", "--weights", "copy", "--no-try")
+    assert code == 0, err
+    expected = _answers(tmp_path / "robot")
+    file.unlink()
+    assert not (tmp_path / "robot" / "model.gguf").is_symlink()
+    assert _answers(tmp_path / "robot") == expected
+
+
+def test_a_file_is_opened_as_it_is(edgellm: Edgellm, checkpoint: Path, file: Path, tmp_path: Path) -> None:
+    with LLM(file, backend="numpy") as llm:
+        folder = llm.directory.path
+        assert folder.parent == user_cache_directory() / "gguf"
+        assert llm.chat("Hello", GREEDY).text is not None
+    written = (folder / "edgellm.json").stat().st_mtime_ns
+    first = _answers(file)
+    assert (folder / "edgellm.json").stat().st_mtime_ns == written
+    code, _, err = edgellm("generate", "-m", file, "--temperature", 0, "--max-tokens", 8, "--raw", PROMPTS[0])
+    assert code == 0, err
+    assert edgellm("info", file)[0] == 0
+    # Written anew at the same place, with another model.
+    other = tmp_path / "other"
+    shutil.copytree(checkpoint, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    _file(other, tmp_path / "new.gguf").replace(file)
+    with LLM(file, backend="numpy") as llm:
+        assert llm.directory.path == folder
+        assert llm.directory.config.rms_norm_eps == 0.25
+    assert _answers(file) != first
+
+
+def test_a_linked_file_that_changed_or_went(edgellm: Edgellm, file: Path, tmp_path: Path) -> None:
+    assert edgellm("build", file, tmp_path / "robot", "--no-try")[0] == 0
+    data = bytearray(file.read_bytes())
+    os.truncate(file, len(data) // 2)
+    with pytest.raises(EngineDirectoryError, match=r"model\.gguf: .* bytes, expected"):
+        EngineDirectory.open(tmp_path / "robot")
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(EngineDirectoryError, match=r"model\.gguf: SHA-256"):
+        EngineDirectory.open(tmp_path / "robot")
+    file.unlink()
+    with pytest.raises(EngineDirectoryError, match=r"model\.gguf: missing"):
+        EngineDirectory.open(tmp_path / "robot")
+
+
+def test_packed_types_answer(edgellm: Edgellm, checkpoint: Path, tmp_path: Path) -> None:
+    import numpy as np
+
+    random = np.random.default_rng(3)
+
+    def packed(name: str, values: np.ndarray) -> Any:
+        if values.ndim < 2 or values.shape[1] % 32:
+            return None
+        return random_blocks("q8_0" if "embd" in name else "q5_1" if "attn" in name else "q4_0", values.shape, random)
+
+    file = _file(checkpoint, tmp_path / "packed.gguf", kinds=packed)
+    code, out, err = edgellm("build", file, tmp_path / "robot")
+    assert code == 0, err
+    assert len(_answers(tmp_path / "robot")[0]) > 0
+    code, out, _ = edgellm("info", tmp_path / "robot")
+    assert "GGUF Q5_1: int5, groups of 32, minima" in out
+
+
+def test_errors_name_the_file(edgellm: Edgellm, checkpoint: Path, file: Path, tmp_path: Path) -> None:
+    data = file.read_bytes().replace(b"gpt-2", b"gpt-9")
+    file.write_bytes(data)
+    code, _, err = edgellm("build", file, tmp_path / "robot")
+    assert code == 1 and f"{file}: 'tokenizer.ggml.pre' is 'gpt-9'" in err
+    assert not (tmp_path / "robot").exists()
+    with pytest.raises(CheckpointError, match=rf"{file} is a GGUF file\. Make an engine directory of it"):
+        Checkpoint.open(file)
+    with pytest.raises(EngineDirectoryError, match=r"directory of GGUF files \(tiny\.gguf\)\. Name one of them"):
+        EngineDirectory.open(tmp_path)
+    with checkpoint_folder(checkpoint) as folder:
+        assert folder == checkpoint

@@ -1,0 +1,231 @@
+"""Models of every family as llama.cpp's converter writes them: what was published, tensor by tensor, and its logits."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_models import ARCHITECTURES, rope_factors, write_model
+from gguf_writing import Typed, dense, write_gguf
+from golden_files import golden_folder, largest_difference, read_tensors
+from golden_sequences import Sequences
+from mtp_checkpoints import golden_checkpoint
+
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.errors import CheckpointError, UnsupportedModelError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.families.mtp import read_mtp
+from edgellm.engines.formats.gguf_file import open_split
+from edgellm.engines.gguf.architectures import model_config
+from edgellm.engines.gguf.weights import open_gguf_weights
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.rotary import inverse_frequencies
+
+GOLDENS = golden_folder("decoder")
+#: Whose published files say what llama.cpp's do not, and have no place for.
+LOST = {
+    **dict.fromkeys(("llama_dynamic", "llama_longrope_long", "llama_longrope_short"), "a scaling"),
+    **dict.fromkeys(("mistral_window", "mistral_window_5", "qwen2_window_7"), "a window of all layers"),
+    "smollm3_list_tied": "which layers have no rotary embedding",
+    "gemma3": "a scale of attention of its own",
+    "smollm3_interval": "which layers have no rotary embedding",
+    "qwen3_5_text_narrow": "attention in the first layer",
+}
+
+
+def _names() -> list[str]:
+    found = []
+    for path in sorted(GOLDENS.iterdir()):
+        config = path / "config.json"
+        if config.exists() and json.loads(config.read_text())["model_type"] in ARCHITECTURES and path.name not in LOST:
+            found.append(path.name)
+    return found
+
+
+NAMES = _names()
+
+
+def as_folder(checkpoint: Path, folder: Path, **more: Any) -> Path:
+    """A checkpoint whose weights are in a GGUF file."""
+    folder.mkdir(exist_ok=True)
+    file = write_model(checkpoint, folder / "model.gguf", **more)
+    (folder / "config.json").write_text(json.dumps(model_config(open_split(file))))
+    for name in ("expected.safetensors", "generation_config.json"):
+        if (checkpoint / name).exists():
+            (folder / name).write_bytes((checkpoint / name).read_bytes())
+    return folder
+
+
+def test_every_architecture_is_tried() -> None:
+    kinds = {json.loads((GOLDENS / name / "config.json").read_text())["model_type"] for name in NAMES}
+    assert kinds == ARCHITECTURES.keys() - {"smollm3"}
+    assert len(NAMES) > 20
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_is_what_was_published(tmp_path: Path, name: str) -> None:
+    folder = as_folder(GOLDENS / name, tmp_path / "model")
+    with Checkpoint.open(folder) as found, Checkpoint.open(GOLDENS / name) as published:
+        expected = decoder_config(published.config, published.generation_config, published.dtype)
+        config = decoder_config(found.config, found.generation_config, found.dtype)
+        same = {"rope_scaling": config.rope_scaling, "family": config.family}
+        assert replace(config, **same) == replace(expected, **same)
+        np.testing.assert_allclose(inverse_frequencies(config, 20)[0], inverse_frequencies(expected, 20)[0], rtol=2e-7)
+        assert inverse_frequencies(config, 20)[1] == pytest.approx(inverse_frequencies(expected, 20)[1])
+        found.check(decoder_weights(config))
+        for tensor, shape in (part for spec in decoder_weights(config) for part in spec.parts):
+            values, wanted = _values(found, tensor), _values(published, tensor)
+            assert values.shape == tuple(shape)
+            tolerance = 1e-6 if tensor.endswith(("norm.weight", "A_log")) else 0  # 1 was added, a logarithm undone
+            np.testing.assert_allclose(values, wanted, rtol=0, atol=tolerance)
+
+
+def _values(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    values, dtype = checkpoint.raw(name), checkpoint.info(name).dtype
+    return (values.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else values.astype(np.float32)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_equal_transformers(tmp_path: Path, name: str) -> None:
+    sequences = Sequences(as_folder(GOLDENS / name, tmp_path / "model"))
+    found = sequences.logits(sequences.token_ids[:1], [0])
+    assert largest_difference(found, sequences.expected[:1]) <= 1e-4
+
+
+def test_gemma3_takes_the_scale_of_its_size(tmp_path: Path) -> None:
+    """The published file has one of its own; that of the largest follows from the hidden size."""
+    file = write_model(GOLDENS / "gemma3", tmp_path / "model.gguf")
+    assert decoder_config(model_config(open_split(file))).attention_scale == 16**-0.5
+    large = {"gemma3.block_count": 62, "gemma3.attention.sliding_window_pattern": [False] * 62}
+    write_model(GOLDENS / "gemma3", file, more=large)
+    assert decoder_config(model_config(open_split(file))).attention_scale == (32 / 4) ** -0.5
+
+
+def test_smollm3_has_no_rotary_embedding_in_every_fourth_layer(tmp_path: Path) -> None:
+    file = write_model(GOLDENS / "smollm3_interval", tmp_path / "model.gguf", more={"smollm3.block_count": 9})
+    assert decoder_config(model_config(open_split(file))).nope_layers == (3, 7)
+    weights, (_, shape, data) = (
+        open_gguf_weights(file)[0],
+        read_tensors(GOLDENS / "smollm3_interval/model.safetensors")["model.layers.1.self_attn.q_proj.weight"],
+    )
+    found = weights.tensors["model.layers.1.self_attn.q_proj.weight"]
+    assert (list(found.shape), weights.bytes_of(found).tobytes()) == (shape, data)
+
+
+def _minimal(tmp_path: Path, tensors: dict[str, Any] | None = None, **changed: Any) -> Path:
+    """A Llama of one layer without tensors but the embedding."""
+    own = {"block_count": 1, "embedding_length": 8, "feed_forward_length": 8, "context_length": 64}
+    own |= {"attention.head_count": 2, "attention.layer_norm_rms_epsilon": 1e-5}
+    metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in own.items()}
+    given = {"token_embd.weight": dense(np.zeros((6, 8), np.float32))} | (tensors or {})
+    metadata |= {key.replace("__", "."): value for key, value in changed.items()}
+    return write_gguf(tmp_path / "m.gguf", {key: value for key, value in metadata.items() if value is not None}, given)
+
+
+def test_what_files_leave_out_and_numbers_as_they_were_meant(tmp_path: Path) -> None:
+    config = model_config(open_split(_minimal(tmp_path)))
+    assert config == {
+        "model_type": "llama",
+        "vocab_size": 6,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "rope_parameters": {"rope_theta": 10000.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "expected"),
+    [
+        ({"general__architecture": "mamba"}, UnsupportedModelError, "is 'mamba'; supported are llama, mistral3, qwen2"),
+        ({"general__architecture": None}, UnsupportedModelError, "is ''; supported are"),
+        ({"general__architecture": 5}, CheckpointError, r"'general\.architecture' is 5, expected a text"),
+        ({"llama__block_count": "x"}, CheckpointError, r"'llama\.block_count' is 'x', expected a whole number"),
+        ({"llama__block_count": None}, CheckpointError, r"'llama\.block_count' is None"),
+        ({"llama__attention__head_count": [2, 2]}, CheckpointError, "expected a whole number for each of 1 layers"),
+        (
+            {"llama__attention__value_length": 9},
+            CheckpointError,
+            r"value_length' is 9, expected 'attention\.key_length'",
+        ),
+        ({"tokenizer__ggml__tokens": [1]}, CheckpointError, r"'tokenizer\.ggml\.tokens' is 1, expected texts"),
+    ],
+)
+def test_metadata_that_is_wrong(tmp_path: Path, changed: Any, error: type[Exception], expected: str) -> None:
+    with pytest.raises(error, match=expected):
+        model_config(open_split(_minimal(tmp_path, **changed)))
+
+
+WRONG = ("x", True, -1, 0, 1, 3, 1 << 31, 1e30, float("nan"), [], [1, 2], ["a"], [True, False])
+
+
+@pytest.mark.parametrize(
+    "name", ["llama_llama3", "gemma3", "qwen3_5_text", "lfm2", "phi3", "ministral3", "granite_tied"]
+)
+def test_no_value_of_metadata_does_more_than_an_error(tmp_path: Path, name: str) -> None:
+    file = write_model(GOLDENS / name, tmp_path / "model.gguf")
+    tried, refused = 0, 0
+    for key in open_split(file)[0].metadata:
+        for wrong in WRONG:
+            changed = Typed(10, (1 << 31).to_bytes(8, "little")) if wrong == 1 << 31 else wrong
+            write_model(GOLDENS / name, file, more={key: changed})
+            tried += 1
+            try:
+                config = decoder_config(json.loads(json.dumps(model_config(open_split(file)))))
+                opened = open_gguf_weights(file)[0]
+                inverse_frequencies(config, 32)
+                for info in opened.tensors.values():
+                    opened.bytes_of(info)
+            except (CheckpointError, UnsupportedModelError):
+                refused += 1
+    assert tried / 2 < refused < tried
+
+
+@pytest.mark.parametrize(("factor", "size", "theta"), [(8.0, 128, 500000.0), (32.0, 64, 500000.0)])
+def test_factors_of_llama_3_are_known_again(tmp_path: Path, factor: float, size: int, theta: float) -> None:
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 8192
+    factors = rope_factors({"rope_scaling": scaling, "rope_theta": theta, "head_dim": size})
+    assert factors is not None
+    file = _minimal(tmp_path, {"rope_freqs.weight": dense(factors)}, llama__rope__freq_base=theta)
+    assert model_config(open_split(file))["rope_parameters"] == {"rope_theta": theta} | scaling
+
+
+def test_experts_are_refused(tmp_path: Path) -> None:
+    config = model_config(open_split(_minimal(tmp_path, llama__expert_count=8)))
+    with pytest.raises(UnsupportedModelError, match="mixture of experts"):
+        decoder_config(config)
+
+
+def test_tensors_that_are_wrong(tmp_path: Path) -> None:
+    def opened(**tensors: Any) -> None:
+        names = {name.replace("__", "."): value for name, value in tensors.items()}
+        open_gguf_weights(_minimal(tmp_path, names))
+
+    with pytest.raises(CheckpointError, match=r"'blk\.0\.attn_q\.weight' has 6 rows, expected a multiple of 4"):
+        opened(blk__0__attn_q__weight=dense(np.zeros((6, 8), np.float32)))
+    with pytest.raises(CheckpointError, match="two of its tensors are one and the same"):
+        opened(model__embed_tokens__weight=dense(np.zeros((6, 8), np.float32)))
+    path = _minimal(tmp_path, {"blk.0.strange.weight": dense(np.zeros(4, np.float32))})
+    assert "model.layers.0.strange.weight" in open_gguf_weights(path)[0].tensors
+
+
+def test_a_head_for_multi_token_prediction_comes_along(tmp_path: Path) -> None:
+    source = golden_checkpoint("qwen3_5_text", tmp_path / "published")
+    with Checkpoint.open(as_folder(source, tmp_path / "model")) as found, Checkpoint.open(source) as published:
+        config = decoder_config(found.config)
+        assert read_mtp(found, config) == read_mtp(published, config)
+        own = [tensor for tensor in published.tensors if tensor.startswith("mtp.")]
+        assert len(own) > 10
+        for tensor in own:
+            np.testing.assert_allclose(_values(found, tensor), _values(published, tensor), rtol=0, atol=1e-6)

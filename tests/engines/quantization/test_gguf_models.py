@@ -1,0 +1,131 @@
+"""Models whose tensors are packed in GGUF files, several types in one: what NumPy loads, and what kernels get."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf_models import MIXTURE, MIXTURE_HEADS, write_mixture
+from gguf_writing import dense, random_blocks, write_gguf
+
+from edgellm.engines.backends.device_layouts import packed_layouts
+from edgellm.engines.checkpoints.checkpoint import Checkpoint
+from edgellm.engines.checkpoints.weights import described_parts, iterate_weight_parts, load_numpy_weights
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.families import decoder_config
+from edgellm.engines.formats.gguf_file import GgufFile
+from edgellm.engines.formats.tensors import convert
+from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.quantization.gguf_blocks import BlockLayout
+from edgellm.engines.quantization.layout import LinearTensors
+
+
+def _as_stored(folder: Path, name: str) -> np.ndarray:
+    """The values of a tensor as the file has it."""
+    file = GgufFile(folder / "model.gguf")
+    info = file.tensors[name]
+    if info.dtype == "float32":
+        return file.bytes_of(info).view(np.float32).reshape(info.shape)
+    rows, columns = info.shape
+    found = LinearTensors("x", (rows, columns), lambda _: (info.dtype, info.shape, file.bytes_of(info)))
+    return BlockLayout(info.dtype).read(found).unpacked().values()
+
+
+def _unpaired(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of rotated pairs as they are published: the first of all pairs of a head, then the second."""
+    rows = [head * (len(values) // heads) + 2 * pair + half for head in range(heads) for half in (0, 1)
+            for pair in range(len(values) // heads // 2)]  # fmt: skip
+    return values[rows]
+
+
+def test_numpy_loads_the_values_of_the_file(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "model")
+    with Checkpoint.open(folder) as checkpoint:
+        config = decoder_config(checkpoint.config)
+        assert (config.dtype, config.tie_word_embeddings) == ("float16", False)
+        checkpoint.check(decoder_weights(config))
+        found = load_numpy_weights(checkpoint, decoder_weights(config))
+    stored = {name: _as_stored(folder, name) for name in GgufFile(folder / "model.gguf").tensors}
+    np.testing.assert_array_equal(found["model.embed_tokens.weight"], stored["token_embd.weight"])
+    np.testing.assert_array_equal(found["lm_head.weight"], stored["output.weight"])
+    for layer in range(2):
+        parts = [stored[f"blk.{layer}.attn_{each}.weight"] for each in "qkv"]
+        qkv = np.concatenate((_unpaired(parts[0], MIXTURE_HEADS), _unpaired(parts[1], 2), parts[2]))
+        np.testing.assert_array_equal(found[f"model.layers.{layer}.self_attn.qkv_proj.weight"], qkv)
+        np.testing.assert_array_equal(
+            found[f"model.layers.{layer}.mlp.down_proj.weight"], stored[f"blk.{layer}.ffn_down.weight"]
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_kernels_get_what_they_take_packed_and_the_rest_dense(tmp_path: Path, dtype: str) -> None:
+    folder = write_mixture(tmp_path / "model")
+    with Checkpoint.open(folder) as checkpoint:
+        config = decoder_config(checkpoint.config)
+        specs = decoder_weights(config)
+        packed = packed_layouts(checkpoint, specs, dtype)
+        layers = [f"model.layers.{layer}." for layer in range(2)]
+        expected = {f"{layer}{name}.weight" for layer in layers for name in ("self_attn.o_proj", "mlp.gate_up_proj")}
+        assert packed.keys() == expected | {"lm_head.weight"}
+        of_numpy = load_numpy_weights(checkpoint, specs)
+        rest = [spec for spec in specs if spec.name not in packed]
+        whole = {spec.name: np.empty(spec.shape, np.float16 if dtype == "float16" else np.uint16) for spec in rest}
+        for spec, offset, values in iterate_weight_parts(checkpoint, rest, dtype):
+            whole[spec.name].reshape(-1)[offset // 2 : offset // 2 + values.size] = values.reshape(-1)
+        for name, values in whole.items():
+            np.testing.assert_array_equal(values, convert(of_numpy[name], "float32", dtype)[0])
+
+
+def test_equal_formats_and_others_in_one_step(tmp_path: Path) -> None:
+    same = dict.fromkeys(MIXTURE, "q4_0")
+    with Checkpoint.open(write_mixture(tmp_path / "same", same)) as checkpoint:
+        specs = decoder_weights(decoder_config(checkpoint.config))
+        names = packed_layouts(checkpoint, specs, "float16").keys()
+        assert "model.layers.1.self_attn.qkv_proj.weight" in names
+        assert "model.embed_tokens.weight" not in names
+        words = "GGUF Q4_0: int4, groups of 32"
+        assert described_parts(checkpoint, specs)[words][0] == 14
+    with Checkpoint.open(write_mixture(tmp_path / "mixed", same | {"attn_v": "q8_0"})) as checkpoint:
+        names = packed_layouts(checkpoint, specs, "float16").keys()
+        assert "model.layers.1.self_attn.qkv_proj.weight" not in names
+        assert "model.layers.1.mlp.gate_up_proj.weight" in names
+
+
+def test_columns_of_the_delta_rule_are_put_back(tmp_path: Path) -> None:
+    """Value heads of 32 columns, two for each of two key heads: packed and dense alike."""
+    random = np.random.default_rng(12)
+    own = {"block_count": 1, "embedding_length": 32, "attention.head_count": 2, "full_attention_interval": 4}
+    own |= {"ssm.state_size": 16, "ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 128}
+    metadata = {"general.architecture": "qwen35"} | {f"qwen35.{key}": value for key, value in own.items()}
+    for kind in ("q4_1", "float32"):
+        packed = random_blocks("q4_1", (32, 128), random)
+        values = random.normal(size=(32, 128)).astype(np.float32)
+        tensors = {"blk.0.ssm_out.weight": packed if kind == "q4_1" else dense(values)}
+        folder = tmp_path / kind
+        folder.mkdir()
+        write_gguf(folder / "model.gguf", metadata, tensors)
+        (folder / "config.json").write_text("{}")
+        stored = _as_stored(folder, "blk.0.ssm_out.weight")
+        expected = np.concatenate([stored[:, 32 * head : 32 * head + 32] for head in (0, 2, 1, 3)], axis=1)
+        name = "model.layers.0.linear_attn.out_proj.weight"
+        with Checkpoint.open(folder) as checkpoint:
+            weight = checkpoint.packed(name, (32, 128))
+            found = checkpoint.raw(name) if weight is None else weight.values()
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_packed_norms_and_shapes_that_do_not_fit(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 512}
+    (folder / "config.json").write_text(json.dumps(config))
+    with Checkpoint.open(folder) as checkpoint:
+        wrong = r"wrong shape: model\.layers\.0\.mlp\.gate_proj\.weight is \[256, 256\], expected \[512, 256\]"
+        with pytest.raises(CheckpointError, match=wrong):
+            checkpoint.check(decoder_weights(decoder_config(config)))
+    metadata = {"general.architecture": "gemma", "gemma.block_count": 1}
+    norm = random_blocks("q8_0", (32,), np.random.default_rng(1))
+    write_gguf(folder / "model.gguf", metadata, {"output_norm.weight": norm})
+    with pytest.raises(CheckpointError, match=r"'output_norm\.weight' has the type q8_0, expected one of float32"):
+        Checkpoint.open(folder)

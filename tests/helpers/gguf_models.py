@@ -1,0 +1,278 @@
+"""Writes published checkpoints as llama.cpp's converter does: its metadata, its names, and what it changes in tensors.
+
+Names were compared with gguf-py 0.19.0, the changes follow the converter's description.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from gguf_writing import Tensor, dense, random_blocks, write_gguf
+from golden_files import read_tensors
+
+from edgellm.engines.formats.gguf_file import open_split
+from edgellm.engines.gguf.architectures import model_config
+
+#: By `model_type`, llama.cpp's name.
+ARCHITECTURES = {
+    **{"llama": "llama", "mistral": "llama", "ministral3": "mistral3", "qwen2": "qwen2", "qwen3": "qwen3"},
+    **{"qwen3_5_text": "qwen35", "gemma": "gemma", "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite"},
+    **{"smollm3": "smollm3", "olmo2": "olmo2", "lfm2": "lfm2", "seed_oss": "seed_oss"},
+}
+_PAIRED = ("llama", "mistral3", "granite", "smollm3")
+_SHIFTED = ("gemma", "gemma3", "qwen35")
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+    **{f"self_attn.{each}_proj": f"attn_{each}" for each in ("q", "k", "v", "qkv")},
+    **{f"self_attn.{each}": "attn_output" for each in ("o_proj", "out_proj")},
+    **{f"self_attn.{each}_{norm}": f"attn_{each}_norm" for each in "qk" for norm in ("norm", "layernorm")},
+    **{f"mlp.{each}_proj": f"ffn_{each}" for each in ("gate", "up", "down")},
+    "mlp.gate_up_proj": "ffn_up",
+    **{"feed_forward.w1": "ffn_gate", "feed_forward.w2": "ffn_down", "feed_forward.w3": "ffn_up"},
+    **{"operator_norm": "attn_norm", "input_layernorm": "attn_norm", "ffn_norm": "ffn_norm"},
+    **{f"conv.{each}": f"shortconv.{each}" for each in ("conv", "in_proj", "out_proj")},
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+    "linear_attn.A_log": "ssm_a",
+}
+_MTP = {
+    "fc": "nextn.eh_proj",
+    "pre_fc_norm_embedding": "nextn.enorm",
+    "pre_fc_norm_hidden": "nextn.hnorm",
+    "norm": "nextn.shared_head_norm",
+}
+
+
+#: Types of a model's layers as llama.cpp mixes them, and a step for each way in which kernels get one.
+MIXTURE = {
+    **{"attn_q": "q4_k", "attn_k": "q4_k", "attn_v": "q6_k", "attn_output": "q4_0"},
+    **{"ffn_gate": "q8_0", "ffn_up": "q8_0", "ffn_down": "iq4_xs"},
+}
+MIXTURE_HEADS, _HIDDEN, _VOCABULARY = 4, 256, 96
+
+
+def write_mixture(folder: Path, kinds: Mapping[str, str] = MIXTURE, head: str = "q8_0", scale: float = 0.01) -> Path:
+    """A folder with a Llama of two layers in a GGUF file of random blocks, with factors as `random_blocks` has them."""
+    random, rows = np.random.default_rng(11), {"attn_k": _HIDDEN // 2, "attn_v": _HIDDEN // 2}
+    own = {"block_count": 2, "embedding_length": _HIDDEN, "feed_forward_length": _HIDDEN, "context_length": 64}
+    own |= {"attention.head_count": MIXTURE_HEADS, "attention.head_count_kv": 2}
+    own |= {"attention.layer_norm_rms_epsilon": 1e-5}
+    metadata = {"general.architecture": "llama"} | {f"llama.{key}": value for key, value in own.items()}
+    norm = dense(random.uniform(0.5, 1.5, _HIDDEN).astype(np.float32))
+    tensors = {"token_embd.weight": random_blocks("q8_0", (_VOCABULARY, _HIDDEN), random, scale)}
+    for layer in range(2):
+        for name, kind in kinds.items():
+            shape = rows.get(name, _HIDDEN), _HIDDEN
+            tensors[f"blk.{layer}.{name}.weight"] = random_blocks(kind, shape, random, scale)
+        tensors |= {f"blk.{layer}.{name}.weight": norm for name in ("attn_norm", "ffn_norm")}
+    tensors |= {"output_norm.weight": norm, "output.weight": random_blocks(head, (_VOCABULARY, _HIDDEN), random, scale)}
+    folder.mkdir(exist_ok=True)
+    file = write_gguf(folder / "model.gguf", metadata, tensors)
+    (folder / "config.json").write_text(json.dumps(model_config(open_split(file))))
+    return folder
+
+
+def write_model(checkpoint: Path, target: Path, more: dict[str, Any] | None = None, kinds: Any = None) -> Path:
+    """The checkpoint in a folder as a GGUF file at `target`. `more` is further metadata; `kinds` gives, for a name of
+    the file and its values, what is written in the place of a dense tensor."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    stored = {name: each for file in checkpoint.glob("model*.safetensors") for name, each in read_tensors(file).items()}
+    tensors = {name: _values(*each) for name, each in stored.items()}
+    kind = ARCHITECTURES[config["model_type"]]
+    metadata = _metadata(config, kind) | (more or {})
+    written: dict[str, Tensor] = {}
+    if tensors.keys() >= {"lm_head.weight"} and config.get("tie_word_embeddings", False):
+        del tensors["lm_head.weight"]
+    for name, values in tensors.items():
+        new = _name(name, kind, config["num_hidden_layers"])
+        changed = _changed(name, values, kind, config)
+        packed = None if kinds is None else kinds(new, changed)
+        written[new] = packed or _dense(changed, stored[name][0])
+    factors = rope_factors(config)
+    if factors is not None:
+        written["rope_freqs.weight"] = _dense(factors, "F32")
+    return write_gguf(target, metadata, written)
+
+
+def byte_pairs(published: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
+    """The metadata of a tokenizer of byte pairs, without the beginning of the keys, with a token that is not used."""
+    described = json.loads(published.to_str())
+    vocabulary = published.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    added = {token["content"]: 3 if token["special"] else 4 for token in described["added_tokens"]}
+    return {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": [*tokens, "[PAD]"],
+        "token_type": [*(added.get(token, 1) for token in tokens), 5],
+        "merges": [" ".join(pair) for pair in described["model"]["merges"]],
+    }
+
+
+def _values(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
+    if dtype == "BF16":
+        return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(shape)
+    return np.frombuffer(data, {"F16": np.float16, "F32": np.float32}[dtype]).astype(np.float32).reshape(shape)
+
+
+def _dense(values: np.ndarray, dtype: str) -> Tensor:
+    """Vectors and kernels as float32, matrices as they were published."""
+    if dtype == "F32" or values.ndim == 1 or values.shape[-1] < 8:
+        return Tensor("float32", values.shape, np.ascontiguousarray(values, np.float32).tobytes())
+    if dtype == "F16":
+        return Tensor("float16", values.shape, values.astype(np.float16).tobytes())
+    bits = np.ascontiguousarray(values).view(np.uint32) >> 16
+    return Tensor("bfloat16", values.shape, bits.astype(np.uint16).tobytes())
+
+
+def _name(name: str, kind: str, layers: int) -> str:
+    match = re.fullmatch(r"(model\.layers\.|mtp\.layers\.)(\d+)\.(.+?)(\.weight|\.bias)?", name)
+    if match is None:
+        module, _, ending = name.rpartition(".")
+        if module.startswith("mtp."):
+            return f"blk.{layers}.{_MTP[module.removeprefix('mtp.')]}.{ending}"
+        return f"{_NAMES[module]}.{ending}"
+    layer = int(match[2]) + (layers if match[1].startswith("mtp") else 0)
+    inner = match[3]
+    if inner == "post_attention_layernorm":
+        own = "post_attention_norm" if kind in ("gemma3", "olmo2", "seed_oss", "qwen35") else "ffn_norm"
+    else:
+        own = _NAMES[inner]
+    return f"blk.{layer}.{own}{match[4] or ''}"
+
+
+def _changed(name: str, values: np.ndarray, kind: str, config: dict[str, Any]) -> np.ndarray:
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config.get("num_key_value_heads")}
+    module = name.split(".")[-2]
+    if kind in _PAIRED and module in heads:
+        count = heads[module] or config["num_attention_heads"]
+        paired = values.reshape(count, 2, values.shape[0] // count // 2, *values.shape[1:])
+        return paired.swapaxes(1, 2).reshape(values.shape)
+    is_norm = name.endswith("norm.weight") or "pre_fc_norm" in name
+    if kind in _SHIFTED and is_norm and not name.endswith("linear_attn.norm.weight"):
+        return values + 1
+    if "conv.conv.weight" in name:
+        return values[:, 0]
+    if "linear_attn." in name:
+        return _delta(name, values, config)
+    return values
+
+
+def _delta(name: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """Value heads of one key head apart, decays as they are applied, kernels without the channel."""
+    keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    size, first = config["linear_value_head_dim"], 2 * keys * config["linear_key_head_dim"]
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    if name.endswith("conv1d.weight"):
+        values = values[:, 0]
+
+    def tiled(part: np.ndarray, each: int) -> np.ndarray:
+        grouped = part.reshape(keys, heads // keys, each, *part.shape[1:])
+        return grouped.swapaxes(0, 1).reshape(part.shape)
+
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        return np.concatenate((values[:first], tiled(values[first:], size)))
+    if name.endswith("in_proj_z.weight"):
+        return tiled(values, size)
+    if name.endswith("out_proj.weight"):
+        return np.ascontiguousarray(tiled(values.T, size).T)
+    return values if name.endswith("linear_attn.norm.weight") else tiled(values, 1)
+
+
+def _metadata(config: dict[str, Any], kind: str) -> dict[str, Any]:
+    layers = config["num_hidden_layers"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    own = rope.get("full_attention", rope)
+    heads = config["num_attention_heads"]
+    kv_heads: Any = config.get("num_key_value_heads") or heads
+    if kind == "lfm2":
+        kinds = config.get("layer_types") or [
+            "full_attention" if layer in config["full_attn_idxs"] else "conv" for layer in range(layers)
+        ]
+        kv_heads = [kv_heads if each == "full_attention" else 0 for each in kinds]
+    found = {
+        "block_count": layers + config.get("mtp_num_hidden_layers", 0),
+        "nextn_predict_layers": config.get("mtp_num_hidden_layers"),
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config.get("block_ff_dim") or config["intermediate_size"],
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.layer_norm_rms_epsilon": config["norm_eps"] if kind == "lfm2" else config["rms_norm_eps"],
+        "attention.key_length": config.get("head_dim"),
+        "attention.value_length": config.get("head_dim"),
+        "rope.freq_base": own.get("rope_theta", config.get("rope_theta", 10000.0)),
+        "attention.sliding_window": config.get("sliding_window"),
+        "attention.scale": config.get("attention_multiplier"),
+        "embedding_scale": config.get("embedding_multiplier"),
+        "residual_scale": config.get("residual_multiplier"),
+        "logit_scale": config.get("logits_scaling"),
+        "attention.temperature_scale": own.get("llama_4_scaling_beta"),
+        "rope.scaling.yarn_log_multiplier": own.get("mscale_all_dim"),
+        "shortconv.l_cache": config.get("conv_L_cache"),
+    }
+    if kind in ("llama", "olmo2"):
+        del found["attention.sliding_window"]
+    scaling = own.get("rope_type") or own.get("type")
+    if scaling in ("linear", "yarn"):
+        found |= {"rope.scaling.type": scaling, "rope.scaling.factor": own["factor"]}
+        found["rope.scaling.original_context_length"] = own.get("original_max_position_embeddings")
+        found |= {f"rope.scaling.yarn_{key}": own.get(key) for key in ("beta_fast", "beta_slow")}
+    if kind == "gemma3":
+        local = rope.get("sliding_attention", {}).get("rope_theta", config.get("rope_local_base_freq"))
+        found["rope.freq_base_swa"] = local
+        pattern = config["sliding_window_pattern"]
+        found["attention.sliding_window_pattern"] = [(layer + 1) % pattern > 0 for layer in range(layers)]
+    if kind == "phi3":
+        size = config["hidden_size"] // heads
+        found["rope.dimension_count"] = int(config.get("partial_rotary_factor", 1.0) * size)
+        found["attention.sliding_window"] = config.get("sliding_window") or 0
+    if kind == "qwen35":
+        found |= {
+            "full_attention_interval": config["layer_types"].index("full_attention") + 1,
+            "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+            "ssm.state_size": config["linear_key_head_dim"],
+            "ssm.group_count": config["linear_num_key_heads"],
+            "ssm.time_step_rank": config["linear_num_value_heads"],
+            "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
+            "rope.dimension_count": int(config["head_dim"] * own["partial_rotary_factor"]),
+            "rope.dimension_sections": [*own["mrope_section"], 0],
+        }
+    metadata: dict[str, Any] = {"general.architecture": kind, "tokenizer.ggml.bos_token_id": config["bos_token_id"]}
+    metadata["tokenizer.ggml.eos_token_id"] = config["eos_token_id"]
+    return metadata | {f"{kind}.{key}": value for key, value in found.items() if value is not None}
+
+
+def rope_factors(config: dict[str, Any]) -> np.ndarray | None:
+    """By which the frequencies of Llama 3 are divided."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if rope.get("rope_type") != "llama3":
+        return None
+    size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    frequencies = config.get("rope_theta", rope.get("rope_theta")) ** -(np.arange(0, size, 2) / size)
+    trained, low, high = (
+        rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+    )
+    lengths = 2 * np.pi / frequencies
+    smooth = (trained / lengths - low) / (high - low)
+    blended = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    found = np.where(lengths < trained / high, 1.0, np.where(lengths > trained / low, rope["factor"], blended))
+    return found.astype(np.float32)

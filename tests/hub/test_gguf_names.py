@@ -1,0 +1,60 @@
+"""GGUF files by their names on the hub, and files of one's own: opened alike, with the options of a build."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from command_line import Edgellm
+from gguf_models import byte_pairs, write_model
+from hub_server import HubServer
+from tokenizers import Tokenizer
+
+from edgellm import LLM
+from edgellm.engines.directories.engine_directory import EngineDirectory
+
+NAME = "robots/tiny-GGUF"
+QUESTION = ("--backend", "numpy", "Hello", "--raw", "--max-tokens", "4")
+
+
+def written(checkpoint: Path, target: Path) -> Path:
+    """The checkpoint as a GGUF file with its tokenizer."""
+    keys = byte_pairs(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), "gpt-2")
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return write_model(checkpoint, target, metadata | {"tokenizer.ggml.eos_token_id": 1})
+
+
+def test_a_file_of_a_repository_is_opened_without_a_network_later(
+    edgellm: Edgellm, hub: HubServer, checkpoint: Path
+) -> None:
+    data = written(checkpoint, Path("own.gguf")).read_bytes()
+    commit = hub.repository(NAME).commit({"tiny-F16.gguf": data, "tiny-Q4_0.gguf": b"GGUF", "mmproj.gguf": b"GGUF"})
+    expected = edgellm("generate", "-m", "own.gguf", *QUESTION)[1]
+    named = f"{NAME}:tiny-F16.gguf"
+    code, out, err = edgellm("generate", "-m", named, *QUESTION)
+    assert (code, out) == (0, expected) and out.strip(), err
+    assert hub.downloads() == ["tiny-F16.gguf"]
+    hub.requests.clear()
+    assert edgellm("generate", "-m", named, *QUESTION, "--kv-capacity", 64)[:2] == (0, expected)
+    assert edgellm("build", named, "robot")[0] == 0 and not hub.requests
+    source = EngineDirectory.open("robot").source
+    assert source is not None and (source.commit, source.file) == (commit, "tiny-F16.gguf")
+    found = {(each["kind"], each["name"]) for each in json.loads(edgellm("list", "--json")[1])}
+    assert {("cached", named), ("downloaded", named), ("cached", str(Path("own.gguf").absolute()))} <= found
+    assert edgellm("remove", named)[0] == 0
+    assert edgellm("info", "robot", "--verify")[0] == 0  # it links to what was downloaded, which therefore stays
+
+
+def test_options_of_a_build_are_taken_where_a_file_is_opened(
+    edgellm: Edgellm, hub: HubServer, checkpoint: Path
+) -> None:
+    file = written(checkpoint, Path("own.gguf"))
+    with LLM(file, backend="numpy", build={"kv_capacity": 48, "max_batch": 2}) as llm:
+        assert llm.context_length == 48 and llm.directory.limits.max_batch == 2
+    code, _, err = edgellm("generate", "-m", file, *QUESTION, "--kv-capacity", 48, "--max-batch", 2)
+    assert code == 0 and len([*Path("cache/gguf").glob("*/edgellm.json")]) == 1, err
+    assert edgellm("generate", "-m", file, *QUESTION, "--head", "int8")[0] == 0
+    assert len([*Path("cache/gguf").glob("*/edgellm.json")]) == 2
+    code, _, err = edgellm("generate", "-m", file, *QUESTION, "--revision", "main")
+    assert code == 1 and "revision: given for own.gguf" in err
+    assert not hub.requests

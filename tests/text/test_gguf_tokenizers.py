@@ -1,0 +1,206 @@
+"""Tokenizers of GGUF files: the ids of SentencePiece, and of tokenizers as they are published beside checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from gguf_models import byte_pairs
+from gguf_writing import write_gguf
+from tokenizers import AddedToken, models, trainers
+
+from edgellm.engines.errors import CheckpointError
+from edgellm.engines.formats.gguf_file import open_split
+from edgellm.engines.gguf.architectures import end_tokens
+from edgellm.engines.gguf.metadata import Metadata
+from edgellm.engines.gguf.tokenizer import read_tokenizer, tokenizer_config
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "goldens/gguf/pieces.json").read_text(encoding="utf-8"))
+TEXTS = [
+    *GOLDEN["texts"],
+    "Cafe\u0301 d\u0065\u0301ja\u0300 vu, A\u030angstro\u0308m",
+    "I'LL we've THEY'D it's don'T",
+    "HelloWorld HTTPServer iPhone SOME_CONST x1y2 a/b//c\r\n\r\n  \t end  ",
+    "हिन्दी में लिखा हुआ वाक्य १२३, ไทย ๑๒๓ ภาษา",
+    "١٢٣٤٥ и ½ ² ①",
+]
+
+
+def _metadata(tmp_path: Path, **values: Any) -> Metadata:
+    """The metadata of a file with these keys of the tokenizer, `chat_template` with its own."""
+    keys = {f"tokenizer.{'' if key.startswith('chat_') else 'ggml.'}{key}": value for key, value in values.items()}
+    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"} | keys, {})
+    return Metadata(open_split(path))
+
+
+@pytest.mark.parametrize("variant", ["prefixed", "plain"])
+def test_pieces_are_those_of_sentencepiece(tmp_path: Path, variant: str) -> None:
+    values = dict(GOLDEN[variant])
+    expected = values.pop("ids")
+    tokenizer = read_tokenizer(_metadata(tmp_path, model="llama", **values))
+    for text, ids in zip(GOLDEN["texts"], expected, strict=True):
+        if "<s>" in text:  # which SentencePiece takes for text, and published tokenizers for a token
+            assert tokenizer.encode(text).ids[1] == values["bos_token_id"]
+            continue
+        assert tokenizer.encode(text, add_special_tokens=False).ids == ids
+        assert tokenizer.encode(text).ids == [values["bos_token_id"], *ids]
+        assert tokenizer.decode(ids) == text
+
+
+_CONTRACTED, _REST = "(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+#: By `pre`, as published: the normalizer, the patterns that split texts, and whether words need no merges.
+PUBLISHED: dict[str, tuple[str | None, list[Any], bool]] = {
+    "llama-bpe": (None, [rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_OTHERS}|{_REST}"], True),
+    "dbrx": (None, [rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_OTHERS}|{_REST}"], False),
+    "qwen2": ("NFC", [rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_OTHERS}|{_REST}"], False),
+    "qwen35": (
+        "NFC",
+        [
+            rf"{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_REST}"
+        ],
+        False,
+    ),
+    "tekken": (
+        None,
+        [
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+            rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+        ],
+        True,
+    ),
+    "gpt-4o": (
+        None,
+        [
+            rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTED}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTED}?"
+            rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+        ],
+        False,
+    ),
+    "smollm": (None, [{"type": "Digits", "individual_digits": True}, None], False),
+    "gpt-2": (None, [None], False),
+}
+
+
+def _published(pre: str) -> tokenizers.Tokenizer:
+    """A small tokenizer as it would be published, trained on the texts, with two special tokens behind the others."""
+    normalizer, splits, whole = PUBLISHED[pre]
+    steps = [
+        each
+        if isinstance(each, dict)
+        else {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False}
+        for each in splits
+        if each is not None
+    ]
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": None in splits})
+    made = tokenizers.Tokenizer(models.BPE())
+    described = json.loads(made.to_str())
+    described["normalizer"] = normalizer and {"type": normalizer}
+    described["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": steps}
+    described["decoder"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    made = tokenizers.Tokenizer.from_str(json.dumps(described))
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(TEXTS * 5, trainer)
+    made.add_special_tokens([AddedToken("<|begin|>", normalized=False), AddedToken("<|im_end|>", normalized=False)])
+    made.add_tokens([AddedToken("<tool>", normalized=False)])
+    described = json.loads(made.to_str())
+    described["model"]["ignore_merges"] = whole
+    return tokenizers.Tokenizer.from_str(json.dumps(described))
+
+
+def _converted(published: tokenizers.Tokenizer, pre: str, **more: Any) -> dict[str, Any]:
+    """Its metadata, without the beginning of the keys."""
+    own = {"bos_token_id": published.token_to_id("<|begin|>"), "eos_token_id": published.token_to_id("<|im_end|>")}
+    return byte_pairs(published, pre) | own | {"add_bos_token": False} | more
+
+
+@pytest.mark.parametrize("pre", PUBLISHED)
+def test_words_are_those_of_published_tokenizers(tmp_path: Path, pre: str) -> None:
+    published = _published(pre)
+    found = read_tokenizer(_metadata(tmp_path, **_converted(published, pre)))
+    for text in [*TEXTS, "<|begin|>system\nYou are <tool> and<|im_end|>\n"]:
+        expected = published.encode(text).ids
+        assert found.encode(text).ids == expected
+        for skip in (True, False):
+            assert found.decode(expected, skip_special_tokens=skip) == published.decode(
+                expected, skip_special_tokens=skip
+            )
+    assert found.get_vocab() == published.get_vocab()
+    special = {token.content: token.special for token in found.get_added_tokens_decoder().values()}
+    assert special == {"<|begin|>": True, "<|im_end|>": True, "<tool>": False}
+
+
+def test_pres_differ(tmp_path: Path) -> None:
+    """On these texts, so that one cannot be taken for another."""
+    published = _published("gpt-2")
+    found = set()
+    for pre in PUBLISHED:
+        tokenizer = read_tokenizer(_metadata(tmp_path, **_converted(published, pre)))
+        words = [tokenizer.pre_tokenizer.pre_tokenize_str(text) for text in TEXTS]
+        found.add(json.dumps([words, tokenizer.normalizer is None], default=str))
+    assert len(found) == len(PUBLISHED) - 1  # dbrx splits as llama-bpe
+
+
+def test_texts_begin_and_end_as_the_file_says(tmp_path: Path) -> None:
+    published = _published("llama-bpe")
+    values = _converted(published, "llama-bpe")
+    bos, eos = values["bos_token_id"], values["eos_token_id"]
+    plain = published.encode("hello").ids
+
+    def ids(**changed: Any) -> list[int]:
+        kept = {key: value for key, value in (values | changed).items() if value is not None}
+        return read_tokenizer(_metadata(tmp_path, **kept)).encode("hello").ids
+
+    assert ids() == plain
+    assert ids(add_bos_token=True) == [bos, *plain]
+    assert ids(add_bos_token=None) == [bos, *plain]
+    assert ids(add_bos_token=None, pre="qwen2") == plain
+    assert ids(add_bos_token=True, add_eos_token=True) == [bos, *plain, eos]
+    assert ids(add_bos_token=True, bos_token_id=None) == plain
+
+
+def test_named_tokens_templates_and_ends(tmp_path: Path) -> None:
+    values = _converted(_published("qwen2"), "qwen2", chat_template="{{ messages }}")
+    metadata = _metadata(tmp_path, **values)
+    assert tokenizer_config(metadata) == {
+        "bos_token": "<|begin|>",
+        "eos_token": "<|im_end|>",
+        "chat_template": "{{ messages }}",
+    }
+    more = {"chat_templates": ["tool_use"], "chat_template.tool_use": "{{ tools }}"}
+    assert tokenizer_config(_metadata(tmp_path, **values, **more))["chat_template"] == [
+        {"name": "default", "template": "{{ messages }}"},
+        {"name": "tool_use", "template": "{{ tools }}"},
+    ]
+    begin, end = values["bos_token_id"], values["eos_token_id"]
+    assert end_tokens(metadata) == [end]
+    assert end_tokens(_metadata(tmp_path, **(values | {"eos_token_id": 5, "eot_token_id": begin}))) == [5, begin, end]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"model": "bert"}, r"'tokenizer\.ggml\.model' is 'bert', expected gpt2 or llama"),
+        ({"pre": "default"}, r"'tokenizer\.ggml\.pre' is 'default', expected one of llama-bpe, "),
+        ({"pre": None}, r"'tokenizer\.ggml\.pre' is None"),
+        ({"tokens": None}, "expected the tokens of the model"),
+        ({"token_type": [1, 2]}, "is 'of 2 tokens', expected as many as tokens"),
+        ({"merges": ["a b c d"]}, "is 'a b c d', expected two tokens with a space between"),
+        ({"merges": ["ab"]}, "is 'ab', expected two tokens"),
+        ({"bos_token_id": 5000, "add_bos_token": True}, "is 5000, expected one of"),
+        ({"bos_token_id": "x", "add_bos_token": True}, "is 'x', expected a whole number"),
+        ({"model": "llama"}, r"'tokenizer\.ggml\.scores' is 'of 0 tokens', expected as many as tokens"),
+    ],
+)
+def test_tokenizers_that_are_wrong(tmp_path: Path, changed: dict[str, Any], expected: str) -> None:
+    values = {
+        key: value for key, value in (_converted(_published("qwen2"), "qwen2") | changed).items() if value is not None
+    }
+    with pytest.raises(CheckpointError, match=expected):
+        read_tokenizer(_metadata(tmp_path, **values))
