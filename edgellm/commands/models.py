@@ -149,9 +149,10 @@ def chosen_drafting(settings: Settings) -> DraftingConfig | None:
 def described_directory(settings: Settings) -> EngineDirectory:
     """What the model's `edgellm.json` says; the files are not checked."""
     from edgellm.engines.directories.engine_directory import EngineDirectory
+    from edgellm.hub.directories import local_directory
     from edgellm.llm import SHIPPED_MODEL
 
-    return EngineDirectory.read(settings.model or SHIPPED_MODEL)
+    return EngineDirectory.read(local_directory(settings.model or SHIPPED_MODEL))
 
 
 def backend_name(settings: Settings) -> str:
