@@ -219,6 +219,9 @@ def test_a_name_is_served_and_measured_under_it(edgellm: Edgellm, hub: HubServer
     assert code == 0, err
     assert json.loads(Path("speeds.json").read_text())["model"] == NAME
     assert len([*Path("cache").rglob("edgellm.json")]) == 1
+    Path("text.txt").write_text("The red cup is on the table. " * 8)
+    code, out, err = edgellm("eval", NAME, "--kv-capacity", 64, "--reference", NAME, "--text", "text.txt")
+    assert code == 0 and "perplexity" in out, err
 
 
 def test_the_environment_names_hub_cache_and_token(hub: HubServer, tiny_checkpoint: Path, tmp_path: Path) -> None:
