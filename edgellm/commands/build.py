@@ -76,7 +76,10 @@ class BuildOptions(ModelOption):
     )
     attention: str = _plan_option("auto, native (IAttention) or composed.", default="auto")
     weights: str | None = _weight_option(
-        "copy the weights, or link to those of the checkpoint [default: copy; of a GGUF file link].",
+        "copy the weights, or link to those of the checkpoint [default: copy; of a GGUF file link]."
+    )
+    tokenizer: Path | None = _weight_option(
+        "Folder with the tokenizer of this very model as it is published, in place of a GGUF file's own.", metavar="DIR"
     )
     head: str = _weight_option(
         "Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
@@ -169,7 +172,7 @@ def build(given: BuildOptions) -> None:
         if given.no_mtp and (draft == MTP or given.draft_vocabulary is not None):
             beside = "--draft-vocabulary" if draft != MTP else f"--draft {MTP}"
             raise typer.BadParameter(f"{beside} is given beside --no-mtp: leave one of them out")
-        with checkpoint_folder(checkpoint) as folder:
+        with checkpoint_folder(checkpoint, given.tokenizer) as folder:
             report = _built(folder, engine_dir, given, planned, kernels, cuda, folder != checkpoint)
     facts = directory_facts(report.path, verify=False)
     typer.echo("\n".join([*fact_lines(facts), *report_lines(report)]))

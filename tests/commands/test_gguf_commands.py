@@ -28,11 +28,12 @@ PROMPTS = ("The red cup is on the table.", "one two three 123", "¿Qué? 日本"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
-def _file(checkpoint: Path, target: Path, **more: Any) -> Path:
+def _file(checkpoint: Path, target: Path, sampling: dict[str, float] | None = None, **more: Any) -> Path:
     """The checkpoint as a GGUF file, with its tokenizer."""
     keys = byte_pairs(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), "gpt-2")
     keys |= {"bos_token_id": 0, "eos_token_id": 1}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    metadata |= {f"general.sampling.{key}": value for key, value in (sampling or {}).items()}
     return write_model(checkpoint, target, metadata | {"tokenizer.chat_template": TEMPLATE}, **more)
 
 
@@ -136,3 +137,28 @@ def test_errors_name_the_file(edgellm: Edgellm, checkpoint: Path, file: Path, tm
         EngineDirectory.open(tmp_path)
     with checkpoint_folder(checkpoint) as folder:
         assert folder == checkpoint
+
+
+def test_a_published_tokenizer_stands_for_the_files_own(
+    edgellm: Edgellm, checkpoint: Path, file: Path, tmp_path: Path
+) -> None:
+    file.write_bytes(file.read_bytes().replace(b"gpt-2", b"gpt-9"))
+    code, _, err = edgellm("build", file, tmp_path / "robot", "--tokenizer", checkpoint, "--no-try")
+    assert code == 0, err
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "robot" / name).read_bytes() == (checkpoint / name).read_bytes()
+        assert not (tmp_path / "robot" / name).is_symlink()
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    text = (other / "tokenizer.json").read_text(encoding="utf-8").replace('"!"', '"!!"')
+    (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    code, _, err = edgellm("build", file, tmp_path / "second", "--tokenizer", other)
+    assert code == 1 and "has the id None for the token '!'" in err and "Take the tokenizer of this very model" in err
+    code, _, err = edgellm("build", checkpoint, tmp_path / "third", "--tokenizer", checkpoint)
+    assert code == 1 and "is no GGUF file" in err
+
+
+def test_the_sampling_that_a_file_recommends(checkpoint: Path, tmp_path: Path) -> None:
+    file = _file(checkpoint, tmp_path / "tiny.gguf", sampling={"temp": 0.5, "top_k": 20, "top_p": 0.25})
+    with LLM(file, backend="numpy") as llm:
+        found = llm.default_params
+        assert (found.temperature, found.top_k, found.top_p) == (0.5, 20, 0.25)
