@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command_line import Edgellm
 from gguf_models import byte_pairs, write_model
-from gguf_writing import random_blocks
+from gguf_writing import Tensor, random_blocks, write_gguf
 from tokenizers import Tokenizer
 
 from edgellm import LLM
@@ -19,6 +19,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.formats.gguf_file import GgufFile
 from edgellm.errors import CheckpointError, EngineDirectoryError
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.sampling_params import SamplingParams
@@ -162,3 +163,21 @@ def test_the_sampling_that_a_file_recommends(checkpoint: Path, tmp_path: Path) -
     with LLM(file, backend="numpy") as llm:
         found = llm.default_params
         assert (found.temperature, found.top_k, found.top_p) == (0.5, 20, 0.25)
+
+
+def test_a_model_in_several_files(edgellm: Edgellm, file: Path, tmp_path: Path) -> None:
+    whole = GgufFile(file)
+    infos = list(whole.tensors.values())
+    for number in range(3):
+        own = {info.name: Tensor(info.dtype, info.shape, whole.bytes_of(info).tobytes()) for info in infos[number::3]}
+        split = {"split.no": number, "split.count": 3, "split.tensors.count": len(infos)}
+        metadata = (whole.metadata if number == 0 else {}) | split
+        write_gguf(tmp_path / f"part-{number + 1:05}-of-00003.gguf", metadata, own)
+    code, _, err = edgellm("build", tmp_path / "part-00002-of-00003.gguf", tmp_path / "robot", "--no-try")
+    assert code == 0, err
+    names = sorted(path.name for path in (tmp_path / "robot").glob("*.gguf"))
+    assert names == [f"model-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    assert _answers(tmp_path / "robot") == _answers(file) == _answers(tmp_path / "part-00001-of-00003.gguf")
+    (tmp_path / "part-00003-of-00003.gguf").unlink()
+    with pytest.raises(EngineDirectoryError, match=r"model-00003-of-00003\.gguf: missing"):
+        EngineDirectory.open(tmp_path / "robot")
