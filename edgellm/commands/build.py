@@ -79,6 +79,9 @@ class BuildOptions(ModelOption, RevisionOptions):
     weights: str | None = _weight_option(
         "copy the weights, or link to those of the checkpoint [default: copy; of a GGUF file link]."
     )
+    tokenizer: Path | None = _weight_option(
+        "Folder with the tokenizer of this very model as it is published, in place of a GGUF file's own.", metavar="DIR"
+    )
     head: str = _weight_option(
         "Pack the head, and a draft's own: 8 bits and a scale for each row, or 4 bits in groups of columns.",
         default=HEADS[0],
@@ -175,7 +178,7 @@ def build(given: BuildOptions) -> None:
             checkpoint, origin = checkpoint_of(checkpoint, given.revision, given.update, display)
             draft = None if draft is None else str(checkpoint_of(draft, None, False, display)[0])
         asked = given.arguments_of(choose_limits) | ({"has_draft": False} if given.no_mtp else {})
-        with checkpoint_folder(checkpoint) as folder, progress_display() as display:
+        with checkpoint_folder(checkpoint, given.tokenizer) as folder, progress_display() as display:
             report = build_engine_directory(
                 folder,
                 engine_dir,

@@ -82,6 +82,7 @@ class NamedModelOptions(RevisionOptions, panel="Models named as on the hub"):
         "What drafts, as --draft of edgellm build: a directory or name of an EAGLE head, or mtp.",
         metavar="DRAFT_CHECKPOINT|mtp",
     )
+    tokenizer: str | None = option("Folder with the published tokenizer, in place of a GGUF file's own.", metavar="DIR")
 
     def build_arguments(self) -> dict[str, Any]:
         """What was given, as arguments of `edgellm.hub.directories.local_directory`'s build."""

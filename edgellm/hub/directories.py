@@ -28,7 +28,7 @@ logger = logging.getLogger("edgellm.hub")
 
 _LIMITS = ("max_batch", "prefill_chunk", "kv_capacity", "draft_top_k", "draft_steps", "verify_tree_size")
 #: Arguments of a build that may be given where a name is opened; the others are texts.
-BUILD_OPTIONS = (*_LIMITS, "kv_cache", "head", "embedding", "dtype", "draft")
+BUILD_OPTIONS = (*_LIMITS, "kv_cache", "head", "embedding", "dtype", "draft", "tokenizer")
 LOCK_NAME = ".lock"
 _LONGEST_NAME = 160
 
@@ -109,7 +109,10 @@ def checked_options(build: Mapping[str, Any]) -> dict[str, Any]:
         is_number = isinstance(value, int) and not isinstance(value, bool)
         fits = value is None or (is_number if option in _LIMITS else isinstance(value, str))
         require(fits, f"build: {option}", value, "a whole number" if option in _LIMITS else "text")
-    return {option: value for option, value in build.items() if value is not None}
+    options = {option: value for option, value in build.items() if value is not None}
+    if "tokenizer" in options:
+        options["tokenizer"] = str(Path(options["tokenizer"]).absolute())
+    return options
 
 
 def _fetched_draft(
@@ -152,7 +155,8 @@ def _build(
             logger.warning("%s: %s", model, note)
 
     asked = {option: value for option, value in options.items() if option in (*_LIMITS, "kv_cache")}
-    with checkpoint_folder(source) as folder:
+    tokenizer = Path(options["tokenizer"]) if "tokenizer" in options else None
+    with checkpoint_folder(source, tokenizer) as folder:
         report = build_engine_directory(
             folder,
             target,
@@ -163,7 +167,7 @@ def _build(
             tool_format=checkpoint_format(folder, None),
             check=check,
             origin=origin,
-            **{option: value for option, value in options.items() if option not in asked},
+            **{option: value for option, value in options.items() if option not in (*asked, "tokenizer")},
         )
     for note in report.notes:
         logger.info("%s: %s", model, note)

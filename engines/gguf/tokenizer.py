@@ -6,6 +6,7 @@ Two kinds are known: "gpt2", byte pairs with merges, whose `pre` names how texts
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edgellm.engines.gguf.metadata import Metadata
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 #: The types of tokens.
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _SPACE = "\u2581"
+#: Of Phi-3's control tokens those with nothing of what is behind them.
+_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _ENDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -76,8 +79,9 @@ class _Vocabulary(NamedTuple):
     texts: list[str]
 
 
-def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
-    """The tokenizer; CheckpointError for one of an unknown kind, or that contradicts itself."""
+def tokenizer_json(metadata: Metadata) -> dict[str, Any]:
+    """What `tokenizer.json` would say; CheckpointError for a tokenizer of an unknown kind, or one that contradicts
+    itself."""
     from tokenizers import AddedToken
 
     vocabulary, kind = _vocabulary(metadata), metadata.text("tokenizer.ggml.model")
@@ -87,12 +91,15 @@ def read_tokenizer(metadata: Metadata) -> tokenizers.Tokenizer:
         tokenizer, begins = _sentence_pieces(metadata, vocabulary), True
     else:
         raise metadata.error("tokenizer.ggml.model", kind, "gpt2 or llama")
-    added = {text: kind for text, kind in vocabulary.kinds.items() if kind in (_CONTROL, _USER_DEFINED)}
-    tokenizer.add_tokens(
-        [AddedToken(text, normalized=False, special=kind == _CONTROL) for text, kind in added.items() if text]
-    )
-    _frame(metadata, vocabulary, tokenizer, begins)
-    return tokenizer
+    # Spaces and line ends behind Phi-3's own tokens belong to them.
+    strips = metadata.architecture == "phi3" and kind == "llama"
+    added = []
+    for text, own in vocabulary.kinds.items():
+        if text and own in (_CONTROL, _USER_DEFINED):
+            strip = strips and own == _CONTROL and text not in _PLAIN
+            added.append(AddedToken(text, normalized=False, rstrip=strip, special=own == _CONTROL))
+    tokenizer.add_tokens(added)
+    return json.loads(tokenizer.to_str()) | {"post_processor": _frame(metadata, vocabulary, begins)}
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
@@ -110,6 +117,13 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     elif template is not None:
         config["chat_template"] = template
     return config
+
+
+def used_tokens(metadata: Metadata) -> list[tuple[int, str]]:
+    """The ids and texts of tokens as published tokenizers have them: those of pieces that were defined by hand, whose
+    spaces the file writes as such, and unused ones are left out."""
+    vocabulary = _vocabulary(metadata)
+    return [(index, text) for text, index in vocabulary.ids.items() if vocabulary.kinds[text] != _USER_DEFINED]
 
 
 def _vocabulary(metadata: Metadata) -> _Vocabulary:
@@ -133,7 +147,8 @@ def _byte_level(metadata: Metadata, vocabulary: _Vocabulary) -> tuple[tokenizers
     name = metadata.text("tokenizer.ggml.pre")
     pre = _PRES.get(name or "")
     if pre is None:
-        raise metadata.error("tokenizer.ggml.pre", name, f"one of {', '.join(_PRES)}")
+        words = f"one of {', '.join(_PRES)}, or the model's published tokenizer (edgellm build --tokenizer DIR)"
+        raise metadata.error("tokenizer.ggml.pre", name, words)
     merges = []
     for merge in metadata.entries("tokenizer.ggml.merges", str, "texts"):
         first, space, second = merge.partition(" ")
@@ -188,19 +203,25 @@ def _merges(vocabulary: _Vocabulary, scores: list[float]) -> list[tuple[str, str
     return [(vocabulary.texts[first], vocabulary.texts[second]) for _, _, first, second in found]
 
 
-def _frame(metadata: Metadata, vocabulary: _Vocabulary, tokenizer: tokenizers.Tokenizer, begins: bool) -> None:
-    """Let texts begin with BOS and end with EOS, as the file says or the kind of tokenizer has it."""
-    from tokenizers.processors import TemplateProcessing
-
+def _frame(metadata: Metadata, vocabulary: _Vocabulary, begins: bool) -> dict[str, Any] | None:
+    """What lets texts begin with BOS and end with EOS, as the file says or the kind of tokenizer has it."""
     ends, asked = metadata.flag("tokenizer.ggml.add_eos_token"), metadata.flag("tokenizer.ggml.add_bos_token")
     first = _named(metadata, vocabulary, "bos") if (begins if asked is None else asked) else None
     last = _named(metadata, vocabulary, "eos") if ends else None
     if first is None and last is None:
-        return
-    text = [each for each in (first, "$A", last) if each is not None]
-    other = [f"{each}:1" for each in (first, "$B", last) if each is not None]
-    special = [(each, vocabulary.ids[each]) for each in dict.fromkeys((first, last)) if each is not None]
-    tokenizer.post_processor = TemplateProcessing(single=text, pair=[*text, *other], special_tokens=special)
+        return None
+
+    def framed(sequence: str, number: int) -> list[dict[str, Any]]:
+        parts = (("SpecialToken", first), ("Sequence", sequence), ("SpecialToken", last))
+        return [{kind: {"id": text, "type_id": number}} for kind, text in parts if text is not None]
+
+    special = {
+        text: {"id": text, "ids": [vocabulary.ids[text]], "tokens": [text]}
+        for text in (first, last)
+        if text is not None
+    }
+    both = [*framed("A", 0), *framed("B", 1)]
+    return {"type": "TemplateProcessing", "single": framed("A", 0), "pair": both, "special_tokens": special}
 
 
 def _named(metadata: Metadata, vocabulary: _Vocabulary, name: str) -> str | None:

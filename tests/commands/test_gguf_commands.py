@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from command_line import Edgellm
 from gguf_models import byte_pairs, write_model
-from gguf_writing import random_blocks
+from gguf_writing import Tensor, random_blocks, write_gguf
 from tokenizers import Tokenizer
 
 from edgellm import LLM
@@ -19,6 +19,7 @@ from edgellm.engines.building.builder import build_engine_directory
 from edgellm.engines.building.gguf_folder import checkpoint_folder
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.directories.engine_directory import EngineDirectory
+from edgellm.engines.formats.gguf_file import GgufFile
 from edgellm.errors import CheckpointError, EngineDirectoryError
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.sampling_params import SamplingParams
@@ -28,11 +29,12 @@ PROMPTS = ("The red cup is on the table.", "one two three 123", "¿Qué? 日本"
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
-def _file(checkpoint: Path, target: Path, **more: Any) -> Path:
+def _file(checkpoint: Path, target: Path, sampling: dict[str, float] | None = None, **more: Any) -> Path:
     """The checkpoint as a GGUF file, with its tokenizer."""
     keys = byte_pairs(Tokenizer.from_file(str(checkpoint / "tokenizer.json")), "gpt-2")
     keys |= {"bos_token_id": 0, "eos_token_id": 1}
     metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    metadata |= {f"general.sampling.{key}": value for key, value in (sampling or {}).items()}
     return write_model(checkpoint, target, metadata | {"tokenizer.chat_template": TEMPLATE}, **more)
 
 
@@ -136,3 +138,46 @@ def test_errors_name_the_file(edgellm: Edgellm, checkpoint: Path, file: Path, tm
         EngineDirectory.open(tmp_path)
     with checkpoint_folder(checkpoint) as folder:
         assert folder == checkpoint
+
+
+def test_a_published_tokenizer_stands_for_the_files_own(
+    edgellm: Edgellm, checkpoint: Path, file: Path, tmp_path: Path
+) -> None:
+    file.write_bytes(file.read_bytes().replace(b"gpt-2", b"gpt-9"))
+    code, _, err = edgellm("build", file, tmp_path / "robot", "--tokenizer", checkpoint, "--no-try")
+    assert code == 0, err
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "robot" / name).read_bytes() == (checkpoint / name).read_bytes()
+        assert not (tmp_path / "robot" / name).is_symlink()
+    other = Path(shutil.copytree(checkpoint, tmp_path / "other"))
+    text = (other / "tokenizer.json").read_text(encoding="utf-8").replace('"!"', '"!!"')
+    (other / "tokenizer.json").write_text(text, encoding="utf-8")
+    code, _, err = edgellm("build", file, tmp_path / "second", "--tokenizer", other)
+    assert code == 1 and "has the id None for the token '!'" in err and "Take the tokenizer of this very model" in err
+    code, _, err = edgellm("build", checkpoint, tmp_path / "third", "--tokenizer", checkpoint)
+    assert code == 1 and "is no GGUF file" in err
+
+
+def test_the_sampling_that_a_file_recommends(checkpoint: Path, tmp_path: Path) -> None:
+    file = _file(checkpoint, tmp_path / "tiny.gguf", sampling={"temp": 0.5, "top_k": 20, "top_p": 0.25})
+    with LLM(file, backend="numpy") as llm:
+        found = llm.default_params
+        assert (found.temperature, found.top_k, found.top_p) == (0.5, 20, 0.25)
+
+
+def test_a_model_in_several_files(edgellm: Edgellm, file: Path, tmp_path: Path) -> None:
+    whole = GgufFile(file)
+    infos = list(whole.tensors.values())
+    for number in range(3):
+        own = {info.name: Tensor(info.dtype, info.shape, whole.bytes_of(info).tobytes()) for info in infos[number::3]}
+        split = {"split.no": number, "split.count": 3, "split.tensors.count": len(infos)}
+        metadata = (whole.metadata if number == 0 else {}) | split
+        write_gguf(tmp_path / f"part-{number + 1:05}-of-00003.gguf", metadata, own)
+    code, _, err = edgellm("build", tmp_path / "part-00002-of-00003.gguf", tmp_path / "robot", "--no-try")
+    assert code == 0, err
+    names = sorted(path.name for path in (tmp_path / "robot").glob("*.gguf"))
+    assert names == [f"model-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    assert _answers(tmp_path / "robot") == _answers(file) == _answers(tmp_path / "part-00001-of-00003.gguf")
+    (tmp_path / "part-00003-of-00003.gguf").unlink()
+    with pytest.raises(EngineDirectoryError, match=r"model-00003-of-00003\.gguf: missing"):
+        EngineDirectory.open(tmp_path / "robot")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from command_line import Edgellm
@@ -55,6 +56,14 @@ def test_options_of_a_build_are_taken_where_a_file_is_opened(
     assert code == 0 and len([*Path("cache/gguf").glob("*/edgellm.json")]) == 1, err
     assert edgellm("generate", "-m", file, *QUESTION, "--head", "int8")[0] == 0
     assert len([*Path("cache/gguf").glob("*/edgellm.json")]) == 2
+    tokenizer = Path("published")
+    tokenizer.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(checkpoint / name, tokenizer)
+    file.write_bytes(file.read_bytes().replace(b"gpt-2", b"gpt-9"))
+    code, _, err = edgellm("generate", "-m", file, *QUESTION)
+    assert code == 1 and "'tokenizer.ggml.pre' is 'gpt-9'" in err
+    assert edgellm("generate", "-m", file, *QUESTION, "--tokenizer", tokenizer)[0] == 0
     code, _, err = edgellm("generate", "-m", file, *QUESTION, "--revision", "main")
     assert code == 1 and "revision: given for own.gguf" in err
     assert not hub.requests

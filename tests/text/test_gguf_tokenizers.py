@@ -16,7 +16,7 @@ from edgellm.engines.errors import CheckpointError
 from edgellm.engines.formats.gguf_file import open_split
 from edgellm.engines.gguf.architectures import end_tokens
 from edgellm.engines.gguf.metadata import Metadata
-from edgellm.engines.gguf.tokenizer import read_tokenizer, tokenizer_config
+from edgellm.engines.gguf.tokenizer import tokenizer_config, tokenizer_json
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "goldens/gguf/pieces.json").read_text(encoding="utf-8"))
 TEXTS = [
@@ -29,18 +29,22 @@ TEXTS = [
 ]
 
 
-def _metadata(tmp_path: Path, **values: Any) -> Metadata:
+def _metadata(tmp_path: Path, architecture: str = "llama", **values: Any) -> Metadata:
     """The metadata of a file with these keys of the tokenizer, `chat_template` with its own."""
     keys = {f"tokenizer.{'' if key.startswith('chat_') else 'ggml.'}{key}": value for key, value in values.items()}
-    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"} | keys, {})
+    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": architecture} | keys, {})
     return Metadata(open_split(path))
+
+
+def _read(metadata: Metadata) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(metadata)))
 
 
 @pytest.mark.parametrize("variant", ["prefixed", "plain"])
 def test_pieces_are_those_of_sentencepiece(tmp_path: Path, variant: str) -> None:
     values = dict(GOLDEN[variant])
     expected = values.pop("ids")
-    tokenizer = read_tokenizer(_metadata(tmp_path, model="llama", **values))
+    tokenizer = _read(_metadata(tmp_path, model="llama", **values))
     for text, ids in zip(GOLDEN["texts"], expected, strict=True):
         if "<s>" in text:  # which SentencePiece takes for text, and published tokenizers for a token
             assert tokenizer.encode(text).ids[1] == values["bos_token_id"]
@@ -123,7 +127,7 @@ def _converted(published: tokenizers.Tokenizer, pre: str, **more: Any) -> dict[s
 @pytest.mark.parametrize("pre", PUBLISHED)
 def test_words_are_those_of_published_tokenizers(tmp_path: Path, pre: str) -> None:
     published = _published(pre)
-    found = read_tokenizer(_metadata(tmp_path, **_converted(published, pre)))
+    found = _read(_metadata(tmp_path, **_converted(published, pre)))
     for text in [*TEXTS, "<|begin|>system\nYou are <tool> and<|im_end|>\n"]:
         expected = published.encode(text).ids
         assert found.encode(text).ids == expected
@@ -141,7 +145,7 @@ def test_pres_differ(tmp_path: Path) -> None:
     published = _published("gpt-2")
     found = set()
     for pre in PUBLISHED:
-        tokenizer = read_tokenizer(_metadata(tmp_path, **_converted(published, pre)))
+        tokenizer = _read(_metadata(tmp_path, **_converted(published, pre)))
         words = [tokenizer.pre_tokenizer.pre_tokenize_str(text) for text in TEXTS]
         found.add(json.dumps([words, tokenizer.normalizer is None], default=str))
     assert len(found) == len(PUBLISHED) - 1  # dbrx splits as llama-bpe
@@ -155,7 +159,7 @@ def test_texts_begin_and_end_as_the_file_says(tmp_path: Path) -> None:
 
     def ids(**changed: Any) -> list[int]:
         kept = {key: value for key, value in (values | changed).items() if value is not None}
-        return read_tokenizer(_metadata(tmp_path, **kept)).encode("hello").ids
+        return _read(_metadata(tmp_path, **kept)).encode("hello").ids
 
     assert ids() == plain
     assert ids(add_bos_token=True) == [bos, *plain]
@@ -203,4 +207,44 @@ def test_tokenizers_that_are_wrong(tmp_path: Path, changed: dict[str, Any], expe
         key: value for key, value in (_converted(_published("qwen2"), "qwen2") | changed).items() if value is not None
     }
     with pytest.raises(CheckpointError, match=expected):
-        read_tokenizer(_metadata(tmp_path, **values))
+        _read(_metadata(tmp_path, **values))
+
+
+def test_phi_3_has_what_is_behind_its_tokens(tmp_path: Path) -> None:
+    values = dict(GOLDEN["prefixed"])
+    del values["ids"]
+    values["tokens"] = [*values["tokens"][:-1], "<|user|>"]
+    values["token_type"] = [*values["token_type"][:-1], 3]
+    text = "<|user|>\n  the <s> fox"
+    last = len(values["tokens"]) - 1
+    found = _read(_metadata(tmp_path, "phi3", model="llama", **values)).encode(text, add_special_tokens=False)
+    assert found.ids[0] == last and found.tokens[1] == "\u2581the"
+    plain = _read(_metadata(tmp_path, model="llama", **values)).encode(text, add_special_tokens=False)
+    assert plain.ids[0] == last and plain.tokens[1] != "\u2581the"
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_no_value_does_more_than_an_error(tmp_path: Path, model: str) -> None:
+    if model == "gpt2":
+        values = _converted(_published("qwen2"), "qwen2", add_eos_token=True, unknown_token_id=3)
+    else:
+        values = {key: value for key, value in GOLDEN["prefixed"].items() if key != "ids"} | {"model": "llama"}
+    wrong = ("x", "", True, -1, 7, 1 << 30, 0.5, float("nan"), [], [1], ["a", "b"], ["$A", ":1", " ", "\0"], [0.5])
+    few = {
+        "tokens": ["$A:1", "", "a", "b", "ab", "$B"],
+        "token_type": [3, 3, 1, 1, 1, 4],
+        "bos_token_id": 0,
+        "add_bos_token": True,
+    }
+    few |= {"eos_token_id": 5, "merges": ["a b"], "scores": [float("nan"), 0.0, 0.0, 1.0, 2.0, -1.0]}
+    for case in ({}, few):
+        for key in values:
+            for value in (*wrong, values[key]):
+                try:
+                    metadata = _metadata(tmp_path, **(values | case | {key: value}))
+                    tokenizer_config(metadata)
+                    end_tokens(metadata)
+                    _read(metadata).encode("a text of ab")
+                except CheckpointError:
+                    continue
+    assert _read(_metadata(tmp_path, **(values | few))).encode("ab").tokens[0] == "$A:1"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gguf_models import ARCHITECTURES, rope_factors, write_model
-from gguf_writing import Typed, dense, write_gguf
+from gguf_writing import Tensor, Typed, dense, write_gguf
 from golden_files import golden_folder, largest_difference, read_tensors
 from golden_sequences import Sequences
 from mtp_checkpoints import golden_checkpoint
@@ -19,7 +19,7 @@ from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.errors import CheckpointError, UnsupportedModelError
 from edgellm.engines.families import decoder_config
 from edgellm.engines.families.mtp import read_mtp
-from edgellm.engines.formats.gguf_file import open_split
+from edgellm.engines.formats.gguf_file import GgufFile, open_split
 from edgellm.engines.gguf.architectures import model_config
 from edgellm.engines.gguf.weights import open_gguf_weights
 from edgellm.engines.model.decoder import decoder_weights
@@ -229,3 +229,14 @@ def test_a_head_for_multi_token_prediction_comes_along(tmp_path: Path) -> None:
         assert len(own) > 10
         for tensor in own:
             np.testing.assert_allclose(_values(found, tensor), _values(published, tensor), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "architecture"), [("qwen2", "qwen2vl"), ("qwen3", "qwen3vl")])
+def test_language_models_of_vision_models_are_those_of_texts(tmp_path: Path, name: str, architecture: str) -> None:
+    file = GgufFile(write_model(GOLDENS / name, tmp_path / "model.gguf"))
+    tensors = {key: Tensor(info.dtype, info.shape, file.bytes_of(info).tobytes()) for key, info in file.tensors.items()}
+    metadata = {key.replace(f"{name}.", f"{architecture}."): value for key, value in file.metadata.items()}
+    metadata |= {"general.architecture": architecture, f"{architecture}.rope.dimension_sections": [2, 1, 1, 0]}
+    other = write_gguf(tmp_path / "other.gguf", metadata, tensors)
+    assert model_config(open_split(other)) == model_config([file])
+    assert open_gguf_weights(other)[0].tensors.keys() == open_gguf_weights(file.path)[0].tensors.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from gguf_models import MIXTURE, MIXTURE_HEADS, write_mixture
 from gguf_writing import dense, random_blocks, write_gguf
 
 from edgellm.engines.backends.device_layouts import packed_layouts
+from edgellm.engines.backends.executors import SHARED_MEMORY
+from edgellm.engines.building.needed_kernels import WeightLayouts, needed_modules
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import described_parts, iterate_weight_parts, load_numpy_weights
 from edgellm.engines.errors import CheckpointError
@@ -18,8 +21,10 @@ from edgellm.engines.families import decoder_config
 from edgellm.engines.formats.gguf_file import GgufFile
 from edgellm.engines.formats.tensors import convert
 from edgellm.engines.model.decoder import decoder_weights
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.quantization.gguf_blocks import BlockLayout
 from edgellm.engines.quantization.layout import LinearTensors
+from edgellm.kernels.gpu import absent_gpu
 
 
 def _as_stored(folder: Path, name: str) -> np.ndarray:
@@ -76,6 +81,23 @@ def test_kernels_get_what_they_take_packed_and_the_rest_dense(tmp_path: Path, dt
             whole[spec.name].reshape(-1)[offset // 2 : offset // 2 + values.size] = values.reshape(-1)
         for name, values in whole.items():
             np.testing.assert_array_equal(values, convert(of_numpy[name], "float32", dtype)[0])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("kinds", [MIXTURE, dict.fromkeys(MIXTURE, "q4_0")], ids=["mixture", "q4_0"])
+def test_kernels_of_a_gpu_that_is_not_there_take_them(tmp_path: Path, kinds: dict[str, str], dtype: str) -> None:
+    """The loader reads the file, and all engines prepare their launches."""
+    folder = write_mixture(tmp_path / "model", kinds)
+    models = {"base": decoder_config(json.loads((folder / "config.json").read_text()))}
+    weights = WeightLayouts(models, {"base": partial(Checkpoint.open, folder)}, dtype)
+    packed = {name: layout for name, layout in weights.loaded["base"].items() if layout is not None}
+    assert packed.keys() == weights.planned["base"].keys() and len(packed) > 4
+    assert {str(layout.format) for layout in packed.values()} == {"int4, groups of 32", "int8, groups of 32"}
+    assert {layout.product for layout in packed.values()} == {"float16" if dtype == "float16" else "float32"}
+    gpu = absent_gpu("sm_86", 16, SHARED_MEMORY["sm_86"])
+    limits = EngineLimits(1, 16, 64, packed=True)
+    names = {source.name for source in needed_modules(models, limits, dtype, weights, gpu)}
+    assert {"shuffle-int4-8", "shuffle-int8-8"} <= names
 
 
 def test_equal_formats_and_others_in_one_step(tmp_path: Path) -> None:
