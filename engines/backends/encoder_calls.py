@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from edgellm.engines.model.config import WeightSpec
-from edgellm.engines.model.program import (
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import (
     Add,
     AveragePool,
     DropFirst,
@@ -27,7 +28,6 @@ from edgellm.engines.model.program import (
     NormLinear,
     Prepend,
     Product,
-    Program,
     Reshape,
     Step,
 )

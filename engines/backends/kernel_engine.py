@@ -26,8 +26,9 @@ from edgellm.engines.backends.kernel_steps import adapter_words, most_rows, pass
 from edgellm.engines.backends.recurrent_steps import layer_begins
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import Attention, Program
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import without_layer
+from edgellm.engines.model.steps import Attention
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation, PackedMatrix
 

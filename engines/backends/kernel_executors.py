@@ -30,7 +30,8 @@ from edgellm.engines.backends.recurrent_steps import (
     recurrent_refusal,
 )
 from edgellm.engines.model.adapted_projections import SCALES
-from edgellm.engines.model.program import (
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import (
     Attention,
     Input,
     Keep,
@@ -39,7 +40,6 @@ from edgellm.engines.model.program import (
     Norm,
     NormLinear,
     NormParts,
-    Program,
     Scale,
     SideBySide,
     Step,

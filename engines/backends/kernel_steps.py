@@ -9,17 +9,9 @@ from itertools import pairwise
 from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, recurrent_refusal
 from edgellm.engines.model.adapted_projections import AdaptedProjection
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import (
-    Attention,
-    LinearResidual,
-    NormLinear,
-    NormParts,
-    Program,
-    Scale,
-    SideBySide,
-    Step,
-)
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import Edge, without_layer
+from edgellm.engines.model.steps import Attention, LinearResidual, NormLinear, NormParts, Scale, SideBySide, Step
 from edgellm.kernels.decode.attention import AttentionShape, attention_partials
 from edgellm.kernels.decode.contract import (
     ACTIVATIONS,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from edgellm.engines.model.program import LinearResidual, NormLinear, Program
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import LinearResidual, NormLinear
 from edgellm.kernels.encoder.contract import padded_width
 
 

@@ -15,8 +15,9 @@ from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.program import NormLinear, Program
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segment_shapes
+from edgellm.engines.model.steps import NormLinear
 from edgellm.kernels.arrays import ITEM_SIZES
 from edgellm.kernels.prefill.linear import CudaPromptLinear
 from edgellm.kernels.prefill.twin import NumpyPrefill

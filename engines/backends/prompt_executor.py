@@ -14,7 +14,8 @@ from typing import Any
 from edgellm.engines.backends.kernel_executors import ManyRows, StepKernels
 from edgellm.engines.backends.kernel_steps import DENSE, packed_layout, ring_refusal, step_refusal, step_rows
 from edgellm.engines.backends.recurrent_steps import UNGATED, gated_heads
-from edgellm.engines.model.program import LAST_SEEN, Add, Attention, LinearResidual, NormLinear, Program, Step
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import LAST_SEEN, Add, Attention, LinearResidual, NormLinear, Step
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.decode.contract import MAX_TILED_ROWS, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import norm_shared_bytes

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from edgellm.engines.model.program import Attention, GatedDelta, GatedNorm, Program, ShortConvolution, Stateful, Step
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.steps import Attention, GatedDelta, GatedNorm, ShortConvolution, Stateful, Step
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.recurrent.contract import (
     MAX_NODES,

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, Protocol
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.kernel_engine import KernelEngine, stand_in
 from edgellm.engines.backends.recurrent_steps import RECURRENT, UNGATED, gated_heads, recurrent_launches
-from edgellm.engines.model.program import LAST_SEEN, Attention, Program, Stateful
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.engines.model.states import without_layer
+from edgellm.engines.model.steps import LAST_SEEN, Attention, Stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, Launchable, PromptKernels, RotaryPart, RowScales
 from edgellm.kernels.quantization.device_layout import DeviceLayout

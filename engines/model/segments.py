@@ -14,20 +14,20 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import (
+from edgellm.engines.model.program import Program
+from edgellm.engines.model.states import Edge
+from edgellm.engines.model.steps import (
     Attention,
     GatedDelta,
     GatedNorm,
     Keep,
     LinearResidual,
     NormLinear,
-    Program,
     Reshape,
     ShortConvolution,
     SideBySide,
     Step,
 )
-from edgellm.engines.model.states import Edge
 
 #: What stands before the number of a layer in a name, and that number.
 _LAYER = re.compile(r"(model\.layers\.|deepstack_features_)(\d+)")

@@ -18,7 +18,7 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model import segments
 from edgellm.engines.model.decoder import decoder_weights
 from edgellm.engines.model.limits import EngineShape
-from edgellm.engines.model.program import Attention, NormLinear
+from edgellm.engines.model.steps import Attention, NormLinear
 from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.decode import attention, linear, tiled_linear
 from edgellm.kernels.decode.tilings import Capacity

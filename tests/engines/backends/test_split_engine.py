@@ -29,8 +29,9 @@ from edgellm.engines.model import segments
 from edgellm.engines.model.config import DecoderConfig
 from edgellm.engines.model.graph import ProgramGraph
 from edgellm.engines.model.limits import EngineLimits, EngineShape
-from edgellm.engines.model.program import Attention, Normed, NormLinear, Program, Step
+from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import segment_shapes, segments_of
+from edgellm.engines.model.steps import Attention, Normed, NormLinear, Step
 from edgellm.kernels.prefill.twin import NumpyPrefill
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 from edgellm.kernels.quantization.packed_weight import PackedWeight, WeightFormat
