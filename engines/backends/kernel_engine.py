@@ -28,7 +28,7 @@ from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.states import without_layer
-from edgellm.engines.model.steps import Attention, Stateful, Step
+from edgellm.engines.model.steps import Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.quantization.device_layout import DeviceLayout, InputPermutation, PackedMatrix
 
@@ -155,7 +155,7 @@ class KernelEngine:
             arrays = partial(self._array, slots, scratch)
             run = Launching(self._kernels, program, arrays, lows)
             starts = dict(_layer_begins(program.steps))
-            first = next((n - 1 for n, step in enumerate(program.steps) if isinstance(step, Attention)), None)
+            first = program.steps.index(program.attentions[0]) - 1 if program.attentions else None
             for number, (way, step) in enumerate(zip(self.choice.implementations, program.steps, strict=True)):
                 if number in starts:
                     self._layer_starts[len(launches)] = starts[number]
@@ -188,10 +188,10 @@ def _layer_begins(steps: tuple[Step, ...]) -> Iterator[tuple[int, int]]:
     """Places of steps and layers: where what touches a layer's states begins, with the step before its first one that
     has any, which makes what that one takes."""
     known: set[int] = set()
-    for place, step in enumerate(steps):
-        if isinstance(step, Stateful) and step.index not in known:
+    for step in stateful(steps):
+        if step.index not in known:
             known.add(step.index)
-            yield place - 1, step.index
+            yield steps.index(step) - 1, step.index
 
 
 def stand_in(layout: DeviceLayout, memory: Any) -> Any:

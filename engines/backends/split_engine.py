@@ -24,7 +24,7 @@ from edgellm.engines.backends.steps.table import TABLE
 from edgellm.engines.model.program import Program
 from edgellm.engines.model.segments import Segment, segments_of
 from edgellm.engines.model.states import without_layer
-from edgellm.engines.model.steps import Attention, Stateful, Step
+from edgellm.engines.model.steps import Attention, Step, stateful
 from edgellm.kernels.arrays import ITEM_SIZES, Array
 from edgellm.kernels.prefill.contract import Launchable, PromptKernels
 from edgellm.kernels.quantization.device_layout import DeviceLayout
@@ -217,7 +217,7 @@ class SplitEngine:
         arrays, steps = self._bound | self._scratch, []
         for number, (segment, wiring) in enumerate(zip(self._segments, self._wiring, strict=True)):
             bindings = {name: arrays[wiring[name]] for name in segment.program.edge}
-            layer = next((step.index for step in segment.between if isinstance(step, Stateful)), 0)
+            layer = next((step.index for step in stateful(segment.between)), 0)
             dense, launches = self._dequantizing(segment, wiring), self._between(number, arrays)
             steps.append(_Step(self._engines[segment.number], bindings, dense, layer, launches))
         return steps

@@ -15,7 +15,7 @@ from edgellm.engines.model.adapted_projections import SCALES, AdaptedProjection,
 from edgellm.engines.model.config import WeightSpec
 from edgellm.engines.model.limits import EngineShape
 from edgellm.engines.model.states import PRESENT, Edge, is_recurrent, kept_edge, state_edge
-from edgellm.engines.model.steps import Attention, Stateful, Step
+from edgellm.engines.model.steps import Attention, Stateful, Step, stateful
 from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 
@@ -48,7 +48,7 @@ class Program:
     @cached_property
     def stateful(self) -> tuple[Stateful, ...]:
         """The steps that have a state, KV rows or another."""
-        return tuple(step for step in self.steps if isinstance(step, Stateful))
+        return stateful(self.steps)
 
     @cached_property
     def kinds(self) -> Edge:
@@ -136,7 +136,7 @@ def kept_states(steps: Iterable[Step], shape: EngineShape) -> Edge:
     """What an engine with such steps gives out for a later commit: nothing where it commits itself."""
     if shape.phase == "prefill":
         return {}
-    states = (step.state(shape) for step in steps if isinstance(step, Stateful))
+    states = (step.state(shape) for step in stateful(steps))
     return kept_edge(states, shape.batch, shape.tokens)
 
 

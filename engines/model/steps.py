@@ -8,8 +8,9 @@ Axis letters: B sequences, T tokens of each, H hidden size, n heads, D head size
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
+from typing import ClassVar
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER
 from edgellm.engines.model.config import WeightSpec
@@ -246,6 +247,7 @@ class LinearResidual(Step):
     keep: Keep | None = None
     selects: bool = field(default=False, metadata=READS_SELECTED)
     norm: Norm | None = field(default=None, metadata=ADDED_LATER)
+    gated: ClassVar[bool] = False
 
     @property
     def title(self) -> str:
@@ -378,6 +380,11 @@ class GatedNorm(Step):
 
 #: The steps that have a state.
 Stateful = Attention | ShortConvolution | GatedDelta
+
+
+def stateful(steps: Iterable[Step]) -> tuple[Stateful, ...]:
+    """Those of some steps that have a state, KV rows or another."""
+    return tuple(step for step in steps if isinstance(step, Stateful))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from edgellm.engines.backends.steps.implementation import (
     PROMPT_PHASES,
@@ -160,7 +160,7 @@ class FewRows(_AnyLinear):
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         rows, ranks = step_rows(step, program), _ranks(program)
-        if isinstance(step, NormLinear) and prepares_inside(step, program):
+        if prepares_inside(step, program):
             count = len(step.inputs)
             widths = [step.linear.weight.shape[1] // count] * count
             return too_large(norm_linear_shared_bytes(rows, widths, limit, step.gated, ranks), limit)
@@ -168,7 +168,7 @@ class FewRows(_AnyLinear):
 
     def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
         """See `Implementation.clocks`."""
-        inside = isinstance(step, NormLinear) and prepares_inside(step, program)
+        inside = prepares_inside(step, program)
         clocks = few_rows_clocks(step_rows(step, program), *step.linear.weight.shape, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
@@ -187,13 +187,12 @@ class ManyRows(_AnyLinear):
     name = "kernels of many rows"
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        normed = norm_shared_bytes(step.linear.weight.shape[1]) if isinstance(step, NormLinear) else 0
-        return too_large(max(normed, tiled_shared_bytes(limit)), limit)
+        return too_large(max(_norm_bytes(step), tiled_shared_bytes(limit)), limit)
 
     def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
         """See `Implementation.clocks`."""
-        gated, adapted = isinstance(step, NormLinear) and step.gated, step.linear.name in program.adapted
-        clocks = many_rows_clocks(step_rows(step, program), *step.linear.weight.shape, gpu, gated, adapted)
+        adapted = step.linear.name in program.adapted
+        clocks = many_rows_clocks(step_rows(step, program), *step.linear.weight.shape, gpu, step.gated, adapted)
         return clocks + _norm_count(step) * NORM_CLOCKS
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
@@ -249,8 +248,7 @@ class PromptRows(_AnyLinear):
         return is_prompt and step_rows(step, program) > MAX_TILED_ROWS
 
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
-        normed = norm_shared_bytes(step.linear.weight.shape[1]) if isinstance(step, NormLinear) else 0
-        return too_large(normed, limit)
+        return too_large(_norm_bytes(step), limit)
 
     def scratch(self, step: Layer, program: Program) -> Edge:
         """See `Implementation.scratch`."""
@@ -312,8 +310,8 @@ class _BehindAll:
 
 def linear_refusal(step: Layer, program: Program) -> str | None:
     """What about a linear layer no kernel of decoders can do, whatever the GPU has; None if there is nothing."""
-    shape, gated = program.shape, isinstance(step, NormLinear) and step.gated
-    if not gated and program.kinds[step.output][1] != "float32" and step.output in program.outputs:
+    shape = program.shape
+    if not step.gated and program.kinds[step.output][1] != "float32" and step.output in program.outputs:
         return f"kernels put {step.output} out in float32 alone"
     adapted = program.adapted.get(step.linear.name)
     refused = adapted and adapters_refusal(shape.lora_slots, shape.lora_rank, module_rows(adapted))
@@ -330,8 +328,10 @@ def linear_refusal(step: Layer, program: Program) -> str | None:
     return None
 
 
-def prepares_inside(step: NormLinear, program: Program) -> bool:
+def prepares_inside(step: Layer, program: Program) -> TypeGuard[NormLinear]:
     """Whether one kernel norms the inputs of a linear layer, or rounds one without norms, and multiplies them."""
+    if isinstance(step, LinearResidual):
+        return False
     if step.selects or len(step.inputs) > 1 or step.inputs[0].norms:
         return not step.selects and len(step.inputs) <= 2 and all(len(given.norms) == 1 for given in step.inputs)
     return step.gated or not comes_rounded(step.inputs[0].value, program)
@@ -353,6 +353,11 @@ def _inside(step: NormLinear, run: Launching, linear: LinearWeights, next_early:
 
 def _ranks(program: Program) -> int:
     return padded_ranks(program.shape.lora_slots, program.shape.lora_rank)
+
+
+def _norm_bytes(step: Layer) -> int:
+    """Shared memory of the launches that norm a layer's inputs."""
+    return norm_shared_bytes(step.linear.weight.shape[1]) if isinstance(step, NormLinear) else 0
 
 
 def _norm_count(step: Layer) -> int:
