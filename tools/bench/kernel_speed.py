@@ -235,15 +235,15 @@ def time_steps(bench: Bench, all_rows: Sequence[int]) -> None:
             scale = 1500 if dtype == "int8" else 1
             arrays[name] = bench.array(shape, "float16" if dtype == "compute" else dtype, scale)
             arrays[PRESENT + name] = arrays[name]
-        for way in (FewRows, ManyRows):
+        for kind, only in (("step", (FewRows,)), ("tiled step", (ManyRows,)), ("chosen step", ())):
             phase = "decode" if rows == 1 else "verify"
             shape = EngineShape(phase, 1, rows, capacity, capacity, rows, kv_cache=kv_cache)
-            name = f"{'step' if way is FewRows else 'tiled step'}, {context} {kv_cache}"
-            choice, refusal = kernel_choice(LLAMA, shape, "float16", bench.module.shared_limit, only=(way,))
-            if choice is None or not any(isinstance(each, way) for each in choice.implementations):
+            name, limit, gpu = f"{kind}, {context} {kv_cache}", bench.module.shared_limit, bench.tiled.gpu
+            choice, refusal = kernel_choice(LLAMA, shape, "float16", limit, gpu, only=only)
+            if choice is None or (only and not any(isinstance(each, only) for each in choice.implementations)):
                 print(f"{name:32s} {rows:3d} rows run elsewhere, or on TensorRT: {refusal}", flush=True)
                 continue
-            kernels = StepKernels(bench.kernels, bench.tiled, bench.tiled.gpu)
+            kernels = StepKernels(bench.kernels, bench.tiled, gpu)
             engine = KernelEngine(kernels, choice, LLAMA, shape, "float16")
             engine.attach(bench.device, bench.device.empty((engine.scratch_bytes,), "uint8"))
             mask = bench.device.empty((1, 1, rows, capacity), "bool")
