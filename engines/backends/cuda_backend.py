@@ -13,7 +13,7 @@ from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
-from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, split_refusal
+from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, runs_whole, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.padded_weights import Padding
@@ -281,6 +281,7 @@ class CudaBackend(CudaDevice):
         config, limit = self._directory.model_config(shape.model), self._module.shared_limit
         return (
             self.executor == "tensorrt"
+            and runs_whole(shape)
             and split_refusal(config, shape, self.compute_dtype, limit) is not None
             and plan_refusal(config, shape, self.compute_dtype, limit, shape.model in self._packed) is None
         )

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from edgellm.engines.backends.encoder_calls import encoder_refusal
+from edgellm.engines.backends.platform import find_tensorrt
 from edgellm.engines.backends.split_engine import between_engines
 from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.families.programs import ModelConfig, model_program
@@ -105,6 +106,12 @@ def splits_on(config: ModelConfig, shape: EngineShape, dtype: str, capability: s
     return limit is not None and split_refusal(config, shape, dtype, limit) is None
 
 
+def runs_whole(shape: EngineShape) -> bool:
+    """Whether the TensorRT that is there has the layers of a shape that it is to run whole, or nothing is known."""
+    library = find_tensorrt()
+    return library is None or not library.lacks or shape.segment is not None or shape.model == "vision"
+
+
 def planned_shapes(
     models: Mapping[str, ModelConfig],
     limits: EngineLimits,
@@ -115,18 +122,20 @@ def planned_shapes(
 ) -> list[EngineShape]:
     """What needs plans on GPUs of a compute capability: whole shapes, and segments of those whose attention kernels
     compute. `models` are those of `EngineShape.model`, of which `packed` have packed weights; `needless`: also of what
-    kernels run, whole or as segments."""
+    kernels run, whole or as segments, as far as the TensorRT that is there has their layers."""
     found: dict[EngineShape, None] = {}
     for shape in limits.all_engine_shapes():
         config = models[shape.model]
-        if not needless and refusal_on(config, shape, dtype, capability) is None:
+        splits, refused = splits_on(config, shape, dtype, capability), refusal_on(config, shape, dtype, capability)
+        if refused is None and not (needless and (splits or runs_whole(shape))):
             continue
-        splits = splits_on(config, shape, dtype, capability)
         if not splits and (shape.kv_cache != "compute" or shape.model in packed or _lacks_layers(config, shape)):
             continue  # TensorRT has none of these
         found |= dict.fromkeys(segment_shapes(model_program(config, shape)) if splits else (shape,))
     return [
         shape
         for shape in found
-        if needless or shape.segment is None or refusal_on(models[shape.model], shape, dtype, capability) is not None
+        if (needless and runs_whole(shape))
+        or shape.segment is None
+        or refusal_on(models[shape.model], shape, dtype, capability) is not None
     ]
