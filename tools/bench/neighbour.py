@@ -85,7 +85,7 @@ class Counted(NamedTuple):
 
 
 class Neighbour:
-    """Blocks that keep memory busy on `rest`, the resource of the multiprocessors beside the part, until the process ends.
+    """Blocks that keep memory busy on `rest`, the multiprocessors beside the part, until the process ends.
 
     None read before `read_with`. A thread launches them, in a context of its own. `target` is what they are to leave
     the part, and `left` what so many blocks left it when that was tried, in GB/s.
