@@ -31,7 +31,7 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 #: Bytes of the memory that is changed: far more than caches hold; of it what a word of 4 bytes moves, there and back.
 _BYTES, _MOVED = 1 << 30, 64
 #: Words that a thread changes between two looks at the time; threads of a block.
-_WORDS, _THREADS = 16, 256
+_WORDS, _THREADS = 16, 32
 #: Nanoseconds of a launch; launches that are enqueued ahead, so that a host that is busy starves nobody; seconds until
 #: a change has come through them.
 _LAUNCH, _AHEAD = 1_500_000, 8
@@ -43,12 +43,12 @@ BESIDE = "+beside"
 #: By how much what is left to the part may be off.
 TOLERANCE = 0.05
 _CODE = r"""
-extern "C" __global__ void __launch_bounds__(256, 4) change_beside(
+extern "C" __global__ void __launch_bounds__(32) change_beside(
     unsigned* memory, unsigned long long* counted, unsigned nanoseconds) {
     unsigned long long begin, now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begin));
     begin = __shfl_sync(0xffffffffu, begin, 0);
-    unsigned place = (static_cast<unsigned>(begin) ^ (blockIdx.x * 256 + threadIdx.x) * 2654435761u) | 1u, turns = 0;
+    unsigned place = (static_cast<unsigned>(begin) ^ (blockIdx.x * 32 + threadIdx.x) * 2654435761u) | 1u, turns = 0;
     do {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) {
@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) change_beside(
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
         now = __shfl_sync(0xffffffffu, now, 0);
     } while (now - begin < nanoseconds);
-    if (threadIdx.x % 32 == 0) {
+    if (threadIdx.x == 0) {
         atomicAdd(counted, static_cast<unsigned long long>(turns) * WORDS * 32 * MOVED);
         atomicAdd(counted + 1, now - begin);
     }
