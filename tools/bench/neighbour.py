@@ -30,8 +30,8 @@ from edgellm.kernels.launch import Kernel, KernelModule, Launch
 
 #: Bytes of the memory that is changed: far more than caches hold; of it what a word of 4 bytes moves, there and back.
 _BYTES, _MOVED = 1 << 30, 64
-#: Words that a thread changes between two looks at the time; threads of a block.
-_WORDS, _THREADS = 2, 32
+#: Nanoseconds that a warp rests behind each word; threads of a block.
+_RESTS, _THREADS = 800, 32
 #: Nanoseconds of a launch; launches that are enqueued ahead, so that a host that is busy starves nobody; seconds until
 #: a change has come through them.
 _LAUNCH, _AHEAD = 1_500_000, 8
@@ -50,18 +50,15 @@ extern "C" __global__ void __launch_bounds__(32) change_beside(
     begin = __shfl_sync(0xffffffffu, begin, 0);
     unsigned place = (static_cast<unsigned>(begin) ^ (blockIdx.x * 32 + threadIdx.x) * 2654435761u) | 1u, turns = 0;
     do {
-        unsigned found = 0;
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            place = place * 1664525u + 1013904223u;
-            found |= atomicAdd(memory + (place >> (32 - PLACE_BITS)), 0u);
-        }
-        place ^= found, ++turns;  // which is 0, but has to be waited for: else few warps keep all of memory busy
+        place = place * 1664525u + 1013904223u;
+        atomicAdd(memory + (place >> (32 - PLACE_BITS)), 0u);  // nobody waits for it
+        ++turns;
+        __nanosleep(RESTS);  // else a dozen warps keep all of memory busy
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
         now = __shfl_sync(0xffffffffu, now, 0);
     } while (now - begin < nanoseconds);
     if (threadIdx.x == 0) {
-        atomicAdd(counted, static_cast<unsigned long long>(turns) * WORDS * 32 * MOVED);
+        atomicAdd(counted, static_cast<unsigned long long>(turns) * 32 * MOVED);
         atomicAdd(counted + 1, now - begin);
     }
 }
@@ -69,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(32) change_beside(
 _SOURCE = ModuleSource(
     "neighbour",
     ("neighbour.cu",),
-    macros=(("WORDS", _WORDS), ("MOVED", _MOVED), ("PLACE_BITS", (_BYTES // 4).bit_length() - 1)),
+    macros=(("RESTS", _RESTS), ("MOVED", _MOVED), ("PLACE_BITS", (_BYTES // 4).bit_length() - 1)),
     headers=(("neighbour.cu", _CODE),),
 )
 
