@@ -253,8 +253,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Thousands of tests stay till the end: no collection of garbage walks them again, which took a tenth of the time of
-    all tests."""
+    """Thousands of tests stay till the end: no collection of garbage walks them again, which took a tenth of the time
+    of all."""
     gc.freeze()
 
 
