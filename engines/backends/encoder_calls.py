@@ -338,11 +338,13 @@ def _laid_out(calls: list[Call], sizes: list[int]) -> tuple[list[int], int]:
 
     Two share memory where one's last use comes before the other's first.
     """
-    used = [[number for number, call in enumerate(calls) if buffer in call.memory] for buffer in range(len(sizes))]
+    used: dict[str | int, tuple[int, int]] = {}  # its first and its last call; tensors have theirs, too
+    for number, call in enumerate(calls):
+        used |= {each: (used.get(each, (number,))[0], number) for each in call.memory}
     begins, placed, total = [0] * len(sizes), list[int](), 0
     for buffer in sorted(range(len(sizes)), key=lambda each: used[each][0]):
         size = -(-sizes[buffer] // _ALIGNMENT) * _ALIGNMENT
-        beside = [other for other in placed if used[other][-1] >= used[buffer][0]]
+        beside = [other for other in placed if used[other][1] >= used[buffer][0]]
         begin = 0
         for first, end in sorted((begins[other], begins[other] + sizes[other]) for other in beside):
             if first - begin >= size:

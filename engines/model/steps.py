@@ -9,7 +9,7 @@ Axis letters: B sequences, T tokens of each, H hidden size, n heads, D head size
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from typing import ClassVar
 
 from edgellm.engines.formats.strict_formats import ADDED_LATER
@@ -83,7 +83,7 @@ class Step:
     @property
     def weights(self) -> Iterator[WeightSpec]:
         """Its weights, in order of use."""
-        return _weights(self)
+        return _weights(vars(self).values())
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -141,15 +141,15 @@ def _names(part: object, declared: object) -> Iterator[str]:
         yield declared
 
 
-def _weights(part: object) -> Iterator[WeightSpec]:
-    if isinstance(part, WeightSpec):
-        yield part
-    elif isinstance(part, tuple):
-        for one in part:
-            yield from _weights(one)
-    elif is_dataclass(part):
-        for field in fields(part):
-            yield from _weights(getattr(part, field.name))
+def _weights(parts: Iterable[object]) -> Iterator[WeightSpec]:
+    """Those among the parts of a step, and in parts of these."""
+    for part in parts:
+        if isinstance(part, WeightSpec):
+            yield part
+        elif isinstance(part, (Input, Linear, Norm)):
+            yield from _weights(vars(part).values())
+        elif isinstance(part, tuple):
+            yield from _weights(part)
 
 
 def _rows(kinds: Edge, value: str, width: int) -> tuple[int, ...]:
