@@ -38,8 +38,6 @@ from edgellm.kernels.quantization.device_layout import DeviceLayout
 JOINED_INPUTS = "joined_inputs"
 #: What a linear layer gives before it is normed and added.
 UNNORMED = "unnormed"
-#: What a packed weight of many rows is multiplied as.
-DENSE = "dense weight"
 
 
 def packed_layout(step: Step, program: Program) -> DeviceLayout | None:
@@ -134,10 +132,10 @@ def attention_shape(step: Attention, shape: EngineShape) -> AttentionShape:
 
 def scratch_of(program: Program, many_tokens: bool = False) -> Edge:
     """Shape and dtype of every value of a program that is not at its edge, and of what kernels need beside them;
-    `many_tokens`: those of prompts, which want packed weights dense."""
+    `many_tokens`: those of prompts."""
     shape, edge = program.shape, program.inputs.keys() | program.outputs.keys()
     found: Edge = {}
-    packed = dense = 0
+    packed = 0
     for step in program.steps:
         rows, width = step_rows(step, program), program.kinds[step.output][0][-1]
         dtype = "float32"
@@ -164,12 +162,8 @@ def scratch_of(program: Program, many_tokens: bool = False) -> Edge:
                 packed = max(packed, given * width)
             if step.keep is not None and step.keep.target not in edge:
                 found[step.keep.target] = ((given, width), "compute")
-        if many_tokens and rows > MAX_TILED_ROWS and packed_layout(step, program) is not None:
-            dense = max(dense, *(math.prod(spec.shape) for spec in step.weights))
         if step.output not in edge:
             found[without_layer(step.output)] = ((rows, width), dtype)
-    if dense:
-        found[DENSE] = ((dense,), "compute")
     return found | {JOINED_INPUTS: ((packed,), "compute")}
 
 

@@ -2,39 +2,24 @@
 
 Linear layers of any number of rows, the norms before them as launches of their own, and attention without scores in
 memory. A row has the bits that it has in a decode step: sums have one order, and what a token sees counts alone. Steps
-of few rows among them, as those behind the rows that are selected, go to the kernels of few or many rows. Packed
-weights become dense in scratch, one layer's at a time, in front of the layer.
+of few rows among them, as those behind the rows that are selected, go to the kernels of few or many rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from edgellm.engines.backends.kernel_executors import ManyRows, StepKernels
-from edgellm.engines.backends.kernel_steps import DENSE, packed_layout, ring_refusal, step_refusal, step_rows
+from edgellm.engines.backends.kernel_steps import packed_layout, ring_refusal, step_refusal, step_rows
 from edgellm.engines.backends.recurrent_steps import UNGATED, gated_heads
 from edgellm.engines.model.program import LAST_SEEN, Add, Attention, LinearResidual, NormLinear, Program, Step
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.decode.contract import MAX_TILED_ROWS, LinearWeights, NormedInput
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, NormedInput
 from edgellm.kernels.decode.geometries import norm_shared_bytes
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, RotaryPart, RowScales, prefill_refusal
 from edgellm.kernels.prefill.launcher import attention_bytes
-from edgellm.kernels.quantization.device_layout import PackedMatrix
-
-
-class _BehindAll:
-    """A launch that begins when all before it have ended: what it writes, one of them may still read."""
-
-    def __init__(self, launch: Any) -> None:
-        self._launch = launch
-
-    def __call__(self) -> None:
-        self._launch()
-
-    def overlap_previous(self) -> None:
-        """It does not."""
+from edgellm.kernels.quantization.device_layout import DeviceLayout
 
 
 class PromptRows(ManyRows):
@@ -94,30 +79,16 @@ class PromptRows(ManyRows):
         launches += self._low_products(x, linear)
         if as_given:
             launches += self._arranged(x, linear)
-        dense, dequantizing = self._dense(linear)
         if step.gated:
-            return [*launches, *dequantizing, kernels.gate_up(x, dense, step.activation, output)]
-        return [*launches, *dequantizing, kernels.linear(x, dense, output, step.scale)]
+            return [*launches, kernels.gate_up(x, linear, step.activation, output)]
+        return [*launches, kernels.linear(x, linear, output, step.scale)]
 
     def _linear_residual(self, step: LinearResidual) -> list[Any]:
         if not _is_large(step, self._program):
             return super()._linear_residual(step)
         x, linear = self._array(step.value), self._weights(step.linear)
-        dense, dequantizing = self._dense(linear)
-        launches = [*self._low_products(x, linear), *self._arranged(x, linear), *dequantizing]
-        return [*launches, *self._added(step, x, dense, self._kernels.any_rows)]
-
-    def _dense(self, linear: LinearWeights) -> tuple[LinearWeights, list[Any]]:
-        """A layer's weights as the kernels multiply them, and what makes them so: columns stay where the codes have
-        them, as inputs are arranged for these."""
-        packed = linear.weight
-        if not isinstance(packed, PackedMatrix):
-            return linear, []
-        rows, columns = packed.shape
-        values = self._array(DENSE)[: rows * columns].reshape(rows, columns)
-        as_coded = replace(packed, inputs=None)
-        dense = linear._replace(weight=values, arrangement=linear.arranged, made=True)
-        return dense, [_BehindAll(self._kernels.prefill.dequantize(as_coded, values, beside=False))]
+        launches = [*self._low_products(x, linear), *self._arranged(x, linear)]
+        return [*launches, *self._added(step, x, linear, self._kernels.any_rows)]
 
     def _low_products(self, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         if selected or linear.adapters is None:
@@ -168,19 +139,20 @@ def load_prompts(program: Program, kernels: StepKernels, step: int) -> None:
         rows = tokens * shape.batch
         for (heads, _, size), window, ahead in kinds:
             kernels.prefill.load(dtype, size, tokens, shape.batch * heads, shape.kv_cache == "int8", window, ahead)
-        for name, weight, low_rows in layers if rows > MAX_TILED_ROWS else ():
-            kernels.any_rows.load(name, rows, weight, low_rows > 0)
+        for name, weight, low_rows, packed in layers if rows > MAX_TILED_ROWS else ():
+            kernels.any_rows.load(name, rows, weight, low_rows > 0, packed)
             if low_rows:
                 kernels.any_rows.load("low_products", rows, (low_rows, weight[1]))
 
 
-def _layer(step: Step, program: Program) -> tuple[str, tuple[int, int], int]:
-    """The kernels' method for a linear layer, its weight's shape, and the rows of its adapters' A in all places."""
+def _layer(step: Step, program: Program) -> tuple[str, tuple[int, int], int, DeviceLayout | None]:
+    """The kernels' method for a linear layer, its weight's shape, the rows of its adapters' A in all places, and how it
+    is packed, if it is."""
     assert isinstance(step, NormLinear | LinearResidual)
     name = "linear_residual" if isinstance(step, LinearResidual) else "gate_up" if step.gated else "linear"
     adapted, (rows, columns) = program.adapted.get(step.linear.name), step.linear.weight.shape
     low_rows = 0 if adapted is None else program.shape.lora_slots * len(adapted.modules) * program.shape.lora_rank
-    return name, (rows, columns), low_rows
+    return name, (rows, columns), low_rows, packed_layout(step, program)
 
 
 def _is_large(step: Step, program: Program) -> bool:
