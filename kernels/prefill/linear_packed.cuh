@@ -16,29 +16,32 @@ template <typename T, typename G> struct PackedCopies {
     static constexpr int WARPS = G::THREADS / 32, TILES = G::UNIT / 8, EACH = (TILES + WARPS - 1) / WARPS;
     static constexpr int PIECES = Format::SCALE_BYTES / 2, ALL_PIECES = G::SUMS * TILES * PIECES;
     static constexpr int ROUNDS = (ALL_PIECES + G::THREADS - 1) / G::THREADS;
-    const char *codes, *tails[ROUNDS];  // in the first block of a line
-    int tiles, blocks, line_bytes;      // tiles that exist from the warp's first on; blocks and bytes of a line of them
-    size_t to_ups;
+    unsigned codes, tails[ROUNDS];  // bytes from the weight's begin on, in the first block of a line
+    int tiles;                      // that exist from the warp's first on
 
+    static __device__ int blocks_of(const Operands<T>& operands) {  // of a line
+        return (operands.columns + packed::BLOCK_COLUMNS - 1) / packed::BLOCK_COLUMNS;
+    }
+    static __device__ int row_tiles_of(const Operands<T>& operands) { return (operands.rows + 7) / 8; }
     static __device__ int piece_of(int round) { return round * G::THREADS + threadIdx.x; }
     __device__ void begin_tile(const Operands<T>& operands, const Place& place, int, int) {
-        const int row_tiles = (operands.rows + 7) / 8, first = place.column / 8, warp = threadIdx.x / 32;
-        blocks = (operands.columns + packed::BLOCK_COLUMNS - 1) / packed::BLOCK_COLUMNS;
-        line_bytes = blocks * Format::BLOCK_BYTES, to_ups = static_cast<size_t>(row_tiles) * line_bytes;
-        const char* weight = reinterpret_cast<const char*>(operands.weight);
-        codes = weight + static_cast<size_t>(first + warp) * line_bytes + threadIdx.x % 32 * 16;
+        const int row_tiles = row_tiles_of(operands), first = place.column / 8, warp = threadIdx.x / 32;
+        const unsigned line_bytes = blocks_of(operands) * Format::BLOCK_BYTES, to_ups = row_tiles * line_bytes;
+        codes = (first + warp) * line_bytes + threadIdx.x % 32 * 16;
         tiles = row_tiles - first - warp;
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {  // of rows behind the last one the last, which nobody writes
             const int tile = piece_of(round) / PIECES, own = min(first + tile % TILES, row_tiles - 1);
-            tails[round] = weight + static_cast<size_t>(own) * line_bytes + tile / TILES * to_ups +
-                           Format::CODE_BYTES + piece_of(round) % PIECES * 16;
+            tails[round] = own * line_bytes + tile / TILES * to_ups + Format::CODE_BYTES + piece_of(round) % PIECES * 16;
         }
     }
     // Of a chunk, a team's, which begins at `stage`. Behind the last block are zeros.
     __device__ void copy(const Operands<T>& operands, int team, int chunk, unsigned stage, unsigned, bool) const {
         const int lane = threadIdx.x % 32, block = team * (operands.team_columns / packed::BLOCK_COLUMNS) + chunk;
-        const int behind = block * Format::BLOCK_BYTES;
+        const char* begin = reinterpret_cast<const char*>(operands.weight);
+        const unsigned behind = block * Format::BLOCK_BYTES;
+        const int blocks = blocks_of(operands);
+        const unsigned line_bytes = blocks * Format::BLOCK_BYTES, to_ups = row_tiles_of(operands) * line_bytes;
         const bool exists = block < blocks;
 #pragma unroll
         for (int s = 0; s < G::SUMS; ++s)
@@ -46,7 +49,7 @@ template <typename T, typename G> struct PackedCopies {
             for (int i = 0; i < EACH; ++i) {
                 const int before = i * WARPS, tile = threadIdx.x / 32 + before;
                 if (TILES % WARPS != 0 && tile >= TILES) break;
-                const char* source = codes + s * to_ups + static_cast<size_t>(before) * line_bytes + behind;
+                const char* source = begin + (codes + s * to_ups + before * line_bytes + behind);
                 const unsigned target = stage + (s * TILES + tile) * Format::BLOCK_BYTES + lane * 16;
 #pragma unroll
                 for (int piece = 0; piece < Format::CODE_BYTES; piece += 512)
@@ -57,7 +60,7 @@ template <typename T, typename G> struct PackedCopies {
             const int piece = piece_of(round);
             if (ALL_PIECES % G::THREADS != 0 && piece >= ALL_PIECES) break;
             const unsigned place = piece / PIECES * Format::BLOCK_BYTES + Format::CODE_BYTES + piece % PIECES * 16;
-            copy_async_16(stage + place, tails[round] + behind, exists);
+            copy_async_16(stage + place, begin + (tails[round] + behind), exists);
         }
     }
     __device__ void advance() {}
