@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -298,10 +299,11 @@ class CudaBackend(CudaDevice):
                 name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
                 logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
-        kernels = self._step_kernels(config)
+        kernels, prompt_step = self._step_kernels(config), 0
         if executor is PromptRows and shape.tokens == self._directory.limits.prefill_chunk:
-            load_prompts(program, kernels, PROMPT_STEP)
-        return KernelEngine(kernels, executor, config, shape, dtype, limit, packed)
+            prompt_step = PROMPT_STEP
+            load_prompts(replace(program, packed=packed or {}), kernels, prompt_step)
+        return KernelEngine(kernels, executor, config, shape, dtype, limit, packed, prompt_step)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
         """A vision encoder on kernels, where they take it."""

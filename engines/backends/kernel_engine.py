@@ -23,6 +23,7 @@ import numpy as np
 from edgellm.engines.backends.base import check_bound, check_scratch, checked_bindings
 from edgellm.engines.backends.kernel_executors import Executor, StepKernels
 from edgellm.engines.backends.kernel_steps import adapter_words, most_rows, passes, scratch_of
+from edgellm.engines.backends.prompt_executor import load_packed_prompts
 from edgellm.engines.backends.recurrent_steps import layer_begins
 from edgellm.engines.families.programs import ModelConfig, model_program
 from edgellm.engines.model.limits import EngineShape
@@ -51,12 +52,15 @@ class KernelEngine:
         dtype: str,
         shared_limit: int,
         packed: Mapping[str, DeviceLayout] | None = None,
+        prompt_step: int = 0,
     ) -> None:
         """`executor` is one that takes the shape, as `kernel_executor` finds it; `packed` are the weights that will be
-        bound packed, by name."""
+        bound packed, by name. `prompt_step`: with its own kernels those of prompts are loaded that have fewer tokens, in
+        steps of so many."""
         self.shape, self.executor = shape, executor
         self.reads_attention_mask = shape.phase != "decode" and not executor.many_tokens
         self._kernels, self._dtype, self._shared_limit = kernels, dtype, shared_limit
+        self._prompt_step = prompt_step
         programs = [(slots, model_program(config, part)) for slots, part in passes(shape)]
         self._passes = [(slots, replace(program, packed=packed or {})) for slots, program in programs]
         self._program = self._passes[0][1] if len(programs) == 1 else model_program(config, shape)
@@ -96,9 +100,11 @@ class KernelEngine:
             return
         memory: Any = next(iter(self._scratch[0].values()))
         self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
-        layouts = {name: loaded[name] for name in self._program.weights}
-        self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items() if layout is not None}
+        layouts = {name: layout for name in self._program.weights if (layout := loaded[name]) is not None}
+        self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items()}
         self._prepare()
+        if layouts and self._prompt_step:
+            load_packed_prompts(replace(self._program, packed=layouts), self._kernels, self._prompt_step)
         self._bound, self._has_kernels = {}, True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:

@@ -131,18 +131,35 @@ class PromptRows(ManyRows):
 
 
 def load_prompts(program: Program, kernels: StepKernels, step: int) -> None:
-    """Compile and load what prompts of each number of tokens need, in steps of so many up to the program's."""
+    """Compile and load what prompts of each number of tokens need, in steps of so many up to the program's, but for
+    packed weights, of which not all is known before they are there: see `load_packed_prompts`."""
     shape, dtype = program.shape, kernels.any_rows.dtype
     kinds = {(each.heads, each.window is not None, each.looks_ahead) for each in program.attentions}
-    layers = {_layer(each, program) for each in program.steps if _is_large(each, program)}
-    for tokens in {*range(step, shape.tokens, step), shape.tokens}:
-        rows = tokens * shape.batch
+    for tokens in _token_counts(program, step):
         for (heads, _, size), window, ahead in kinds:
             kernels.prefill.load(dtype, size, tokens, shape.batch * heads, shape.kv_cache == "int8", window, ahead)
-        for name, weight, low_rows, packed in layers if rows > MAX_TILED_ROWS else ():
-            kernels.any_rows.load(name, rows, weight, low_rows > 0, packed)
-            if low_rows:
+    _load_layers(program, kernels, step, are_packed=False)
+
+
+def load_packed_prompts(program: Program, kernels: StepKernels, step: int) -> None:
+    """The same of the linear layers whose weights are packed as the program says, now that they are loaded."""
+    _load_layers(program, kernels, step, are_packed=True)
+
+
+def _load_layers(program: Program, kernels: StepKernels, step: int, are_packed: bool) -> None:
+    layers = {_layer(each, program) for each in program.steps if _is_large(each, program)}
+    counts = [tokens * program.shape.batch for tokens in _token_counts(program, step)]
+    for rows in (rows for rows in counts if rows > MAX_TILED_ROWS):
+        for name, weight, low_rows, packed in layers:
+            if are_packed == (packed is not None):
+                kernels.any_rows.load(name, rows, weight, low_rows > 0, packed)
+            if low_rows and not are_packed:
                 kernels.any_rows.load("low_products", rows, (low_rows, weight[1]))
+
+
+def _token_counts(program: Program, step: int) -> list[int]:
+    """Those of prompts in steps of so many tokens, up to the program's."""
+    return sorted({*range(step, program.shape.tokens, step), program.shape.tokens})
 
 
 def _layer(step: Step, program: Program) -> tuple[str, tuple[int, int], int, DeviceLayout | None]:

@@ -27,7 +27,7 @@ _KEPT_BYTES, _SHARED = 1024, 128
 #: longer it takes where four warps on a multiprocessor hide less of each other's reads.
 _TILE_CLOCKS, _OUTPUT_CLOCKS, _LATENCY, _FEW_WARPS = 1500, 0.2, 250, 1.4
 #: Instructions of a warp: for a step of eight packed weight rows, to add a tile's sums of a slice, and beside these.
-_DEQUANTIZES, _ADDITIONS, _STEP_INSTRUCTIONS = 14, 1, 12
+_DEQUANTIZES, _ADDITIONS, _STEP_INSTRUCTIONS = 12, 2, 25
 #: Where sums of groups are added, and how many groups there are.
 REGISTERS, SHARED, JOINED = range(3)
 _GROUPS = 4
