@@ -55,8 +55,8 @@ class KernelEngine:
         prompt_step: int = 0,
     ) -> None:
         """`executor` is one that takes the shape, as `kernel_executor` finds it; `packed` are the weights that will be
-        bound packed, by name. `prompt_step`: with its own kernels those of prompts are loaded that have fewer tokens, in
-        steps of so many."""
+        bound packed, by name. `prompt_step`: with its own kernels those of shorter prompts are loaded, in steps of so
+        many tokens (0: none are)."""
         self.shape, self.executor = shape, executor
         self.reads_attention_mask = shape.phase != "decode" and not executor.many_tokens
         self._kernels, self._dtype, self._shared_limit = kernels, dtype, shared_limit

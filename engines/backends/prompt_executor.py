@@ -14,7 +14,7 @@ from edgellm.engines.backends.kernel_steps import packed_layout, ring_refusal, s
 from edgellm.engines.backends.recurrent_steps import UNGATED, gated_heads
 from edgellm.engines.model.program import LAST_SEEN, Add, Attention, LinearResidual, NormLinear, Program, Step
 from edgellm.kernels.arrays import Array
-from edgellm.kernels.decode.contract import MAX_TILED_ROWS, NormedInput
+from edgellm.kernels.decode.contract import MAX_TILED_ROWS, LinearWeights, NormedInput
 from edgellm.kernels.decode.geometries import norm_shared_bytes
 from edgellm.kernels.decode.tilings import Capacity
 from edgellm.kernels.prefill.contract import HeadNorms, KeyValueRows, RotaryPart, RowScales, prefill_refusal

@@ -19,7 +19,7 @@ from edgellm.kernels.encoder.contract import ACTIVATION_MACROS, NO_ACTIVATION
 from edgellm.kernels.launch import Kernel, Launch
 from edgellm.kernels.quantization.device_layout import BLOCK_COLUMNS, BLOCK_ROWS, DeviceLayout, PackedMatrix
 
-#: The most rows of activations, and stages of a ring; columns of a stage of dense weights; bytes of a row in a step of 32.
+#: The most rows of activations, and stages of a ring; columns of a stage of dense weights; bytes of a row in a step.
 MAX_PROMPT_ROWS, _MOST_STAGES, _DENSE_COLUMNS, _ROW_BYTES = 65_536, 4, 64, 2 * STEP
 #: Bytes that a multiprocessor keeps for each block; bytes a clock of its shared memory.
 _KEPT_BYTES, _SHARED = 1024, 128
@@ -107,7 +107,9 @@ class PromptTiling(NamedTuple):
     def _issued(self) -> float:
         """Instructions of a step of packed weights, of all warps; of dense ones they limit nothing."""
         tiles = self.row_tiles * self.column_tiles
-        own = 2 * tiles + _ADDITIONS * tiles + 2 * self.row_tiles + _DEQUANTIZES * self.column_tiles + _STEP_INSTRUCTIONS
+        own = (
+            2 * tiles + _ADDITIONS * tiles + 2 * self.row_tiles + _DEQUANTIZES * self.column_tiles + _STEP_INSTRUCTIONS
+        )
         return self.threads // 32 * own if self.block_bytes else 0
 
     def clocks(self, batch: int, weight_rows: int, columns: int, gpu: Capacity) -> float:
@@ -155,9 +157,7 @@ def prompt_tilings(gpu: Capacity, block_bytes: int = 0) -> list[PromptTiling]:
 
 
 @cache
-def prompt_tiling(
-    batch: int, weight_rows: int, columns: int, gpu: Capacity, block_bytes: int = 0
-) -> PromptTiling:
+def prompt_tiling(batch: int, weight_rows: int, columns: int, gpu: Capacity, block_bytes: int = 0) -> PromptTiling:
     """The fastest tiling for `batch` rows of activations times a matrix [weight_rows, columns]."""
     tilings = prompt_tilings(gpu, block_bytes)
     return min(tilings, key=lambda tiling: tiling.clocks(batch, weight_rows, columns, gpu))
@@ -205,12 +205,7 @@ class CudaPromptLinear(CudaTiledKernels):
         return self._launch("activated", x, linear, arguments)
 
     def load(
-        self,
-        name: str,
-        rows: int,
-        weight: tuple[int, int],
-        adapted: bool = False,
-        packed: DeviceLayout | None = None,
+        self, name: str, rows: int, weight: tuple[int, int], adapted: bool = False, packed: DeviceLayout | None = None
     ) -> None:
         """Compile and load what the method `name` needs for so many rows times a weight of this shape, or `packed`."""
         self.module.load(self._kernel(name, rows, weight, adapted, packed)[0].source)
