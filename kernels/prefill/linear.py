@@ -188,6 +188,14 @@ def prompt_kernel(
     return Kernel(ModuleSource(module, ("prefill/linear.cu",), (expression,), (*MACROS, *macros)), expression)
 
 
+def packed_prompt_kernel(
+    name: str, layout: DeviceLayout, tiling: PromptTiling, stages: int, adapted: bool = False
+) -> Kernel:
+    """`prompt_kernel` over packed weights of a layout; `tiling` need not say of how many bytes their blocks are."""
+    tiling = tiling._replace(block_bytes=layout.block_bytes)
+    return prompt_kernel(name, layout.compute, tiling, stages, adapted, packed=(layout.scales, layout.mode))
+
+
 class CudaPromptLinear(CudaTiledKernels):
     """The kernels for one GPU, stream and dtype: methods and results of `CudaTiledKernels`, of 1 to 65,536 rows.
 
@@ -252,7 +260,9 @@ class CudaPromptLinear(CudaTiledKernels):
         activation: int = NO_ACTIVATION,
     ) -> tuple[Kernel, PromptTiling]:
         """A kernel and its tiling, the fastest if none is given."""
-        block_bytes, packed = (0, None) if layout is None else (layout.block_bytes, (layout.scales, layout.mode))
+        block_bytes = 0 if layout is None else layout.block_bytes
         tiling = tiling or prompt_tiling(rows, *weight, self.gpu, block_bytes)
         stages = tiling.stages(self.gpu)
-        return prompt_kernel(name, self.dtype, tiling, stages, adapted, activation, packed), tiling
+        if layout is not None:
+            return packed_prompt_kernel(name, layout, tiling, stages, adapted), tiling
+        return prompt_kernel(name, self.dtype, tiling, stages, adapted, activation), tiling

@@ -19,6 +19,7 @@ from edgellm.kernels.prefill.linear import (
     TILINGS,
     CudaPromptLinear,
     PromptTiling,
+    packed_prompt_kernel,
     prompt_kernel,
     prompt_tiling,
     prompt_tilings,
@@ -111,9 +112,8 @@ def test_large_tiles_stay_in_registers(name: str, architecture: str) -> None:
 def test_large_tiles_of_packed_weights_stay_in_registers(tiling: PromptTiling, name: str, architecture: str) -> None:
     """But for some of what places of copies are found by, once in 128 columns."""
     layout = DeviceLayout(WeightFormat("int4", 128, False, "float16"), 4096, 4096, small=True)
-    kernel = prompt_kernel(name, "float16", tiling._replace(block_bytes=528), 2, packed=(layout.scales, layout.mode))
     try:
-        compiled = compile_module(kernel.source, architecture)
+        compiled = compile_module(packed_prompt_kernel(name, layout, tiling, 2).source, architecture)
     except MissingDependencyError as missing:
         pytest.skip(str(missing))
     assert resources(compiled.code)[1] <= 88
