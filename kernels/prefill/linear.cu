@@ -29,16 +29,17 @@ template <typename T, typename G> struct TileSums {
     }
     // Multiplies the step number STEP of a stage, and reads what the next one begins with; see the fragments.
     template <int STEP, typename Its, typename Next>
-    __device__ void multiply(Its& fragments, const char* stage, const Lane<G>& lane, const Next& next) {
+    __device__ void multiply(Its& fragments, const char* place, const Lane<G>& lane, const Next& next) {
+        fragments.begin();
         if (steps_left != 0) {
-            fragments.template multiply<NOTHING, STEP>(*this, stage, lane, next);
+            fragments.template multiply<NOTHING, STEP>(*this, place, lane, next);
         } else {
             steps_left = steps;
             if (--slices_left != 0) {
-                fragments.template multiply<SLICE, STEP>(*this, stage, lane, next);
+                fragments.template multiply<SLICE, STEP>(*this, place, lane, next);
             } else {
                 slices_left = SLICES_OF_A_GROUP;
-                fragments.template multiply<GROUP, STEP>(*this, stage, lane, next);
+                fragments.template multiply<GROUP, STEP>(*this, place, lane, next);
                 has_total = true;
             }
         }
@@ -236,11 +237,15 @@ __device__ __forceinline__ void multiply(
             const char* stage = chunks.stage();
             // Behind the last chunk of the last tile something is read that nobody multiplies.
             const auto next = [&] { return chunks.next_stage(); };
-            sums.template multiply<0>(fragments, stage, lane, next);
-            sums.template multiply<1>(fragments, stage, lane, next);
-            if constexpr (G::STAGE_STEPS == 4) {
+            if constexpr (G::IS_PACKED) {
+                sums.template multiply<0>(fragments, stage, lane, next);
+                sums.template multiply<1>(fragments, stage, lane, next);
                 sums.template multiply<2>(fragments, stage, lane, next);
                 sums.template multiply<3>(fragments, stage, lane, next);
+            } else {
+                const char* second = stage + G::STEP_BYTES;
+                sums.template multiply<0>(fragments, stage, lane, [&] { return second; });
+                sums.template multiply<1>(fragments, second, lane, next);
             }
         }
         const Place place = work.place_of(tile);

@@ -104,6 +104,7 @@ template <typename T, typename G> struct PackedFragments {
             blocks[c].values(groups[c], step, mask, weights[(step * PAIRS + pair) % 2][i]);
         }
     }
+    __device__ void begin() {}  // a step: what it multiplies stands where the tensor cores take it
     // What the first step begins with.
     __device__ void read(const char* stage, const Lane<G>& lane) {
         read_blocks(stage, lane);

@@ -122,18 +122,15 @@ template <typename T, typename G> struct DenseFragments {
                 for (int i = 0; i < 4; ++i) activations[r][half][i] = given[half][i] | zero;
         }
     }
-    // Multiplies the step number STEP of a stage, adding to `sums`, and reads what the next one begins with: `next` is
-    // the next stage once it has come.
-    template <int BEGINS, int STEP, typename Its, typename Next>
-    __device__ void multiply(Its& sums, const char* stage, const Lane<G>& lane, const Next& next) {
-        const char* step = stage + STEP * G::STEP_BYTES;
-        const auto following = [&] { return STEP + 1 < G::STAGE_STEPS ? step + G::STEP_BYTES : next(); };
+    // Multiplies the step that lies at `step`, adding to `sums`, and reads what the next one begins with, which lies
+    // where `next` says.
+    template <int BEGINS, int, typename Its, typename Next>
+    __device__ void multiply(Its& sums, const char* step, const Lane<G>& lane, const Next& next) {
         const auto nothing = [](int) {};
-        begin();
         if constexpr (PARTS == 2) {
             multiply_part<BEGINS>(sums, 0, 0, [&](int c) { read_weights(step, lane, TILES + c); });
             multiply_part<BEGINS>(sums, 0, 1, nothing);
-            const char* after = following();
+            const char* after = next();
             multiply_part<BEGINS>(sums, 1, 0, [&](int c) {
 #pragma unroll
                 for (int r = c; r < G::ROW_TILES; r += TILES) read_activations(after, lane, r);
@@ -142,7 +139,7 @@ template <typename T, typename G> struct DenseFragments {
             multiply_part<BEGINS>(sums, 1, 1, nothing);
         } else {
             multiply_part<BEGINS>(sums, 0, 0, nothing);
-            const char* after = following();
+            const char* after = next();
 #pragma unroll
             for (int r = 0; r < G::ROW_TILES; ++r) read_activations(after, lane, r);
             multiply_part<BEGINS>(sums, 0, 1, [&](int c) { read_weights(after, lane, c); });
@@ -241,7 +238,7 @@ template <typename T, typename G, typename Weights> struct Copies {
     const char* memory;
     int read_stage, written_stage, tile, chunk;
     int own_row, own_column;
-    unsigned begin, own;
+    unsigned own;
     Weights weights;
     const T* input;  // of the thread's first row, where the next chunk begins
     int input_rows;  // that exist from there on
@@ -251,8 +248,8 @@ template <typename T, typename G, typename Weights> struct Copies {
         constexpr int STEPS = G::STAGE_STEPS;
         const int lane = threadIdx.x % 32, step = lane / 8 % STEPS, piece = lane % 4;
         own_row = threadIdx.x / 32 * (8 / STEPS) + lane / (8 * STEPS) * 2 + lane / 4 % 2;
-        own_column = step * 32 + piece * 8, begin = shared_address(shared);
-        own = begin + step * G::STEP_BYTES + own_row * ROW_BYTES + piece * 16;
+        own_column = step * 32 + piece * 8;
+        own = shared_address(shared) + step * G::STEP_BYTES + own_row * ROW_BYTES + piece * 16;
         begin_tile();
         Copies early = *this;  // weights come before what the previous kernel computes is there
 #pragma unroll 1
@@ -269,7 +266,7 @@ template <typename T, typename G, typename Weights> struct Copies {
             for (int team = 0; team < G::TEAMS; ++team) {
                 const int first = team * operands.team_columns;
                 const unsigned place = written_stage * G::STAGE_BYTES + team * G::TEAM_BYTES, target = own + place;
-                if (WEIGHTS) weights.copy(operands, team, chunk, begin + place, target, first < columns);
+                if (WEIGHTS) weights.copy(operands, team, chunk, shared_address(memory) + place, target, first < columns);
                 if (!INPUT) continue;
                 const unsigned rows = target + G::INPUT_BEGIN;
                 if (operands.source.selected == nullptr)
