@@ -63,8 +63,8 @@ template <typename T, typename G> struct TileSums {
         }
         for_each_sum<G>([&](int r, int c, int i) { total[r][c][i] += group[r][c][i]; });
     }
-    // Of a team's group alone: leaves the group's sums in shared memory, and in `joined` those of all groups, of a fourth
-    // of the thread's tiles: one row tile, of two that there are half of the column tiles.
+    // Of a team's group alone: leaves the group's sums in shared memory, and in `joined` those of all groups, of a
+    // fourth of the thread's tiles: one row tile, of two that there are half of the column tiles.
     template <typename Part> __device__ void join(Sums<Part>& joined, char* shared) {
         constexpr int TILES = G::ROW_TILES * G::COLUMN_TILES;
         static_assert(Part::COLUMN_TILES * G::TEAMS == TILES, "each team joins a fourth of the sums");

@@ -32,7 +32,8 @@ template <typename T, typename G> struct PackedCopies {
 #pragma unroll
         for (int round = 0; round < ROUNDS; ++round) {  // of rows behind the last one the last, which nobody writes
             const int tile = piece_of(round) / PIECES, own = min(first + tile % TILES, row_tiles - 1);
-            tails[round] = own * line_bytes + tile / TILES * to_ups + Format::CODE_BYTES + piece_of(round) % PIECES * 16;
+            const int within = Format::CODE_BYTES + piece_of(round) % PIECES * 16;
+            tails[round] = own * line_bytes + tile / TILES * to_ups + within;
         }
     }
     // Of a chunk, a team's, which begins at `stage`. Behind the last block are zeros.
@@ -133,7 +134,8 @@ template <typename T, typename G> struct PackedFragments {
             }
             multiply_pair<BEGINS, STEP>(sums, pair, 0, nothing);
             dequantize(FOLLOWING, 0);
-            multiply_pair<BEGINS, STEP>(sums, pair, 1, [&](int tile) { read_activations(after, lane, FOLLOWING, tile); });
+            const auto read_next = [&](int tile) { read_activations(after, lane, FOLLOWING, tile); };
+            multiply_pair<BEGINS, STEP>(sums, pair, 1, read_next);
         }
     }
 

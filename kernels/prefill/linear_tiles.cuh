@@ -22,8 +22,8 @@ enum Totals { REGISTERS, SHARED, JOINED };
 
 // Tiles of a warp: ROW_TILES of 16 rows of activations, COLUMN_TILES of 8 weight rows; ROW_WARPS times COLUMN_WARPS
 // warps a team. PAIRED: the second half of a tile's weight rows holds up rows, `rows` below the gate rows in the first
-// half; every second column tile of a warp is of them. ADAPTED: with LoRA adapters. SCALES, MODE: of the format of packed
-// weights; of dense ones there are no SCALES.
+// half; every second column tile of a warp is of them. ADAPTED: with LoRA adapters. SCALES, MODE: of the format of
+// packed weights; of dense ones there are no SCALES.
 template <int ROW_TILES_, int COLUMN_TILES_, int ROW_WARPS_, int COLUMN_WARPS_, int TOTALS_, bool PAIRED_,
           bool ADAPTED_, int SCALES_ = 0, int MODE_ = 0>
 struct Geometry {
@@ -166,8 +166,8 @@ template <typename T, typename G> struct DenseFragments {
     }
 };
 
-// A matrix product's operands. weight: of T, or blocks of packed ones. rows: N, or half of it of gate and up. input: rows `stride` elements apart, of which
-// `source` says where row b lies. team_columns: of a group of slices.
+// A matrix product's operands. weight: of T, or blocks of packed ones. rows: N, or half of it of gate and up. input:
+// rows `stride` elements apart, of which `source` says where row b lies. team_columns: of a group of slices.
 template <typename T> struct Operands {
     const T *weight, *input;
     int stride, batch, rows, columns, team_columns;
@@ -179,8 +179,8 @@ struct Place {
     int row, column;
 };
 
-// All tiles, in chunks of a stage's columns, those of a team. Blocks that run at once have tiles of few rows of activations
-// and few weight rows, which the second-level cache then gives to several: tiles go downwards within a band.
+// All tiles, in chunks of a stage's columns, those of a team. Blocks that run at once have tiles of few rows of
+// activations and few weight rows, which the second-level cache then gives to several: tiles go downwards within a band.
 struct Work {
     int tile_rows, tile_columns, high, wide, tiles, chunks;
 
@@ -266,7 +266,8 @@ template <typename T, typename G, typename Weights> struct Copies {
             for (int team = 0; team < G::TEAMS; ++team) {
                 const int first = team * operands.team_columns;
                 const unsigned place = written_stage * G::STAGE_BYTES + team * G::TEAM_BYTES, target = own + place;
-                if (WEIGHTS) weights.copy(operands, team, chunk, shared_address(memory) + place, target, first < columns);
+                const unsigned stage = shared_address(memory) + place;
+                if (WEIGHTS) weights.copy(operands, team, chunk, stage, target, first < columns);
                 if (!INPUT) continue;
                 const unsigned rows = target + G::INPUT_BEGIN;
                 if (operands.source.selected == nullptr)
