@@ -243,10 +243,11 @@ class CudaPromptLinear(CudaTiledKernels):
     ) -> Launch:
         """The launch of a kernel over all rows of a weight."""
         batch, activation = arguments.linear.batch, arguments.activation if name == "activated" else NO_ACTIVATION
-        layout = weight.layout if isinstance(weight, PackedMatrix) else None
-        kernel, tiling = self._kernel(name, batch, weight.shape, adapted, layout, tiling or self.tiling, activation)
+        layout, (every_row, columns) = weight.layout if isinstance(weight, PackedMatrix) else None, weight.shape
+        sizes, tiling = (every_row, columns), tiling or self.tiling
+        kernel, tiling = self._kernel(name, batch, sizes, adapted, layout, tiling, activation)
         stages = arguments.stages = tiling.stages(self.gpu)
-        grid = tiling.grid(batch, weight.shape[0], self.gpu)
+        grid = tiling.grid(batch, every_row, self.gpu)
         return Launch(self.module, kernel, grid, tiling.threads, tiling.shared_bytes(stages), (arguments,))
 
     def _kernel(
