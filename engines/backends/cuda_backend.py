@@ -14,15 +14,15 @@ from edgellm.engines.backends.base import Engine
 from edgellm.engines.backends.cuda_device import CudaDevice
 from edgellm.engines.backends.device_layouts import PackedLayouts, packed_layouts, packed_memory
 from edgellm.engines.backends.encoder_engine import EncoderEngine, EncoderStepKernels
-from edgellm.engines.backends.executors import kernel_executor, kernel_refusal, plan_refusal, split_refusal
+from edgellm.engines.backends.executors import kernel_refusal, plan_refusal, runs_whole, split_refusal
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.packed_loading import PackedLoader
 from edgellm.engines.backends.padded_weights import Padding
 from edgellm.engines.backends.planned_engines import CODE
-from edgellm.engines.backends.prompt_executor import PromptRows, load_prompts
 from edgellm.engines.backends.split_engine import SplitEngine
 from edgellm.engines.backends.step_modules import step_modules
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine, TensorRTPlans
 from edgellm.engines.checkpoints.checkpoint import Checkpoint
 from edgellm.engines.checkpoints.weights import FiniteCheck, iterate_weight_parts, part_places
@@ -249,7 +249,7 @@ class CudaBackend(CudaDevice):
         if self._prefers_plan(shape):
             return False
         return (
-            kernel_executor(config, shape, self.compute_dtype, limit)[0] is not None
+            kernel_choice(config, shape, self.compute_dtype, limit)[0] is not None
             or split_refusal(config, shape, self.compute_dtype, limit) is None
         )
 
@@ -282,6 +282,7 @@ class CudaBackend(CudaDevice):
         config, limit = self._directory.model_config(shape.model), self._module.shared_limit
         return (
             self.executor == "tensorrt"
+            and runs_whole(shape)
             and split_refusal(config, shape, self.compute_dtype, limit) is not None
             and plan_refusal(config, shape, self.compute_dtype, limit, shape.model in self._packed) is None
         )
@@ -293,17 +294,17 @@ class CudaBackend(CudaDevice):
         config, dtype, limit = self._directory.model_config(shape.model), self.compute_dtype, self._module.shared_limit
         program = model_program(config, shape)
         packed = self._packed_of(shape.model, program) if self._packed else None
-        executor, reason = kernel_executor(config, shape, dtype, limit, capacity_of(self._module), packed)
-        if executor is None:
+        choice, reason = kernel_choice(config, shape, dtype, limit, capacity_of(self._module), packed)
+        if choice is None:
             if shape.segment is None:
                 name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
                 logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
         kernels, prompt_step = self._step_kernels(config), 0
-        if executor is PromptRows and shape.tokens == self._directory.limits.prefill_chunk:
+        if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
             prompt_step = PROMPT_STEP
-            load_prompts(replace(program, packed=packed or {}), kernels, prompt_step)
-        return KernelEngine(kernels, executor, config, shape, dtype, limit, packed, prompt_step)
+            choice.load_prompts(replace(program, packed=packed or {}), kernels, prompt_step)
+        return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
         """A vision encoder on kernels, where they take it."""

@@ -44,10 +44,7 @@ class TensorRTEngine:
                 f"TensorRT {library.version} refused the plan {shape.name}. "
                 "Rebuild it with edgellm build --refresh-plans ENGINE_DIR."
             )
-        configuration = self._engine.create_runtime_config()
-        configuration.set_execution_context_allocation_strategy(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
-        cache.attach(configuration)
-        self._context = self._engine.create_execution_context(configuration)
+        self._context = self._engine.create_execution_context(self._settings(trt, cache))
         if self._context is None:
             raise EngineError(
                 f"TensorRT {library.version} made no execution context for {shape.name}; its log line says why, most "
@@ -63,6 +60,16 @@ class TensorRTEngine:
         self._stream_handle = 0
         self._scratch: DeviceArray | None = None
         self._keep: dict[str, DeviceArray] = {}
+
+    def _settings(self, trt: Any, cache: RuntimeCache) -> Any:
+        """What a context is made with: memory of ours, and kernels that are kept where the release keeps any."""
+        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        if not hasattr(self._engine, "create_runtime_config"):  # as in 10.3
+            return strategy
+        configuration = self._engine.create_runtime_config()
+        configuration.set_execution_context_allocation_strategy(strategy)
+        cache.attach(configuration)
+        return configuration
 
     @property
     def tensor_names(self) -> tuple[str, ...]:

@@ -23,9 +23,9 @@ from edgellm.engines.model.config import DecoderConfig, DraftConfig
 from edgellm.engines.model.decoder import EMBEDDING, decoder_weights, embedding_name, head_weight_name, looks_ahead
 from edgellm.engines.model.limits import EngineLimits, EngineShape
 from edgellm.engines.model.memory_plan import most_logit_rows, plan_memory
-from edgellm.engines.model.program import LAST_SEEN
 from edgellm.engines.model.rotary import rotary_table
 from edgellm.engines.model.states import decoder_states
+from edgellm.engines.model.steps import LAST_SEEN
 from edgellm.engines.runners.adapter_slots import AdapterSlots, require_adapters
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.image_inputs import ImageInputs, ImageRows

@@ -34,11 +34,11 @@ from gpu_timer import gpu_milliseconds
 from provenance import provenance
 
 from edgellm.engines.backends.cuda_device import CudaDevice
-from edgellm.engines.backends.executors import kernel_executor
 from edgellm.engines.backends.kernel_engine import KernelEngine
-from edgellm.engines.backends.kernel_executors import StepKernels
 from edgellm.engines.backends.platform import find_tensorrt, load_tensorrt
 from edgellm.engines.backends.split_engine import SplitEngine
+from edgellm.engines.backends.steps.launching import StepKernels
+from edgellm.engines.backends.steps.table import kernel_choice
 from edgellm.engines.backends.tensorrt_engine import TensorRTEngine
 from edgellm.engines.backends.tensorrt_operations import TensorRTOperations, build_plan
 from edgellm.engines.families.programs import model_program
@@ -329,12 +329,12 @@ def kernel_engine(
 ) -> Any:
     """That of a step, or of a segment of few rows; None for others."""
     module, limit, gpu = bench.module, bench.module.shared_limit, capacity_of(bench.module)
-    executor = kernel_executor(config, shape, "float16", limit, gpu, packed)[0]
-    if executor is None:
+    choice = kernel_choice(config, shape, "float16", limit, gpu, packed)[0]
+    if choice is None:
         return None
     few, many = CudaDecodeKernels(module, "float16", config.head_dim), CudaTiledKernels(module, "float16")
     kernels = StepKernels(few, many, gpu, any_rows=CudaPromptLinear(module, "float16"), prefill=bench.prefill)
-    return KernelEngine(kernels, executor, config, shape, "float16", limit, packed)
+    return KernelEngine(kernels, choice, config, shape, "float16", packed)
 
 
 def time_steps(bench: Bench, label: str, engines: Sequence[Any], weights: Sequence[dict[str, Any]], start: int) -> None:
