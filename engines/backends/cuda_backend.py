@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -299,10 +300,11 @@ class CudaBackend(CudaDevice):
                 name = SplitEngine.name if split_refusal(config, shape, dtype, limit) is None else "TensorRT"
                 logger.info("%s runs on %s: %s", shape.name, name, reason)
             return None
-        kernels = self._step_kernels(config)
+        kernels, prompt_step = self._step_kernels(config), 0
         if shape.phase == "prefill" and shape.tokens == self._directory.limits.prefill_chunk:
-            choice.load_prompts(program, kernels, PROMPT_STEP)
-        return KernelEngine(kernels, choice, config, shape, dtype, packed)
+            prompt_step = PROMPT_STEP
+            choice.load_prompts(replace(program, packed=packed or {}), kernels, prompt_step)
+        return KernelEngine(kernels, choice, config, shape, dtype, packed, prompt_step)
 
     def _encoder_engine(self, shape: EngineShape) -> EncoderEngine | None:
         """A vision encoder on kernels, where they take it."""

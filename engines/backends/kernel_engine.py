@@ -51,12 +51,14 @@ class KernelEngine:
         shape: EngineShape,
         dtype: str,
         packed: Mapping[str, DeviceLayout] | None = None,
+        prompt_step: int = 0,
     ) -> None:
         """`choice` is what runs the shape's steps, as `kernel_choice` finds it; `packed` are the weights that will be
-        bound packed, by name."""
+        bound packed, by name. `prompt_step`: with its own kernels those of shorter prompts are loaded, in steps of so
+        many tokens (0: none are)."""
         self.shape, self.choice = shape, choice
         self.reads_attention_mask = shape.phase != "decode" and choice.reads_mask
-        self._kernels, self._dtype = kernels, dtype
+        self._kernels, self._dtype, self._prompt_step = kernels, dtype, prompt_step
         programs = [(slots, model_program(config, part)) for slots, part in passes(shape)]
         self._passes = [(slots, replace(program, packed=packed or {})) for slots, program in programs]
         self._program = self._passes[0][1] if len(programs) == 1 else model_program(config, shape)
@@ -96,9 +98,12 @@ class KernelEngine:
             return
         memory: Any = next(iter(self._scratch[0].values()))
         self._bound = {name: replace(memory, shape=size, dtype=dtype) for name, (size, dtype) in self._tensors.items()}
-        layouts = {name: loaded[name] for name in self._program.weights}
-        self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items() if layout is not None}
+        layouts = {name: layout for name in self._program.weights if (layout := loaded[name]) is not None}
+        self._bound |= {name: stand_in(layout, memory) for name, layout in layouts.items()}
         self._prepare()
+        if layouts and self._prompt_step:
+            program = replace(self._program, packed=layouts)
+            self.choice.load_prompts(program, self._kernels, self._prompt_step, are_packed=True)
         self._bound, self._has_kernels = {}, True
 
     def bind(self, bindings: Mapping[str, Array]) -> None:

@@ -37,10 +37,9 @@ from edgellm.kernels.decode.geometries import linear_residual_shared_bytes, norm
 from edgellm.kernels.decode.packed_rows import MAX_NORMED_ROWS, packed_refusal
 from edgellm.kernels.decode.tiled_linear import tiled_shared_bytes
 from edgellm.kernels.decode.tilings import NORM_CLOCKS, Capacity, few_rows_clocks, many_rows_clocks
-from edgellm.kernels.quantization.device_layout import PackedMatrix
 
-#: What a linear layer gives before it is normed and added, and what a packed weight of many rows is multiplied as.
-UNNORMED, DENSE = "unnormed", "dense weight"
+#: What a linear layer gives before it is normed and added.
+UNNORMED = "unnormed"
 Layer = NormLinear | LinearResidual
 
 
@@ -92,8 +91,7 @@ class _AnyLinear(Implementation[Any]):
         if step.keep is not None and selected:  # features are those of all rows
             launches.append(run.copy_kept(step.keep, run.array(step.residual)))
             step = replace(step, keep=None)
-        multiplied, making = self._multiplied(run, linear)
-        return [*launches, *making, *self._added(step, run, x, multiplied, *selected)]
+        return [*launches, *self._added(step, run, x, linear, *selected)]
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         raise NotImplementedError
@@ -119,8 +117,7 @@ class _AnyLinear(Implementation[Any]):
         x, launches = run.together(step, False, next_early)
         launches += [*self._low_products(run, x, linear, *selected), *run.arranged(x, linear)]
         kernels, output = self._kernels(step, run, linear), run.array(step.output)
-        multiplied, making = self._multiplied(run, linear)
-        return [*launches, *making, kernels.linear_residual(x, multiplied, None, output, step.scale, None, *selected)]
+        return [*launches, kernels.linear_residual(x, linear, None, output, step.scale, None, *selected)]
 
     def _tiled(
         self, step: NormLinear, run: Launching, linear: LinearWeights, kernels: Any, next_early: bool
@@ -130,18 +127,14 @@ class _AnyLinear(Implementation[Any]):
         x, launches = run.together(step, True, next_early, None if as_given else linear.arranged)
         if as_given:
             launches += [*self._low_products(run, x, linear), *run.arranged(x, linear)]
-        output, (multiplied, making) = run.array(step.output), self._multiplied(run, linear)
+        output = run.array(step.output)
         if step.gated:
-            return [*launches, *making, kernels.gate_up(x, multiplied, step.activation, output)]
-        return [*launches, *making, kernels.linear(x, multiplied, output, step.scale)]
+            return [*launches, kernels.gate_up(x, linear, step.activation, output)]
+        return [*launches, kernels.linear(x, linear, output, step.scale)]
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         """The kernels that multiply what is not normed by them."""
         raise NotImplementedError
-
-    def _multiplied(self, run: Launching, linear: LinearWeights) -> tuple[LinearWeights, list[Any]]:
-        """A layer's weights as the kernels multiply them, and the launches that make them so."""
-        return linear, []
 
     def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         """What makes the products of adapters' A, where the layer's kernel does not make them itself."""
@@ -238,7 +231,7 @@ class PackedRows(_AnyLinear):
 
 
 class PromptRows(_AnyLinear):
-    """More rows, of dense weights, or of packed ones that become dense in front of each layer."""
+    """More rows, of dense weights or of packed ones."""
 
     name = "kernels of prompts"
 
@@ -250,13 +243,6 @@ class PromptRows(_AnyLinear):
     def _memory_refusal(self, step: Layer, program: Program, limit: int) -> str | None:
         return too_large(_norm_bytes(step), limit)
 
-    def scratch(self, step: Layer, program: Program) -> Edge:
-        """See `Implementation.scratch`."""
-        found = super().scratch(step, program)
-        if packed_layout(step, program) is not None:
-            found[DENSE] = ((math.prod(step.linear.weight.shape),), "compute")
-        return found
-
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
         if step.selects:
             return self._normed_apart(step, run, linear, next_early)
@@ -264,16 +250,6 @@ class PromptRows(_AnyLinear):
 
     def _kernels(self, step: Layer, run: Launching, linear: LinearWeights) -> Any:
         return run.kernels.any_rows
-
-    def _multiplied(self, run: Launching, linear: LinearWeights) -> tuple[LinearWeights, list[Any]]:
-        """Columns stay where the codes have them, as inputs are arranged for these."""
-        packed = linear.weight
-        if not isinstance(packed, PackedMatrix):
-            return linear, []
-        values = run.shared(DENSE, *packed.shape)
-        as_coded = replace(packed, inputs=None)
-        dense = linear._replace(weight=values, arrangement=linear.arranged, made=True)
-        return dense, [_BehindAll(run.kernels.prefill.dequantize(as_coded, values, beside=False))]
 
     def _low_products(self, run: Launching, x: Array, linear: LinearWeights, *selected: Array) -> list[Any]:
         return [] if linear.adapters is None else [run.kernels.any_rows.low_products(x, linear, *selected)]
@@ -283,29 +259,16 @@ class PromptRows(_AnyLinear):
         name = "linear_residual" if isinstance(step, LinearResidual) else "gate_up" if step.gated else "linear"
         adapted, shape = program.adapted.get(step.linear.name), program.shape
         low_rows = 0 if adapted is None else shape.lora_slots * len(adapted.modules) * shape.lora_rank
-        return name, step.linear.weight.shape, low_rows
+        return name, step.linear.weight.shape, low_rows, packed_layout(step, program)
 
     def load(self, what: tuple[Any, ...], program: Program, kernels: StepKernels, tokens: int) -> None:
         """See `Implementation.load`."""
-        (name, weight, low_rows), rows = what, tokens * program.shape.batch
+        (name, weight, low_rows, packed), rows = what, tokens * program.shape.batch
         if rows <= MAX_TILED_ROWS:
             return
-        kernels.any_rows.load(name, rows, weight, low_rows > 0)
+        kernels.any_rows.load(name, rows, weight, low_rows > 0, packed)
         if low_rows:
             kernels.any_rows.load("low_products", rows, (low_rows, weight[1]))
-
-
-class _BehindAll:
-    """A launch that begins when all before it have ended: what it writes, one of them may still read."""
-
-    def __init__(self, launch: Any) -> None:
-        self._launch = launch
-
-    def __call__(self) -> None:
-        self._launch()
-
-    def overlap_previous(self) -> None:
-        """It does not."""
 
 
 def linear_refusal(step: Layer, program: Program) -> str | None:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from edgellm.engines.backends.steps.attention import FewTokens, PromptTokens
-from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, step_rows
+from edgellm.engines.backends.steps.implementation import PROMPT_PHASES, Implementation, packed_layout, step_rows
 from edgellm.engines.backends.steps.launching import JOINED_INPUTS, StepKernels
 from edgellm.engines.backends.steps.linear import FewRows, ManyRows, PackedRows, PromptRows
 from edgellm.engines.backends.steps.recurrent import ConvolveColumns, NormGated, UpdateMatrices
@@ -77,10 +77,12 @@ class Choice:
                     found[place] = size, dtype
         return {JOINED_INPUTS: ((0,), "compute")} | found
 
-    def load_prompts(self, program: Program, kernels: StepKernels, step: int) -> None:
-        """Compile and load what prompts of each number of tokens need, in steps of so many up to the program's."""
+    def load_prompts(self, program: Program, kernels: StepKernels, step: int, are_packed: bool = False) -> None:
+        """Compile and load what prompts of each number of tokens need, in steps of so many up to the program's: for the
+        steps whose weights are packed, of which not all is known before they are loaded, or for the others."""
         pairs = zip(self.implementations, program.steps, strict=True)
-        needed = {(implementation, implementation.loads(each, program)) for implementation, each in pairs}
+        own = [pair for pair in pairs if (packed_layout(pair[1], program) is not None) == are_packed]
+        needed = {(implementation, implementation.loads(each, program)) for implementation, each in own}
         for tokens in {*range(step, program.shape.tokens, step), program.shape.tokens}:
             for implementation, what in needed:
                 if what:
