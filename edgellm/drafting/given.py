@@ -57,8 +57,8 @@ FORCED_CHANCE = 0.97
 class Runs(Protocol):
     """The runner, as far as it matters here."""
 
-    def takes_given(self, batch: int, plan: DraftPlan) -> bool:
-        """Whether a round of the plan can run now."""
+    def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
+        """Whether a round of the plan can run now, under rules or not."""
 
 
 class Proposer(Protocol):
@@ -247,7 +247,8 @@ class GivenDrafting:
         """What is proposed for each sequence, and the best round of it: now, where the device may have `waited` for the
         host, or with `ahead` behind a step that is under way."""
         found = [self._proposed(sequence, room - 1, asks and rates.affords) for sequence in sequences]
-        best = self._best(runner, rates, found, room, waited, ahead)
+        ruled = any(sequence.constraint is not None for sequence in sequences)
+        best = self._best(runner, rates, found, room, waited, ahead, ruled)
         if best is None:
             self._ask_less(sequences)
         else:
@@ -290,7 +291,7 @@ class GivenDrafting:
         return DraftingReport(chosen, reason, dict(self._rounds), 0, self._trust.shares(), forecasts)
 
     def _best(
-        self, runner: Runs, rates: Rates, found: Sequence[Proposed], room: int, waited: bool, ahead: bool
+        self, runner: Runs, rates: Rates, found: Sequence[Proposed], room: int, waited: bool, ahead: bool, ruled: bool
     ) -> DraftPlan | None:
         batch, longest = len(found), max([len(each.chances) for each in found])
         if not longest or rates.rounds >= MOST_ROUNDS:
@@ -321,7 +322,7 @@ class GivenDrafting:
                 break
         ranked.sort(key=_margin, reverse=True)
         for margin, plan, tokens, seconds in ranked:
-            if runner.takes_given(batch, plan):
+            if runner.takes_given(batch, plan, ruled):
                 self._latest = other, Forecast(plan.name, tokens, seconds, tokens / seconds)
                 if plan.is_joint:
                     rates.promise(tokens)

@@ -29,6 +29,7 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.images.twin import NumpyImages
+from edgellm.kernels.made import Made
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 from edgellm.kernels.sampling.twin import NumpySampling
 from edgellm.kernels.tree.twin import NumpyTree
@@ -106,6 +107,7 @@ class NumpyBackend:
         self, config: DecoderConfig, draft: DraftConfig | None = None, vision: VisionConfig | None = None
     ) -> None:
         self._configs: dict[str, ModelConfig | None] = {"base": config, "draft": draft, "vision": vision}
+        self.made = Made()
         self.kernels = NumpySampling()
 
     # What kernels do, made when it is first asked for.

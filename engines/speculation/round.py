@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -33,6 +33,11 @@ class RoundKey(NamedTuple):
     accept_range: int
     propose_range: int
     verify_range: int
+
+
+def part_keys(key: RoundKey) -> tuple[Hashable, ...]:
+    """By what the launches of a round are known: one, or with masks or biases two."""
+    return ((key, BASE_VERIFY), (key, ACCEPTANCE)) if key.constrained else (key,)
 
 
 class Round:
@@ -68,6 +73,14 @@ class Round:
         shown = [] if self._laid_out is None else [self._laid_out.show]
         self.stages[BASE_VERIFY] = _in_order([lay_out, *shown, verify])
         self.stages[ACCEPTANCE] = accept
+
+    def parts(self) -> list[tuple[Hashable, Mapping[str, Callable[[], None]]]]:
+        """What is launched as one, with its key: all stages, or with masks or biases first those before acceptance."""
+        if not self.key.constrained:
+            return [(self.key, self.stages)]
+        stages = dict(self.stages)
+        accept = {ACCEPTANCE: stages.pop(ACCEPTANCE)}
+        return [*zip(part_keys(self.key), (stages, accept), strict=True)]
 
     @property
     def shape(self) -> tuple[int, int]:

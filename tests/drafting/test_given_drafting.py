@@ -39,7 +39,7 @@ class Takes:
     def __init__(self, most: int = 31) -> None:
         self._most = most
 
-    def takes_given(self, batch: int, plan: DraftPlan) -> bool:
+    def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
         return plan.top_k <= self._most
 
 
