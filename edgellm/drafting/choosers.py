@@ -7,7 +7,6 @@ from typing import Protocol
 
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
-
 #: Whether a round of a plan can be launched now: it waits for no capture (see `DecodingRunner.is_ready`).
 Ready = Callable[[DraftPlan], bool]
 
