@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,7 +80,7 @@ class ServingOnNothing(AbsentBackend):
             step()
         assert set(self.module.sources) == before, f"{name}: a module would be loaded while it is captured"
         self.capturing = False
-        return lambda: step()
+        return partial(step)
 
 
 def _ones(array: DeviceArray) -> np.ndarray:

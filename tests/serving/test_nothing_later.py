@@ -2,91 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+import time
+from collections.abc import Callable
 
 import pytest
 from absent_serving import ServingOnNothing
+from every_kind import DRAFTINGS, PARAMS, TREE, answer_all, for_sequences
 
-from edgellm import Request, SamplingParams, SpecDecodeRuntime
-from edgellm.drafting.config import DraftingConfig
+from edgellm import LLM, SpecDecodeRuntime
 from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.runners.image_inputs import ImageRows
 from edgellm.kernels.made import CAPTURED
 
-PARAMS = SamplingParams(max_tokens=20, ignore_eos=True)
-SAMPLED = replace(PARAMS, temperature=0.9, seed=1, repetition_penalty=1.1, top_p=0.9)
-#: How an answer may be drawn: greedily, sampled, biased, under rules that leave a choice, and that force tokens.
-ALL_PARAMS = {
-    "greedy": PARAMS,
-    "sampled": SAMPLED,
-    "biased": replace(PARAMS, logit_bias={7: 2.0}),
-    "ruled": replace(PARAMS, allowed_token_ids=[1, 7]),
-    "forced": replace(SAMPLED, allowed_token_ids=[1]),
-}
-TREE = DraftingConfig(draft_top_k=4, draft_steps=3, verify_tree_size=12)
-DRAFTINGS = {
-    "plain": None,
-    "tree": TREE,
-    "chain": DraftingConfig(kind="chain", draft_steps=3),
-    "sampled chain": DraftingConfig(kind="chain", draft_steps=2, sampled=True),
-    "typical": replace(TREE, acceptance="typical"),
-    "choices": DraftingConfig(kind="choices", choices=[[0], [1], [0, 0]]),
-    "suffix": DraftingConfig(kind="suffix"),
-    "joint": replace(TREE, suffix_decoding=True),
-    "adaptive": DraftingConfig(10, 6, 60, adaptive=True),
-}
+
+@pytest.fixture
+def on_nothing(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ServingOnNothing]]:
+    """Lets models for so many sequences at a time be opened where nothing is computed; gives their backends."""
+
+    def with_batch(batch: int) -> list[ServingOnNothing]:
+        made: list[ServingOnNothing] = []
+
+        def open_backend(name: str, directory: EngineDirectory, executor: str) -> ServingOnNothing:
+            made.append(ServingOnNothing(directory))
+            return made[-1]
+
+        for_sequences(batch, monkeypatch)
+        monkeypatch.setattr("edgellm.runtime.open_backend", open_backend)
+        monkeypatch.setattr(ImageRows, "check", lambda *arguments: None)  # no image reaches its tokens
+        return made
+
+    return with_batch
 
 
-@contextmanager
-def opened(
-    monkeypatch: pytest.MonkeyPatch, drafting: DraftingConfig | None, batch: int
-) -> Iterator[tuple[SpecDecodeRuntime, ServingOnNothing]]:
-    """The shipped model, for so many sequences at a time."""
-    made: list[ServingOnNothing] = []
-    monkeypatch.setattr(ImageRows, "check", lambda *arguments: None)  # no image reaches its tokens
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "edgellm.runtime.open_backend",
-            lambda _, directory, executor: made.append(ServingOnNothing(directory)) or made[-1],
-        )
-        own = EngineDirectory.with_kv_cache
-
-        def with_batch(directory: EngineDirectory, kv_cache: str | None) -> EngineDirectory:
-            found = own(directory, kv_cache)
-            return replace(found, limits=replace(found.limits, max_batch=batch))
-
-        patch.setattr(EngineDirectory, "with_kv_cache", with_batch)
-        runtime = SpecDecodeRuntime(drafting=drafting)
-    with runtime:
-        yield runtime, made.pop()
-
-
-def answer_all(runtime: SpecDecodeRuntime, batch: int, image: str) -> None:
-    """Requests of every kind, alone and several at a time."""
-    prompts = [[5] * length for length in (1, 3, 20, 65, 129, 300)]
-    kinds = [Request(prompt, None, params) for prompt in prompts for params in ALL_PARAMS.values()]
-    kinds += [replace(each, adapter="pirate") for each in kinds[:5]]
-    shown = [{"type": "image", "image": image}, {"type": "text", "text": "What is this?"}]
-    kinds.append(Request(messages=[{"role": "user", "content": shown}], params=PARAMS))
-    for number, request in enumerate(kinds):
-        runtime.handle_request(request)
-        if batch > 1:
-            together = [*kinds[number : number + batch]]
-            for response in runtime.handle_request(together):
-                assert not isinstance(response, Exception), response
-
-
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", DRAFTINGS)
-def test_nothing_is_made_after_opening(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened(monkeypatch, DRAFTINGS[name], batch) as (runtime, backend):
+def test_nothing_is_made_after_opening(name: str, batch: int, on_nothing: Callable[[int], list]) -> None:
+    made = on_nothing(batch)
+    with SpecDecodeRuntime(drafting=DRAFTINGS[name]) as runtime:
+        (backend,) = made
         while batch > 1 and runtime.idle():
             pass
         before, captured = set(backend.module.sources), backend.made.counts[CAPTURED]
         assert captured > 5 and not runtime._runner.uncaptured
         assert not runtime.idle(), "all of one sequence at a time is captured when the model is opened"
-        answer_all(runtime, batch, str(runtime.directory.path / "scenes" / "toys.png"))
+        answer_all(runtime, batch)
         assert set(backend.module.sources) == before
+        assert backend.made.counts[CAPTURED] == captured
+
+
+def test_what_is_left_is_captured_while_nobody_waits(
+    on_nothing: Callable[[int], list], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it runs as it is; requests come first."""
+    monkeypatch.setattr("edgellm.runtime.CAPTURED_AT_ONCE", 3)
+    made = on_nothing(1)
+    with LLM(drafting=TREE) as llm:
+        (backend,) = made
+        assert len(llm.generate([5, 6], PARAMS).token_ids) == 20
+        until = time.monotonic() + 30
+        steps = [llm._runtime._runner.base.steps, llm._runtime._runner._steps]
+        while any(each.planned for each in steps) and time.monotonic() < until:
+            time.sleep(0.01)
+        captured = backend.made.counts[CAPTURED]
+        assert captured > 100 and not any(each.planned for each in steps)
+        assert len(llm.generate([5, 6], PARAMS).token_ids) == 20
         assert backend.made.counts[CAPTURED] == captured
