@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from edgellm.engines.directories.engine_directory import EngineDirectory
 from edgellm.engines.errors import EngineError
 from edgellm.engines.lora.adapter import LoraAdapter
 from edgellm.engines.model.config import DecoderConfig, DraftConfig
-from edgellm.engines.model.limits import EngineLimits, EngineShape
+from edgellm.engines.model.limits import EngineLimits
 from edgellm.engines.runners.base_runner import BaseEngineRunner, StepKey
 from edgellm.engines.runners.captured_steps import CapturedSteps, LoadedEngines, Stages
 from edgellm.engines.runners.prefill import Stops
@@ -42,31 +41,12 @@ from edgellm.engines.speculation.round import (
     padded_trees,
     part_keys,
 )
-from edgellm.engines.speculation.tree_verification import (
-    DRAWN,
-    GREEDY,
-    SAMPLED,
-    TYPICAL,
-    TreeVerification,
-    given_shapes,
-)
+from edgellm.engines.speculation.round_kinds import RoundKinds
+from edgellm.engines.speculation.tree_verification import TreeVerification, given_shapes
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.contracts import rows_of
 
 _TREE_PHASES = ("verify", "accept", "propose")
-
-
-class _RoundKind(NamedTuple):
-    """Rounds alike but for the key ranges, named as in `RoundKey`. `engines` are the accept, propose and verify engine,
-    each of the largest key range (None: it does not run), with the rows behind the committed ones that it needs."""
-
-    batch: int
-    plan: DraftPlan
-    acceptance: str
-    adapts: bool
-    constrained: bool
-    accept_tokens: int
-    engines: tuple[tuple[EngineShape | None, int], ...]
 
 
 class DecodingRunner:
@@ -105,7 +85,7 @@ class DecodingRunner:
         self._steps = CapturedSteps(backend)
         self._rounds: dict[RoundKey, Round] = {}
         self._latest_round: Round | None = None
-        self._kinds: dict[tuple[int, DraftPlan, bool, bool, bool, int], _RoundKind] = {}
+        self._kinds = RoundKinds(self.base, self.draft, self.verification, self._engines)
         self._progress = SlotProgress(self.base.lengths)
 
     @classmethod
@@ -272,15 +252,14 @@ class DecodingRunner:
         """The key of a plan's round in the present state of the `batch` leading slots."""
         slots, base = slice(0, batch), self.base
         pending = 0 if self.draft is None else max(self._progress.pending[:batch])
-        constrained = ruled or base.sampling.biased(slots)
-        asked = batch, plan, base.sampling.plain(slots), base.adapts(slots), constrained, pending
-        return self._key(self._kinds.get(asked) or self._make_kind(*asked), max(base.lengths[:batch]))
+        kind = base.sampling.plain(slots), base.adapts(slots), ruled or base.sampling.biased(slots)
+        return self._kinds.key(batch, plan, *kind, pending, max(base.lengths[:batch]))
 
     def takes_given(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
         """Whether a round of a plan that takes given candidates can run now in the `batch` leading slots: there are
         engines that verify its tree, room for it, and no capture to wait for."""
         longest = max(self.base.lengths[:batch])
-        bucket = self._bucket(batch)
+        bucket = self._kinds.bucket(batch)
         nodes = self.verification.engine_nodes(plan) if self.verification.takes(bucket, plan) else 0
         fits = longest + plan.longest <= self.limits.kv_capacity and longest + nodes <= self.limits.kv_rows
         return nodes > 0 and fits and self.is_ready(batch, plan, ruled)
@@ -303,8 +282,7 @@ class DecodingRunner:
             if plan.takes_given and not self.verification.takes(batch, plan):
                 continue
             for plain, adapts in product((True, False), self.base.adapter_kinds):
-                tokens = 0 if draft is None else self.limits.accept_tokens
-                for key in self._keys_of(self._make_kind(batch, plan, plain, adapts, constrained, tokens)):
+                for key in self._kinds.keys(batch, plan, plain, adapts, constrained):
                     self._plan_round(key)
 
     def _plan_round(self, key: RoundKey) -> None:
@@ -335,47 +313,6 @@ class DecodingRunner:
         """Capture what is still planned when it comes up the second time, as what was never planned."""
         self.base.steps.planned.clear()
         self._steps.planned.clear()
-
-    def _make_kind(
-        self, batch: int, plan: DraftPlan, plain: bool, adapts: bool, constrained: bool, most_pending: int
-    ) -> _RoundKind:
-        """The kind of the rounds of `plan` in the leading slots, none of which has more pending entries; `plain`: all
-        draw by argmax. Raises EngineError where the engines cannot serve the plan."""
-        served, bucket = plan.for_engines(self.limits, self.backend.fixed_shapes), self._bucket(batch)
-        acceptance = TYPICAL if plan.acceptance == "typical" else SAMPLED if plan.sampled else DRAWN
-        if plain:
-            served, acceptance = served.deterministic(), GREEDY
-        tokens = 0 if self.draft is None else self.draft.accept_shape_tokens(bucket, most_pending)
-        widest, nodes = self.limits.tree_key_ranges[-1], self.verification.engine_nodes(served)
-        engines: list[tuple[EngineShape | None, int]] = [(None, 0), (None, 0)]
-        if self.draft is not None:
-            engines[0] = self.draft.accept_shape(bucket, tokens, widest), tokens
-            if not plan.is_given:
-                behind = (served.steps - 1) * served.columns
-                engines[1] = self.draft.propose_shape(bucket, served.columns, widest), behind
-        engines.append((self.verification.shape(bucket, nodes, widest, adapts), nodes))
-        kind = _RoundKind(bucket, served, acceptance, adapts, constrained, tokens, tuple(engines))
-        self._kinds[batch, plan, plain, adapts, constrained, most_pending] = kind
-        return kind
-
-    def _keys_of(self, kind: _RoundKind) -> list[RoundKey]:
-        """The rounds of a kind that come up as sequences grow."""
-        changes = {
-            size - rows + 1
-            for widest, rows in kind.engines
-            if widest is not None
-            for size in self._engines.key_ranges(widest)
-        }
-        longest = self.limits.kv_capacity - kind.plan.longest
-        lengths = sorted({1, *(length for length in changes if 1 < length <= longest)})
-        return list(dict.fromkeys(self._key(kind, length) for length in lengths))
-
-    def _key(self, kind: _RoundKind, length: int) -> RoundKey:
-        """The round of a kind where the longest sequence has `length` committed rows."""
-        ranges = [
-            0 if widest is None else self._engines.key_range(widest, length + rows) for widest, rows in kind.engines
-        ]
-        return RoundKey(*kind[:-1], *ranges)
 
     def _round(self, key: RoundKey) -> Round:
         current = self._rounds.get(key)
@@ -482,7 +419,7 @@ class DecodingRunner:
     def _take_pending(self, batch: int) -> int:
         """Enqueue the draft's step over the pending entries; for how many slots."""
         assert self.draft is not None
-        bucket = self._bucket(batch)
+        bucket = self._kinds.bucket(batch)
         tokens = self.draft.accept_shape_tokens(bucket, max(self._progress.pending[:batch]))
         widest = self.draft.accept_shape(bucket, tokens, self.limits.tree_key_ranges[-1])
         key_range = self._engines.key_range(widest, max(self.base.lengths[:batch]) + tokens)
@@ -492,7 +429,3 @@ class DecodingRunner:
     def _flush_step(self, batch: int, tokens: int, key_range: int) -> Stages:
         assert self.draft is not None
         return {DRAFT_ACCEPT: self.draft.accept_step(batch, tokens, key_range)}
-
-    def _bucket(self, batch: int) -> int:
-        """How many slots the engines take for the `batch` leading ones."""
-        return min(size for size in self.limits.batches if size >= batch) if self.backend.fixed_shapes else batch
