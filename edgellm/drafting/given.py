@@ -32,8 +32,8 @@ CAPTURED_COST, COMPUTED_COST = (1.1, 0.005), (1.4, 0.07)
 #: The most given candidates of joint trees, and a first guess of what each adds to the draft model's rounds.
 CAPTURED_JOINT, COMPUTED_JOINT = (7,), (3, 7)
 CAPTURED_JOINT_COST, COMPUTED_JOINT_COST = 0.005, 0.03
-#: Rounds of a tree that are not timed: the first loads code, the second captures a graph.
-CAPTURED_WARM_UPS, COMPUTED_WARM_UPS = 2, 1
+#: Rounds of a tree that are not timed: the first meets cold caches.
+WARM_UPS = 1
 #: The most candidates below one token.
 WIDTH = 3
 #: A round must promise so many times the tokens a second of what is done otherwise.
@@ -102,10 +102,7 @@ class GivenDrafting:
         )
         sizes = CAPTURED_TREES if captured else COMPUTED_TREES
         self.plans = tuple(given(nodes - 1, min(nodes - 1, deepest)) for nodes in sizes)
-        self._first_cost, self._warm_ups = (
-            (CAPTURED_COST, CAPTURED_WARM_UPS) if captured else (COMPUTED_COST, COMPUTED_WARM_UPS)
-        )
-        self._untimed = CAPTURED_WARM_UPS if captured else 0  # plain steps
+        self._first_cost = CAPTURED_COST if captured else COMPUTED_COST
         self._rates: dict[tuple[int, bool], Rates] = {}
         #: The plans of given candidates alone: each with its name and places, by size.
         self._own = [(plan, plan.name, plan.given_nodes) for plan in self.plans]
@@ -116,7 +113,6 @@ class GivenDrafting:
         #: Of the rounds under way, in order, whether the index proposed what was given.
         self._indexed: deque[bool] = deque()
         self._rounds: dict[str, int] = {}
-        self._steps: dict[tuple[int, bool], int] = {}
         self._latest: tuple[Forecast, Forecast] | None = None
         #: How many tokens the latest sequence to end was let go for at last, without rules and with.
         self._patience = [0, 0]
@@ -278,9 +274,7 @@ class GivenDrafting:
         if rates is not None:
             rates.record(taken, emitted, seconds, waited, asked, indexed)
         elif taken is None:
-            self._steps[key] = self._steps.get(key, 0) + 1
-            if self._steps[key] > self._untimed:
-                self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), self._warm_ups)
+            self._rates[key] = Rates(self._guesses(len(emitted), seconds), sum(emitted), WARM_UPS)
 
     def report(self) -> DraftingReport:
         """What was chosen so far, and the forecasts of the latest choice between a round and what is done otherwise."""
