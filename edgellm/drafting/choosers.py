@@ -7,13 +7,9 @@ from typing import Protocol
 
 from edgellm.engines.speculation.draft_plan import DraftPlan
 
-#: Whether a round of a plan can be launched now: it waits for no capture (see `DecodingRunner.is_ready`).
-Ready = Callable[[DraftPlan], bool]
-
-
-def always(plan: DraftPlan) -> bool:
-    """Every plan is ready."""
-    return True
+#: Whether a round of a plan can be launched now, since it waits for no capture (see `DecodingRunner.is_ready`); None
+#: where all are.
+Ready = Callable[[DraftPlan], bool] | None
 
 
 class PlanChooser(Protocol):
@@ -22,7 +18,7 @@ class PlanChooser(Protocol):
     #: What it picks of, where there is room.
     plans: Sequence[DraftPlan]
 
-    def next_plan(self, room: int, batch: int, ready: Ready = always) -> DraftPlan | None:
+    def next_plan(self, room: int, batch: int, ready: Ready = None) -> DraftPlan | None:
         """The plan, one that is `ready`, for `batch` sequences that may emit at most `room` tokens each; None decodes
         one token plainly."""
 
@@ -43,9 +39,12 @@ class FixedDrafting:
         shorter = [plan.shortened(steps) for steps in range(plan.steps - 1, 0, -1)]
         self.plans: Sequence[DraftPlan] = (plan, *shorter)
 
-    def next_plan(self, room: int, batch: int, ready: Ready = always) -> DraftPlan | None:
+    def next_plan(self, room: int, batch: int, ready: Ready = None) -> DraftPlan | None:
         """See `PlanChooser`."""
-        return next((plan for plan in self.plans if plan.longest <= room and ready(plan)), None)
+        for plan in self.plans:
+            if plan.longest <= room and (ready is None or ready(plan)):
+                return plan
+        return None
 
     def likely(self, room: int, batch: int) -> DraftPlan | None:
         """The same."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from edgellm.drafting.acceptance import AcceptanceModel, expected_tokens, tree_gain
-from edgellm.drafting.choosers import Ready, always
+from edgellm.drafting.choosers import Ready
 from edgellm.drafting.costs import PLAIN, RoundCosts
 from edgellm.engines.speculation.draft_plan import DraftPlan, chain, tree
 
@@ -143,7 +143,7 @@ class DraftingController:
         self._batch = 1
         self._outlook: dict[str, Forecast] = {}
 
-    def next_plan(self, room: int, batch: int, ready: Ready = always) -> DraftPlan | None:
+    def next_plan(self, room: int, batch: int, ready: Ready = None) -> DraftPlan | None:
         """The plan of the next round, or None for a plain step.
 
         `room` is how many tokens the sequence with the least room may still get, `batch` the number of sequences. Only
@@ -160,7 +160,7 @@ class DraftingController:
 
     def likely(self, room: int, batch: int) -> DraftPlan | None:
         """What `next_plan` would give now, tries aside; nothing is noted."""
-        return self._best(room, batch, always)[1].plan
+        return self._best(room, batch, None)[1].plan
 
     def plain_seconds(self, batch: int) -> float | None:
         """What a plain step should take."""
@@ -174,7 +174,7 @@ class DraftingController:
         possible = [
             candidate
             for candidate in self._candidates
-            if candidate.steps < max(1, room) and (candidate.plan is None or ready(candidate.plan))
+            if candidate.steps < max(1, room) and (ready is None or candidate.plan is None or ready(candidate.plan))
         ]
         best = max(possible, key=self._rate)
         if self._current in possible and self._rate(self._current) * (1.0 + SWITCHING_GAIN) >= self._rate(best):

@@ -10,7 +10,7 @@ in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from itertools import product
@@ -36,12 +36,12 @@ from edgellm.engines.speculation.round import (
     GivenTree,
     Round,
     RoundKey,
+    RoundKinds,
     SlotProgress,
     StepReadback,
     padded_trees,
     part_keys,
 )
-from edgellm.engines.speculation.round_kinds import RoundKinds
 from edgellm.engines.speculation.tree_verification import TreeVerification, given_shapes
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.contracts import rows_of
@@ -83,6 +83,8 @@ class DecodingRunner:
             self.draft = EagleDraftEngineRunner(backend, draft, limits, draft_checkpoint, self.base, self._engines)
         self.verification = TreeVerification(backend, self.base, self.draft, self._engines)
         self._steps = CapturedSteps(backend)
+        #: The rounds, and other steps, whose captures are planned: where there are none, every round is ready.
+        self.planned: Mapping[Hashable, object] = self._steps.planned
         self._rounds: dict[RoundKey, Round] = {}
         self._latest_round: Round | None = None
         self._kinds = RoundKinds(self.base, self.draft, self.verification, self._engines)
@@ -221,12 +223,13 @@ class DecodingRunner:
                 f"a round of {plan.name} may emit {plan.longest} tokens, but a sequence of {longest} has room for "
                 f"{self.limits.kv_capacity - longest} of {self.limits.kv_capacity}: take a shorter plan"
             )
-        current = self.prepare_round(batch, plan, rules is not None)
+        key = self._round_key(batch, plan, rules is not None)
+        current = self._rounds.get(key) or self._make_round(key)
         if trees is not None:
             current.give(trees)
         if rules is None:
             self.base.sampling.clear_masks()
-        first, *second = current.parts()
+        first, *second = current.parts
         self._steps.run(*first)
         if rules is not None:
             known = trees if plan.is_given else None  # of a joint tree the draft model's part comes with the tree
@@ -236,17 +239,17 @@ class DecodingRunner:
             self._steps.run(*each)
         self._latest_round = current
         emitted = self.backend.read(current.emitted)
-        return self._progress.launched(StepReadback(self._progress, batch, current.key.plan, emitted, True))
+        return self._progress.launched(StepReadback(self._progress, batch, key.plan, emitted, True))
 
     def prepare_round(self, batch: int, plan: DraftPlan, ruled: bool = False) -> Round:
         """The round of a plan in the present state of the `batch` leading slots, ready to run: its stages run by
         themselves, too, in their order."""
-        return self._round(self._round_key(batch, plan, ruled))
+        key = self._round_key(batch, plan, ruled)
+        return self._rounds.get(key) or self._make_round(key)
 
     def is_ready(self, batch: int, plan: DraftPlan, ruled: bool = False) -> bool:
         """Whether no capture of such a round is planned, so that it should wait for that (see `CapturedSteps`)."""
-        planned = self._steps.planned
-        return not planned or planned.keys().isdisjoint(part_keys(self._round_key(batch, plan, ruled)))
+        return not self.planned or self.planned.keys().isdisjoint(part_keys(self._round_key(batch, plan, ruled)))
 
     def _round_key(self, batch: int, plan: DraftPlan, ruled: bool) -> RoundKey:
         """The key of a plan's round in the present state of the `batch` leading slots."""
@@ -269,10 +272,9 @@ class DecodingRunner:
         rules alone: plain steps first, then rounds without rules, then those under rules, of few sequences first. It is
         for backends of fixed shapes: elsewhere there are too many kinds."""
         self.base.plan_steps()
-        draft, batches = self.draft, self.limits.batches
-        for batch in batches if draft is not None else ():
-            tokens = self.limits.accept_tokens
-            widest = draft.accept_shape(batch, tokens, self.limits.tree_key_ranges[-1])
+        batches, tokens = self.limits.batches, self.limits.accept_tokens
+        for batch in () if self.draft is None else batches:
+            widest = self.limits.draft_shape("accept", batch, tokens, self.limits.tree_key_ranges[-1])
             for rows in self._engines.key_ranges(widest):
                 stages = partial(self._flush_step, batch, tokens, rows)
                 self._steps.plan(("flush", batch, tokens, rows), stages, kind=f" of {batch} sequences, {rows} rows")
@@ -291,10 +293,10 @@ class DecodingRunner:
         for number, part in enumerate(part_keys(key)):
 
             def stages(number: int = number) -> Stages:
-                current = self._round(key)
+                current = self._rounds.get(key) or self._make_round(key)
                 if key.plan.takes_given:
                     current.give(())
-                return current.parts()[number][1]
+                return current.parts[number][1]
 
             self._steps.plan(part, stages, kind=kind)
 
@@ -314,11 +316,9 @@ class DecodingRunner:
         self.base.steps.planned.clear()
         self._steps.planned.clear()
 
-    def _round(self, key: RoundKey) -> Round:
-        current = self._rounds.get(key)
-        if current is None:
-            current = self._rounds[key] = Round(self.base, self.draft, self.verification, key)
-        return current
+    def _make_round(self, key: RoundKey) -> Round:
+        self._rounds[key] = Round(self.base, self.draft, self.verification, key)
+        return self._rounds[key]
 
     def logits(self, slot: int, count: int) -> np.ndarray:
         """The base's logits [count, V] float32 for the `count` tokens that the latest step, or prefill, gave a slot,
