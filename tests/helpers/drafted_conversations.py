@@ -100,6 +100,14 @@ def assert_same_in_every_order(
         assert [tuple(response.token_ids) for response in responses] == [expected[place] for place in order]
 
 
+def capturing_before(runtime: SpecDecodeRuntime, prompts: Iterable[Any]) -> Iterator[Any]:
+    """The prompts; before each, some steps are captured behind what the slots hold."""
+    for prompt in prompts:
+        captured = [runtime.idle() for _ in range(5)]
+        assert captured[0], "everything was captured before"
+        yield prompt
+
+
 def tokens_reused(
     runtime: SpecDecodeRuntime,
     cold: Cold,
