@@ -80,7 +80,7 @@ class CudaBackend(CudaDevice):
         with ExitStack() as opened:
             super().__init__()
             opened.callback(super().close)
-            self._module = KernelModule(self.gpu, self.stream, directory.kept_kernels(self.gpu))
+            self._module = KernelModule(self.gpu, self.stream, directory.kept_kernels(self.gpu), self.made)
             opened.callback(self._module.close)
             self._load()
             self._opened = opened.pop_all()
@@ -223,7 +223,8 @@ class CudaBackend(CudaDevice):
                     engine.load_kernels(self._loaded)
 
     def prepare_steps(self) -> None:
-        """Have compiled what steps may ask for beside engines, as far as it is known which weights are packed."""
+        """Have compiled and loaded what steps may ask for beside engines, as far as it is known which weights are
+        packed."""
         models = self._directory.models
         for source in step_modules(models, self.compute_dtype, self._loaded):
             self._module.prepare(source)
@@ -353,7 +354,7 @@ class CudaBackend(CudaDevice):
         if refusal is not None:
             raise EngineError(refusal)
         if self._plans is None:
-            self._plans = TensorRTPlans(self._directory, self.gpu)
+            self._plans = TensorRTPlans(self._directory, self.gpu, self.made)
         return self._plans.engine(shape)
 
     def scratch_bytes(self) -> int:

@@ -30,6 +30,7 @@ from edgellm.engines.model.vision import VisionConfig
 from edgellm.kernels.acceptance.twin import NumpyAcceptance
 from edgellm.kernels.arrays import Array
 from edgellm.kernels.images.twin import NumpyImages
+from edgellm.kernels.made import Made
 from edgellm.kernels.recurrent.twin import NumpyRecurrent
 from edgellm.kernels.sampling.twin import NumpySampling
 from edgellm.kernels.tree.twin import NumpyTree
@@ -109,6 +110,7 @@ class NumpyBackend:
     ) -> None:
         self._configs: dict[str, ModelConfig | None] = {"base": config, "draft": draft, "vision": vision}
         self._programs: dict[EngineShape, Program] = {}
+        self.made = Made()
         self.kernels = NumpySampling()
 
     # What kernels do, made when it is first asked for.

@@ -21,6 +21,7 @@ from edgellm.kernels.arrays import DeviceArray
 from edgellm.kernels.atomic_write import write_atomically
 from edgellm.kernels.cache_directory import user_cache_directory
 from edgellm.kernels.gpu import GPU
+from edgellm.kernels.made import BUILT, Made
 
 logger = logging.getLogger("edgellm.tensorrt")
 
@@ -102,9 +103,9 @@ class TensorRTEngine:
 class TensorRTPlans:
     """TensorRT, on the primary context of a GPU: makes engines of the plans of a directory."""
 
-    def __init__(self, directory: EngineDirectory, gpu: GPU) -> None:
-        """Raises MissingDependencyError without TensorRT."""
-        self._directory, self._library = directory, load_tensorrt()
+    def __init__(self, directory: EngineDirectory, gpu: GPU, made: Made) -> None:
+        """Plans that are built are counted in `made`. Raises MissingDependencyError without TensorRT."""
+        self._directory, self._library, self._made = directory, load_tensorrt(), made
         self._runtime = self._library.module.Runtime(_Logger.make(self._library.module))
         self._platform = gpu_platform(gpu, self._library)
         self._cache = RuntimeCache(f"{self._platform.folder} {directory.description_sha256}")
@@ -117,7 +118,8 @@ class TensorRTPlans:
             stage = f"Plans are built for {capability} with TensorRT {self._library.version}: none were there"
             logger.warning("%s: %s", stage, shape.name, extra={"stage": (stage, shape.name)})
             config = directory.model_config(shape.model)
-            return build_plan(config, shape, directory.dtype, directory.attention, capability)
+            with self._made.counting(BUILT):
+                return build_plan(config, shape, directory.dtype, directory.attention, capability)
 
         plan, _ = load_or_build_plan(self._directory, shape, self._platform, build)
         return TensorRTEngine(self._library, self._runtime, plan, shape, self._cache)

@@ -74,8 +74,8 @@ def step_milliseconds(runner: BaseEngineRunner, name: str | None) -> dict[str, f
         runner.start(0, PROMPT, 0, SamplingValues()).wait()
         for _ in range(3):
             runner.decode(1).wait()
-        captures = runner._steps.captures
-        (step,) = captures[next(key for key in captures if key[0] == 1 and key[3] == (name is not None))]
+        captures = runner.steps.captures
+        (step,) = captures[next(key for key in captures if key[0] == 1 and key[2] == (name is not None))]
         spans.append(gpu_milliseconds(stream, step, 50, series=1))
         runner.stop(0)
 

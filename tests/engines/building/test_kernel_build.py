@@ -249,7 +249,7 @@ directory = EngineDirectory.open(sys.argv[1], verify=True)
 weights = WeightLayouts(directory.models, directory.checkpoints, directory.dtype)
 backend = Backend(directory.models, directory.limits, directory.dtype, weights.planned, gpu)
 module = KernelModule(gpu, SimpleNamespace(handle=0), directory.kept_kernels(gpu))
-module.driver = Driver()
+module.driver, module.load_prepared = Driver(), module.load  # pycuda launches nothing here
 backend.use(module)
 try:
     with module.side_by_side():
