@@ -260,9 +260,10 @@ class CudaPromptLinear(CudaTiledKernels):
         tiling: PromptTiling | None = None,
         activation: int = NO_ACTIVATION,
     ) -> tuple[Kernel, PromptTiling]:
-        """A kernel and its tiling, the fastest if none is given."""
+        """A kernel and its tiling, the fastest if none is given, or one for packed weights though this one is not."""
         block_bytes = 0 if layout is None else layout.block_bytes
-        tiling = tiling or prompt_tiling(rows, *weight, self.gpu, block_bytes)
+        if tiling is None or (layout is None and tiling.block_bytes):
+            tiling = prompt_tiling(rows, *weight, self.gpu, block_bytes)
         stages = tiling.stages(self.gpu)
         if layout is not None:
             return packed_prompt_kernel(name, layout, tiling, stages, adapted), tiling
