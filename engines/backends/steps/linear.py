@@ -161,8 +161,8 @@ class FewRows(_AnyLinear):
 
     def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
         """See `Implementation.clocks`."""
-        inside = prepares_inside(step, program)
-        clocks = few_rows_clocks(step_rows(step, program), *step.linear.weight.shape, inside, gpu)
+        inside, (rows, columns) = prepares_inside(step, program), step.linear.weight.shape
+        clocks = few_rows_clocks(step_rows(step, program), rows, columns, inside, gpu)
         return clocks if inside else clocks + _norm_count(step) * NORM_CLOCKS
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:
@@ -184,8 +184,8 @@ class ManyRows(_AnyLinear):
 
     def clocks(self, step: Layer, program: Program, gpu: Capacity) -> float:
         """See `Implementation.clocks`."""
-        adapted = step.linear.name in program.adapted
-        clocks = many_rows_clocks(step_rows(step, program), *step.linear.weight.shape, gpu, step.gated, adapted)
+        adapted, (rows, columns) = step.linear.name in program.adapted, step.linear.weight.shape
+        clocks = many_rows_clocks(step_rows(step, program), rows, columns, gpu, step.gated, adapted)
         return clocks + _norm_count(step) * NORM_CLOCKS
 
     def _normed(self, step: NormLinear, run: Launching, linear: LinearWeights, next_early: bool) -> list[Any]:

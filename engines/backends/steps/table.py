@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -126,8 +126,14 @@ def choose(
         if not possible:
             return None, f"kernels cannot run {step.title}: {reason}"
         preferred = [each for each in possible if type(each) in only] or possible
-        chosen.append(fastest(preferred, lambda each, gpu, step=step: each.clocks(step, program, gpu), gpu))
+        chosen.append(_fastest(preferred, step, program, gpu))
     return Choice(tuple(chosen)), ""
+
+
+def _fastest(
+    possible: Sequence[Implementation[Any]], step: Step, program: Program, gpu: Capacity
+) -> Implementation[Any]:
+    return fastest(possible, lambda each, gpu: each.clocks(step, program, gpu), gpu)
 
 
 def _possible(step: Step, program: Program, limit: int) -> tuple[list[Implementation[Any]], str]:
